@@ -32,10 +32,11 @@ would count as a bug.
 **Deadlines**: ``time_left_s`` counts from ``received_at``. The core ends the request with `DeadlineExceeded`
 when it passes; a protocol that also cancels the task by itself at that time (gRPC) is fine too.
 
-**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message, or a few. A ``write``
-that waits is cancelled when its limits are exceeded (`gateway.slow_readers`) or its request has failed; then
-`SlowReader`, or the request's error, comes out of the generator, with all that the request had given back. The
-frontend sends it without waiting for long, since such a client takes nothing, and ends the stream.
+**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message, or a few. A
+``write`` that waits is cancelled when its limits are exceeded (`gateway.slow_readers`) or its request has
+failed; then `SlowReader`, or the request's error, comes out of the generator, with all that the request had
+given back. The frontend sends it without waiting for long, since such a client takes nothing, and ends the
+stream.
 """
 
 from __future__ import annotations

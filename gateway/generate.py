@@ -7,8 +7,8 @@
 5. **Drive** (`gateway.session`): `RequestDriver` routes the choices to a prefill and a decode worker each,
    retries lost attempts, and feeds their tokens to one `OutputStream` per choice (`gateway.output`).
 6. **Write** (`gateway.responses`): one message per piece of output, the last one with usage and timings.
-7. **Release**: each choice gives its place back with the workers' terminal message, read or not. Whatever ended
-   the call, the `finally` blocks close the driver, which cancels on both workers, give back what is left of the
+7. **Release**: each choice gives its place back with the workers' terminal message, read or not. Whatever
+   ended the call, the `finally` blocks close the driver, which cancels on both workers, give back the other
    places and the id, settle the quota, and emit spans and metrics.
 """
 

@@ -1,8 +1,9 @@
 """Limits on clients that read slowly: how long a message may wait to be read, and how many bytes may wait.
 
-Workers do not wait for readers, and a request's place in the admission ends with the workers' terminal message.
-What a client has not read yet stays in this process: the output since the last message in the request's
-`OutputStream`s, and the message that is being written. `StreamWriter` ends the stream with `SlowReader` when
+Workers do not wait for readers, and a request's place in the admission ends with the workers' terminal
+message. What a client has not read yet stays in this process: the output since the last message, in the
+request's `OutputStream`s, and the message that is being written. `StreamWriter` ends the stream with
+`SlowReader` when
 
 - one message is not taken within `ReaderLimits.write_s`,
 - more than `ReaderLimits.stream_bytes` wait for this reader, or
@@ -68,7 +69,7 @@ class UnreadOutput:
         self._writing.discard(writer)
 
     def add(self, unread: int) -> None:
-        """Count ``unread`` bytes more, or fewer; end the stream with most of them while the total is exceeded."""
+        """Count ``unread`` bytes more, or fewer; end the streams with most of them beyond the total."""
         self.bytes += unread
         while self.bytes > self.limits.total_bytes and unread > 0 and self._writing:
             largest = max(self._writing, key=lambda writer: writer.unread)

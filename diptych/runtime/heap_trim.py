@@ -1,8 +1,9 @@
 """Release of garbage, and return of freed heap memory to the system.
 
-Requests that fail leave reference cycles, which hold what they had until Python's oldest generation is collected.
-glibc gives back the end of its heaps only: small live objects keep the pages of large freed ones around them
-(``malloc_trim`` does not; other C libraries have none).
+Requests that fail leave reference cycles, which hold what they had until Python's oldest generation is
+collected.
+glibc gives back the end of its heaps only: small live objects keep the pages of large freed ones around them.
+``malloc_trim`` returns those too; other C libraries have none.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class HeapTrim:
 
     def _run(self) -> None:
         self._timer = None
-        gc.collect()  # programs freeze what lives since their start (`diptych.runtime.process`): this is short
+        gc.collect()  # short: programs freeze what lives since their start (`diptych.runtime.process`)
         if self._trim is not None:
             # ctypes releases the GIL meanwhile.
             asyncio.get_running_loop().run_in_executor(None, self._trim, _TRIM_ALL)

@@ -7,8 +7,8 @@ it waits here or at a prefill worker.
 
 **Sequences start as room comes.** Those that find room with the request's first one share its prefill; the
 others start when places become free, after the first token, when the prompt is in a prefix cache. Requests
-that wait for their first sequence and requests that wait for more of them take turns. The places of `_reserve`
-are for first sequences only: no request shuts the others out, however many sequences it has.
+that wait for their first sequence and requests that wait for more of them take turns. The places of
+`_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
 
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
 there are several tenants, one that is alone leaves `_reserve` to the others.
@@ -64,7 +64,8 @@ class Ticket:
     """Place of one request in the queue.
 
     Attributes:
-        sequences: outputs of the request; those that run now are in ``running``, by the times of their starts.
+        sequences: outputs of the request; those that run now are in ``running``, with the times of their
+            starts.
         together: its sequences step together (a beam search), and start and end together.
         shared_kv, own_kv: tokens of KV memory that it probably holds at its end, for its prompt and for each
             sequence.
@@ -105,8 +106,8 @@ class AdmissionQueue:
     """Admission queue: tenants take turns; of one tenant higher priority first, then arrival.
 
     Args:
-        max_running: sequences that may be with the workers at once. One sequence, or one beam search, is always
-            admitted when nothing runs.
+        max_running: sequences that may be with the workers at once. One sequence, or one beam search, is
+            always admitted when nothing runs.
         max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers, shared
             as in `FairShares`. One request is always accepted when nothing waits, however long it is.
         max_delay: bound of the predicted wait; None: no bound.
@@ -246,7 +247,7 @@ class AdmissionQueue:
         return self._admit(now)
 
     def leave(self, ticket: Ticket, now: float | None = None, output_tokens: float = 0.0) -> list[Ticket]:
-        """Remove a request that ended, in any state; no change after the first time. Return the newly admitted.
+        """Remove a request that ended, in any state, once. Return the newly admitted.
 
         ``now`` and ``output_tokens`` (of one output): as in `end_choice`.
         """

@@ -62,7 +62,8 @@ class OutputBuffer:
         if not sizes:
             due, self.due = self.due, {}
             return sorted(due)
-        taken, total = [], 0
+        taken: list[int] = []
+        total = 0
         for choice in self.due:
             total += sizes[choice]
             if taken and total > most:

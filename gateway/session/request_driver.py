@@ -85,9 +85,9 @@ class RequestDriver:
         hold: nothing is sent before the end.
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
-    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is called
-    when the workers have nothing more to do for a choice; after it, or with an error of the whole request,
-    `state.over` is true. ``on_output`` is called for all output, before a client reads it.
+    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
+    called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
+    an error of the whole request. ``on_output`` is called for all output, before a client reads it.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Each choice is a `ChoiceState` of its own. Choices that need an attempt at the same moment and have the same
 tokens so far share it: at the start those that are admitted together, with the prompt. What one of them loses
-later (by a preemption, for example) it alone computes again. One choice that gives up ends the request; it is complete
-when all are.
+later (by a preemption, for example) it alone computes again. One choice that gives up ends the request; it is
+complete when all are.
 
 `RequestState.handle` applies an event. The messages of several choices to the same worker, and the choices
 that share an attempt, are known only when all events of the moment are applied: `RequestState.settle` returns

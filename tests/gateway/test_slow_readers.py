@@ -13,8 +13,6 @@ import grpc
 import pytest
 
 from diptych.kserve.v2 import open_inference_pb2_grpc
-from diptych.runtime.heap_trim import DELAY_S
-from diptych.v1 import inference_pb2 as pb
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until
@@ -96,7 +94,7 @@ async def test_reader_that_takes_nothing_in_time_gets_slow_reader(
         assert not errors(caplog)
 
 
-async def test_stream_is_reset_when_its_status_is_not_taken(
+async def test_rpc_is_given_up_when_its_status_is_not_taken(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.frontends.grpc.stream_end.STATUS_S", 0.3)
@@ -104,18 +102,13 @@ async def test_stream_is_reset_when_its_status_is_not_taken(
         before = rpcs()
         call = await stopped_reader(channel, wordy(stack))
         await until(lambda: calls(stack, "ABORTED") == 1)
-        await until(lambda: rpcs() == before)
-        await asyncio.sleep(1.5 * DELAY_S)
-        await stack.stub.ListModels(pb.ListModelsRequest())  # gRPC's own loop refers to its latest RPC
-        await asyncio.sleep(0.5)
+        await until(lambda: rpcs() == before)  # gRPC has nothing of it but what the client's core holds
         with pytest.raises(grpc.aio.AioRpcError) as ended:  # it reads again
             await collect(call)
-        assert ended.value.code() is grpc.StatusCode.CANCELLED
+        assert ended.value.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 
 
-async def test_complete_stream_is_reset_when_its_end_is_not_read(
-    bundled: ServedModel, redis_url: str
-) -> None:
+async def test_rpc_is_given_up_when_its_end_is_not_read(bundled: ServedModel, redis_url: str) -> None:
     async with gateway_of(bundled, redis_url, write_timeout=0.5) as (stack, channel, decode):
         decode.script = talking(80)
         before = rpcs()

@@ -1,10 +1,10 @@
 """The end of an RPC whose client may have stopped reading.
 
-A status waits behind the messages that the client has not read, and gRPC waits with it for as long as the client
-likes. Here an RPC has a limited time for it; then its stream is reset. The API of grpc.aio has no reset. What it
-does when the last reference to an RPC is dropped is one: gRPC's core cancels a call that has not ended. The last
-references are those of the task that waits for the client's side to end, which is found by what it refers to, and,
-until another RPC comes, of the server's own loop.
+A status waits behind the messages that the client has not read, and gRPC waits with it for as long as the
+client likes. Here an RPC has a limited time for it; then its stream is reset. The API of grpc.aio has no
+reset. What it does when the last reference to an RPC is dropped is one: gRPC's core cancels a call that has
+not ended. The last references are those of the task that waits for the client's side to end, which is found
+by what it refers to, and, until another RPC comes, of the server's own loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def limit_end(context: Context, request_id: str, seconds: float, heap: HeapTrim)
     """Reset the stream of the current task's RPC unless its client has read all within ``seconds``."""
     handler = asyncio.current_task()
     timer = asyncio.get_running_loop().call_later(seconds, reset, handler, request_id, heap)
-    context.add_done_callback(lambda _: timer.cancel())
+
+    def done(_: object) -> None:
+        timer.cancel()
+
+    context.add_done_callback(done)
 
 
 def reset(handler: asyncio.Task[Any] | None, request_id: str, heap: HeapTrim) -> None:

@@ -408,7 +408,7 @@ async def test_late_choice_without_a_worker_waits_for_one(
         step(decode, first, [tokens_of(0, 0, answers[0])], [])
         await until(lambda: not stack.gateway.gate.queue.waiting_tokens)
         step(decode, first, [], [finished(first, 0)])
-        (_, second) = await decode.wait_for("attach", 2)
+        await decode.wait_for("attach", 2)
         await decode.close()
         await later.start(redis_url, DIGEST)
         (third,) = await later.wait_for("attach")
