@@ -1,9 +1,8 @@
 """Release of garbage, and return of freed heap memory to the system.
 
 Requests that fail leave reference cycles, which hold what they had until Python's oldest generation is
-collected.
-glibc gives back the end of its heaps only: small live objects keep the pages of large freed ones around them.
-``malloc_trim`` returns those too; other C libraries have none.
+collected. glibc gives back the end of its heaps only: small live objects keep the pages of large freed ones
+around them. ``malloc_trim`` returns those too; other C libraries have none.
 """
 
 from __future__ import annotations
