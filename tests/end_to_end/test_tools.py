@@ -83,6 +83,16 @@ def test_required_calls_are_made(stub: rpc.InferenceServiceStub) -> None:
     assert names == ARGUMENTS.keys()
 
 
+def test_arguments_hold_no_members_that_a_schema_does_not_name(stub: rpc.InferenceServiceStub) -> None:
+    asked = request(pb.ToolChoice.MODE_NAMED, name="now")
+    asked.chat.tools[1].parameters_json_schema = '{"type": "object", "properties": {"x": {"const": 1}}}'
+    for seed in range(4):
+        asked.sampling.seed = seed
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        assert json.loads(output.tool_calls[0].arguments_json).keys() <= {"x"}
+        assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
 def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.InferenceServiceStub) -> None:
     for name in ARGUMENTS:
         asked = request(pb.ToolChoice.MODE_NAMED, name=name)
