@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,10 +11,10 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
+from gateway.request.field_checks import has_name_characters
 from gateway.request.structured_output import Constraint, check_size, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 # Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.
 _BRACKETS: Final = frozenset("<>[]")
 _MODES: Final = {
@@ -126,7 +125,7 @@ def _call(path: str, call: pb.ToolCall) -> ToolCall:
 
 
 def _name(path: str, name: str) -> str:
-    if not 0 < len(name) <= limits.MAX_TOOL_NAME_CHARS or not _NAME.fullmatch(name):
+    if not 0 < len(name) <= limits.MAX_TOOL_NAME_CHARS or not has_name_characters(name):
         raise InvalidParameter(
             path, f"must be 1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, dots, dashes and underscores"
         )
