@@ -1,4 +1,4 @@
-"""Objects are closed where a schema does not say otherwise, and what a schema combines can still be matched."""
+"""Objects are closed where a schema does not say otherwise; combinations can still be matched."""
 
 from __future__ import annotations
 
