@@ -33,6 +33,7 @@ SECTION = "sharing"
 _BLOCK = 16
 _WHOLE, _DRY = (1024, 128, 2048), (16, 8, 16)
 """Tokens of a prompt, of an answer, and of a prefill step."""
+_DECODE_SMS = (8, 16, 24, 32, 48)
 _HIGH, _LOW = -1, 0
 """Priorities of CUDA streams: the lower number runs first."""
 
@@ -113,10 +114,9 @@ def sharing(context: Context) -> Iterator[Figure]:
             continue
         priorities = (torch.cuda.Stream(device, priority=_HIGH), torch.cuda.Stream(device, priority=_LOW))
         yield _together(context, phases, "streams of unequal priority", priorities, turns)
-        for decode_sms in (16, 32, 48, 64):
+        for decode_sms in _DECODE_SMS:
             name = f"green contexts, {decode_sms} multiprocessors for decode"
-            with green_streams(device, decode_sms) as streams:
-                yield _together(context, phases, name, streams, turns)
+            yield _together(context, phases, name, green_streams(device, decode_sms), turns)
         del phases
         torch.cuda.empty_cache()
 
@@ -193,10 +193,10 @@ def _run(
     return max(steps, 1) * phases.batch / seconds, max(computed, 1) / seconds
 
 
-@contextlib.contextmanager
-def green_streams(device: torch.device, decode_sms: int) -> Iterator[tuple[torch.cuda.Stream, ...]]:
+def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, ...]:
     """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
 
+    The contexts last as long as the process: torch keeps events and memory of their streams.
     Raises Unmeasured where the driver has no green contexts.
     """
     driver = ctypes.CDLL("libcuda.so.1")
@@ -217,28 +217,12 @@ def green_streams(device: torch.device, decode_sms: int) -> Iterator[tuple[torch
         "cuDevSmResourceSplitByCount", ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole),
         ctypes.byref(rest), ctypes.c_uint(0), ctypes.c_uint(decode_sms),
     )  # fmt: skip
-    contexts, streams = [], []
-    try:
-        for resource, priority in ((part, _HIGH), (rest, _LOW)):
-            description, green, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-            call(
-                "cuDevResourceGenerateDesc",
-                ctypes.byref(description),
-                ctypes.byref(resource),
-                ctypes.c_uint(1),
-            )
-            call("cuGreenCtxCreate", ctypes.byref(green), description, ordinal, ctypes.c_uint(1))
-            contexts.append(green)
-            call(
-                "cuGreenCtxStreamCreate",
-                ctypes.byref(stream),
-                green,
-                ctypes.c_uint(1),
-                ctypes.c_int(priority),
-            )
-            streams.append(torch.cuda.ExternalStream(stream.value, device=device))
-        yield tuple(streams)
-    finally:
-        torch.cuda.synchronize(device)
-        for green in contexts:
-            driver.cuGreenCtxDestroy(green)
+    streams = []
+    for resource, priority in ((part, _HIGH), (rest, _LOW)):
+        description, green, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
+        call("cuGreenCtxCreate", ctypes.byref(green), description, ordinal, ctypes.c_uint(1))
+        flags = (ctypes.c_uint(1), ctypes.c_int(priority))
+        call("cuGreenCtxStreamCreate", ctypes.byref(stream), green, *flags)
+        streams.append(torch.cuda.ExternalStream(stream.value, device=device))
+    return tuple(streams)
