@@ -161,7 +161,7 @@ def call_from_json(text: str) -> ToolCall | None:
         arguments = _arguments(members)
     except (KeyError, ValueError, RecursionError):
         return None
-    return ToolCall(name, arguments, _new_id()) if name else None
+    return ToolCall(name, arguments, new_call_id()) if name else None
 
 
 def _arguments(members: Mapping[str, _Member]) -> str:
@@ -200,7 +200,7 @@ def _text(value: object) -> str:
     return value
 
 
-def _new_id() -> str:
+def new_call_id() -> str:
     """Return nine letters and digits, which Mistral's templates require and all others accept."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
