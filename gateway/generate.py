@@ -230,6 +230,7 @@ class Generator:
             want_scores=request.logprobs is not None,
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
+            unfinished=self._model.tools.unfinished(request.tools),
             piece_names=_tool_names(request) if call_pieces else None,
         )
 

@@ -16,6 +16,7 @@ from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.tools.formats import ToolFormat, format_of
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
+from gateway.tools.unfinished import UnfinishedCalls
 
 # Nine characters each: Mistral's templates refuse ids of any other length.
 _TOOL: Final = "probetool"
@@ -63,6 +64,13 @@ class ToolSupport:
         if tools is None or self.call_format is None or tools.mode is Mode.NONE:
             return None
         return self.call_format.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
+
+    def unfinished(self, tools: Toolbox | None) -> UnfinishedCalls | None:
+        """Return the reader of what is left of a call at the end of an output; None as for `parser`."""
+        if tools is None or self.call_format is None or tools.mode is Mode.NONE:
+            return None
+        names = [tool.name for tool in tools.callable]
+        return UnfinishedCalls(names, self.call_format.markers, tools.forced)
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -22,6 +22,7 @@ from gateway.output.stop_strings import StopStrings
 from gateway.tools.call_pieces import CallPieces
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
+from gateway.tools.unfinished import UnfinishedCalls
 
 
 class Delta(NamedTuple):
@@ -59,6 +60,7 @@ class OutputStream:
         want_scores: pieces carry the scores of their tokens, if the worker sends them.
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
+        unfinished: reads what is left of a call at the end of the output; goes with ``calls``.
         piece_names: of the offered tools; calls then come in pieces (`CallPieces`). None: whole.
     """
 
@@ -76,6 +78,7 @@ class OutputStream:
         want_scores: bool = False,
         calls: ToolCallParser | None = None,
         one_call: bool = False,
+        unfinished: UnfinishedCalls | None = None,
         piece_names: Collection[str] | None = None,
     ) -> None:
         self._detokenizer = detokenizer
@@ -92,6 +95,7 @@ class OutputStream:
         if calls is not None and one_call:
             calls = FirstCall(calls)
         self._calls = calls
+        self._unfinished = unfinished
         self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -156,7 +160,10 @@ class OutputStream:
             if self._stops is not None and not self.over:
                 self._show(self._stops.flush())
         if self._calls is not None:
-            self._show_parsed(self._calls.finish())
+            last = self._calls.finish()
+            if self._unfinished is not None and last.text:
+                last = Parsed(calls=last.calls) + self._unfinished.read(last.text, cut=not self.stopped)
+            self._show_parsed(last)
 
     def take(self) -> Delta:
         """Return all that is new, due or not; possibly nothing."""
@@ -207,7 +214,8 @@ class OutputStream:
             self._show_parsed(self._calls.push(text))
 
     def _show_parsed(self, parsed: Parsed) -> None:
-        if parsed.text:
+        # Between calls that are all that an output may hold, text is a separator.
+        if parsed.text and not (self._unfinished is not None and self._unfinished.forced):
             self._text.append(parsed.text)
         for call in parsed.calls:
             self._add_call(call)
