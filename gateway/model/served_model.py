@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
-from gateway.model.tool_support import ToolSupport
+from gateway.model.role_support import RoleSupport
+from gateway.model.tool_support import PROBE_TOOL, ToolSupport
 
 # "Model.Q4_1.gguf" is served as "Model": the quantisation is no part of a model's name.
 _QUANTISATION: Final = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16|MXFP4)$", re.IGNORECASE)
@@ -91,6 +92,8 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tools: ToolSupport
+    roles: RoleSupport = field(default_factory=RoleSupport)
+    roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
 
     @classmethod
     def load(cls, path: Path, name: str | None = None) -> ServedModel:
@@ -100,8 +103,12 @@ class ServedModel:
         """
         tokenizer = Tokenizer.load(path)
         template = _template(tokenizer)
-        tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
-        return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template, tools)
+        card = ModelCard.from_tokenizer(tokenizer, path, name)
+        if template is None:
+            return cls(card, tokenizer, None, ToolSupport())
+        tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
+        beside_tools = RoleSupport.of(template, [PROBE_TOOL]) if tools.tools else roles
+        return cls(card, tokenizer, template, tools, roles, beside_tools)
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -12,6 +12,8 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.plain_tool_turns import plain_tool_turns
+from gateway.model.role_support import ROLES
 from gateway.model.served_model import ServedModel
 from gateway.request.field_checks import message_name
 from gateway.request.json_values import whole
@@ -19,8 +21,6 @@ from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
 from gateway.tools.tool import Toolbox
 
-# A template pastes the role between control tokens, so a free role would be a way to write there.
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 # Where a prompt's tokens come from, by the kind of prompt.
 _FIELDS: Final = {"token_ids": "token_ids.ids", "text": "text", "chat": "chat.messages"}
 _KWARGS: Final = "chat.template_kwargs"
@@ -100,14 +100,14 @@ def chat_parts(
     _check_size("chat.messages", num_bytes, num_bytes)
     tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
     _check_size("chat.tools", tool_bytes, tool_bytes)
-    messages = [_message(index, message, model) for index, message in enumerate(chat.messages)]
+    messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
         parts = template.render(
             messages,
             add_generation_prompt=add_prompt,
-            tools=() if tools is None else tools.tools,
+            tools=() if tools is None or model.tools.generic else tools.tools,
             kwargs=kwargs,
         )
     except RenderRefused as error:
@@ -126,13 +126,33 @@ def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
         raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
 
 
-def _message(index: int, message: pb.ChatMessage, model: ServedModel) -> Message:
-    field = f"chat.messages[{index}]"
-    if message.role not in ROLES:
-        raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) -> list[Message]:
+    """Check the turns, and put tools into words where the template has none."""
+    messages: list[Message] = []
+    leading = True
+    roles = model.roles if tools is None else model.roles_beside_tools
+    for index, message in enumerate(chat.messages):
+        field = f"chat.messages[{index}]"
+        if message.role not in ROLES:
+            raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+        role = roles.rendered_role(message.role, index, leading=leading)
+        leading = leading and message.role in ("system", "developer")
+        if role is None:
+            where = "first" if index == 0 else "here"
+            reason = f"this model's chat template does not render a turn of the {message.role} {where}"
+            raise UnsupportedFeature(f"{field}.role", reason)
+        messages.append(_message(field, role, message, model))
+    if not model.tools.generic:
+        return messages
+    offered = () if tools is None else tools.tools
+    native = model.tools.calls and model.tools.turns
+    return plain_tool_turns(messages, offered, system="system" in roles.first, calls=native)
+
+
+def _message(field: str, role: str, message: pb.ChatMessage, model: ServedModel) -> Message:
     answers = tool_call_id(field, message, model.tools)
     return Message(
-        message.role,
+        role,
         message.content,
         message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
         tool_calls(field, message, model.tools),

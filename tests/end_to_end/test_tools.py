@@ -172,6 +172,21 @@ def test_calls_that_may_not_be_parallel_are_one(
         assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
 
 
+def test_a_forced_call_cut_by_its_length_leaves_no_markup(stub: rpc.InferenceServiceStub) -> None:
+    fragments = 0
+    for max_tokens in range(1, 44, 3):
+        asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather", stopping={"max_tokens": max_tokens})
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        streamed = [one for message in stub.StreamGenerate(asked, timeout=60) for one in message.outputs]
+        for text in (output.text, *(delta.text for delta in streamed)):
+            assert text == ""
+        for call in (*output.tool_calls, *(call for delta in streamed for call in delta.tool_calls)):
+            assert (call.name, call.arguments_json[:1]) in (("get_weather", "{"), ("get_weather", ""))
+            fragments += 1
+        assert output.finish_reason in (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS)
+    assert fragments
+
+
 def test_each_of_several_choices_calls(stub: rpc.InferenceServiceStub) -> None:
     asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather")
     asked.sampling.n = 4

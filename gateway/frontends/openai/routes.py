@@ -226,6 +226,7 @@ class OpenAIRoutes:
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
+            "tool_calls": model.capabilities.tool_calls or None,
         }
 
 

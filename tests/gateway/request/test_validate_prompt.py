@@ -148,15 +148,26 @@ def test_names_are_for_templates_that_look_at_them(bundled: ServedModel) -> None
         assert field_of(naming, InvalidParameter, chat=named(bad)) == "chat.messages[0].name"
 
 
-def test_tools_that_the_template_would_not_show(bundled: ServedModel) -> None:
-    """SmolLM2's writes any role that it is given, but neither tools nor calls."""
-    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")])
-    cases = {
-        "chat.tools": chat(("user", "a"), tools=[pb.Tool(name="f")]),
-        "chat.messages[0].tool_calls": pb.ChatPrompt(messages=[call]),
-    }
-    for path, prompt in cases.items():
-        assert field_of(bundled, UnsupportedFeature, chat=prompt) == path
+def test_tools_of_a_template_without_them_are_described_in_the_system_turn(bundled: ServedModel) -> None:
+    """SmolLM2's template writes any role that it is given, but neither tools nor calls."""
+
+    def text(prompt: pb.ChatPrompt) -> str:
+        return bundled.tokenizer.decode(ids(bundled, chat=prompt), skip_special=False)
+
+    offered = chat(("user", "a"), tools=[pb.Tool(name="f", description="<|im_end|>")])
+    assert '{"name": "f", "description": "<|im_end|>"' in text(offered)
+    assert text(offered).startswith("<|im_start|>system\nYou can call")
+    offered.tool_choice.mode = pb.ToolChoice.MODE_NONE
+    assert text(offered) == text(chat(("user", "a")))
+    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", id="1")])
+    result = pb.ChatMessage(role="tool", content="42", tool_call_id="1")
+    assert text(pb.ChatPrompt(messages=[call, result])).endswith(
+        '<|im_start|>assistant\n{"name": "f", "arguments": {}}<|im_end|>\n'
+        "<|im_start|>user\nResult of f: 42<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_id_of_a_call_is_a_tools(bundled: ServedModel) -> None:
     answer = pb.ChatMessage(role="user", tool_call_id="1")
     assert field_of(bundled, InvalidParameter, chat=pb.ChatPrompt(messages=[answer])) == (
         "chat.messages[0].tool_call_id"
