@@ -135,6 +135,14 @@ class Call(ABC):
     def on_request_id(self, request_id: str) -> None:  # noqa: B027
         """Handle the request's id, before any message: for headers or trailers. Default: nothing."""
 
+    def on_admitted(self) -> None:  # noqa: B027
+        """Handle the request's admission; only workers are waited for now. May be called again."""
+
+    @property
+    def wants_call_pieces(self) -> bool:
+        """True where tool calls come in pieces: name and id first, then arguments as they are written."""
+        return False
+
     @property
     def span_attributes(self) -> Attributes | None:
         """Attributes of the SERVER span at its start; None: those of an RPC."""

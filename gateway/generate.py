@@ -164,7 +164,12 @@ class Generator:
         ticket: Ticket | None = None
         driver: RequestDriver | None = None
         try:
-            driver = self._driver(job, chat=record.operation == "chat", one_message=one_message)
+            driver = self._driver(
+                job,
+                chat=record.operation == "chat",
+                one_message=one_message,
+                call_pieces=call.wants_call_pieces,
+            )
             driver.resume_token = resume_token
             driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
             driver.on_choice_end = lambda choice: self._end_choice(driver, ticket, choice)
@@ -179,7 +184,7 @@ class Generator:
                 priority=request.priority,
                 tenant=job.tenant,
                 time_left_s=call.time_left_s(self._clock()),
-                on_admitted=partial(_admit, driver),
+                on_admitted=partial(_admit, driver, call),
             )
             record.queued = True
             if self._retry_limits.budget is not None:
@@ -236,12 +241,15 @@ class Generator:
             tenant=call.caller.tenant,
         )
 
-    def _driver(self, job: Job, *, chat: bool, one_message: bool) -> RequestDriver:
+    def _driver(self, job: Job, *, chat: bool, one_message: bool, call_pieces: bool) -> RequestDriver:
         request = job.request
         before = () if chat else request.prompt_ids
         text = text_after(self._model.tokenizer, before, prompt_shown=request.echo)
         stop_ids = frozenset(job.stop_token_ids)
-        outputs = [self._output(request, stop_ids, text.copy()) for _ in range(request.choices)]
+        outputs = [
+            self._output(request, stop_ids, text.copy(), call_pieces=call_pieces)
+            for _ in range(request.choices)
+        ]
         hold = one_message or request.best_of is not None
         driver = RequestDriver(
             job, outputs, self._worker_pool, clock=self._clock, hold=hold, retry_limits=self._retry_limits
@@ -250,7 +258,9 @@ class Generator:
             raise InvalidParameter("received_token_ids", "goes on after the end of the output")
         return driver
 
-    def _output(self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text) -> OutputStream:
+    def _output(
+        self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text, *, call_pieces: bool
+    ) -> OutputStream:
         parser = self._model.tools.parser(request.tools)
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
@@ -267,6 +277,8 @@ class Generator:
             want_scores=request.logprobs is not None,
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
+            unfinished=self._model.tools.unfinished(request.tools),
+            piece_names=_tool_names(request) if call_pieces else None,
         )
 
     async def _answer(self, driver: RequestDriver, call: Call, *, one_message: bool) -> pb.GenerateResponse:
@@ -321,9 +333,10 @@ class Generator:
         raise output_buffer.error
 
 
-def _admit(driver: RequestDriver, sequences: tuple[int, ...]) -> None:
+def _admit(driver: RequestDriver, call: Call, sequences: tuple[int, ...]) -> None:
     """Start the choices with these indices; a beam search, whose sequences are its beams, as a whole."""
     driver.feed(Admitted(() if driver.job.request.beam_width is not None else sequences))
+    call.on_admitted()
 
 
 def _due(driver: RequestDriver) -> list[int]:
@@ -335,6 +348,10 @@ def _due(driver: RequestDriver) -> list[int]:
         for output in driver.outputs
     ]
     return driver.output_buffer.take(sizes, MESSAGE_BYTES)
+
+
+def _tool_names(request: ParsedRequest) -> frozenset[str] | None:
+    return None if request.tools is None else frozenset(tool.name for tool in request.tools.callable)
 
 
 def _required(ticket: Ticket | None) -> Ticket:

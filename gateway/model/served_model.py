@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.runtime.model_context import limited_context
 from diptych.runtime.model_name import model_names
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
-from gateway.model.tool_support import ToolSupport
+from gateway.model.role_support import RoleSupport
+from gateway.model.tool_support import PROBE_TOOL, ToolSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tools: ToolSupport
+    roles: RoleSupport = field(default_factory=RoleSupport)
+    roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
 
     @classmethod
     def load(cls, path: Path, name: str | None = None, max_context: int | None = None) -> ServedModel:
@@ -102,9 +105,12 @@ class ServedModel:
         """
         tokenizer = Tokenizer.load(path)
         template = _template(tokenizer)
-        tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
         card = ModelCard.from_tokenizer(tokenizer, path, name, max_context)
-        return cls(card, tokenizer, template, tools)
+        if template is None:
+            return cls(card, tokenizer, None, ToolSupport())
+        tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
+        beside_tools = RoleSupport.of(template, [PROBE_TOOL]) if tools.tools else roles
+        return cls(card, tokenizer, template, tools, roles, beside_tools)
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
