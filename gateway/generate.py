@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from diptych.runtime.errors import DiptychError, Draining, Interrupted, InvalidParameter, NoReadyWorker
+from diptych.runtime.errors import (
+    REJECTIONS,
+    DiptychError,
+    Draining,
+    Interrupted,
+    InvalidParameter,
+    NoReadyWorker,
+)
 from diptych.runtime.failpoints import reach
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
@@ -27,7 +34,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import Ticket
 from gateway.attempt.work import Job, TraceParent, new_work_id
-from gateway.call import REJECTIONS, Call
+from gateway.call import Call
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, Utf8Text, text_after
 from gateway.output.logprobs import best_outputs
@@ -154,6 +161,7 @@ class Generator:
             driver = self._driver(job, chat=record.operation == "chat", one_message=one_message)
             driver.resume_token = resume_token
             driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
+            driver.on_token_latency = self._metrics.token_latency.observe
             record.driver = driver
             self._live.add(driver)
             reach("gateway.admitted")

@@ -85,7 +85,8 @@ class RequestDriver:
         hold: nothing is sent before the end.
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
-    ``on_first_token`` is called once, when the first token of any output is there.
+    ``on_first_token`` is called once, when the first token of any output is there; ``on_token_latency`` with
+    each piece of a choice but its first: the seconds since the piece before, and its tokens.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class RequestDriver:
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
+        self.on_token_latency: Callable[[float, int], None] = lambda seconds, tokens: None
+        self._emitted_at = [0.0] * len(outputs)  # the last piece of each choice; 0 before the first
         self._events: deque[Event] = deque()
         self._beam_output = BeamOutput() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the prompt's log-probabilities
@@ -293,6 +296,9 @@ class RequestDriver:
             self._events.appendleft(RequestFailed(Internal()))  # a bug: ranks and logprobs would be wrong
             return
         output = self.outputs[new.choice]
+        emitted_at, self._emitted_at[new.choice] = self._emitted_at[new.choice], now
+        if emitted_at and self._beam_output is None:  # the tokens of a beam come all at once
+            self.on_token_latency(now - emitted_at, len(new.token_ids))
         if output.push(new.token_ids, new.logprobs):
             self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
         elif output.due:

@@ -23,14 +23,16 @@ async def test_refused_requests_count_no_wait_and_no_input_tokens(
 
         def counted() -> tuple[float | None, float | None]:
             value = stack.registry.get_sample_value
-            return value("diptych_input_tokens_total"), value(ADMISSION, {"phase": "admission"})
+            return value("diptych_input_tokens_total"), value(
+                ADMISSION, {"role": "gateway", "phase": "admission"}
+            )
 
         first = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request())))
         (work,) = await decode.wait_for("attach")
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
                 await collect(stack.stub.StreamGenerate(stack.request("more than fits " * 40)))
-        assert counted() == (0, None)
+        assert counted() == (0, 0)
         waiting = stack.stub.StreamGenerate(stack.request())
         await until(lambda: stack.gateway.gate.queue.waiting == 1)
         waiting.cancel()  # it has waited, though for nothing
