@@ -13,9 +13,11 @@ from tests.faults.conftest import Breakable
 from tests.faults.failpoints import kill
 from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 
+pytestmark = pytest.mark.timeout(1800)  # only a starved machine needs more than a minute
+
 TRIES = 4
 ARRIVE_S = 1.0  # less than the silence after which the gateway gives a worker up
-IDLE_S = 120.0  # a worker that is started again counts as busy
+IDLE_S = 300.0  # a worker that is started again counts as busy
 
 
 def ask_while(system: Breakable, act: Callable[[], object], *, length: int = 100) -> dict[str, Completion]:

@@ -87,4 +87,9 @@ async def test_gateway_exports_vllm_metrics_if_configured(bundled: ServedModel) 
     labels = f'{{engine="0",model_name="{bundled.card.name}"}}'
     assert f"vllm:generation_tokens_total{labels} 3.0" in page
     assert f"vllm:num_requests_running{labels} 0.0" in page
+    assert f"vllm:inter_token_latency_seconds_count{labels} 2.0" in page
+    assert f"vllm:request_generation_tokens_sum{labels} 3.0" in page
+    assert f"vllm:request_queue_time_seconds_count{labels} 1.0" in page
+    ended = f'engine="0",finished_reason="stop",model_name="{bundled.card.name}"'
+    assert f"vllm:request_success_total{{{ended}}} 1.0" in page
     assert "diptych_output_tokens_total 3.0" in page
