@@ -10,7 +10,6 @@ and all other requests get a 503 with Retry-After.
 """
 
 import asyncio
-import importlib.metadata
 import json
 import logging
 import math
@@ -24,6 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from diptych import __version__
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
 from diptych.runtime.tls import BadTlsFiles, TlsFiles
 
@@ -215,9 +215,7 @@ class HttpEdge:
         )
 
     def _version(self, _: web.BaseRequest) -> web.Response:
-        body = json.dumps(
-            {"version": importlib.metadata.version("diptych"), "config_digest": self._config_digest}
-        )
+        body = json.dumps({"version": __version__, "config_digest": self._config_digest})
         return web.Response(text=body, content_type="application/json")
 
 

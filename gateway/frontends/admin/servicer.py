@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from diptych import __version__
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
@@ -67,7 +67,7 @@ class Operations:
         ready, draining, connected = self._state()
         card = self._identity.card
         info = pb.GetServerInfoResponse(
-            version=version("diptych"),
+            version=__version__,
             gateway_id=self._identity.gateway_id,
             model=card.name,
             model_digest=self._identity.model_digest,

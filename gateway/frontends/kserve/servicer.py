@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
 from typing import Final
 
 import grpc
 from google.protobuf.message import Message
 
+from diptych import __version__
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError, InvalidParameter
 from diptych.runtime.status import abort
@@ -88,7 +88,7 @@ class KServeServicer:
         return oip.ModelReadyResponse(ready=self._ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
-        return oip.ServerMetadataResponse(name="diptych", version=version("diptych"))
+        return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, _: GrpcCall) -> Message:
         self._check(request.name, request.version)
