@@ -54,7 +54,7 @@ def limit_end(context: Context, request_id: str, seconds: float, heap: HeapTrim)
     def done(_: object) -> None:
         timer.cancel()
 
-    context.add_done_callback(done)
+    context.add_done_callback(done)  # type: ignore[arg-type]
 
 
 def reset(handler: asyncio.Task[Any] | None, request_id: str, heap: HeapTrim) -> None:
