@@ -32,8 +32,11 @@ would count as a bug.
 **Deadlines**: ``time_left_s`` counts from ``received_at``. The core ends the request with `DeadlineExceeded`
 when it passes; a protocol that also cancels the task by itself at that time (gRPC) is fine too.
 
-**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message. A request holds at
-most its own max_tokens.
+**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message, or a few. A
+``write`` that waits is cancelled when its limits are exceeded (`gateway.slow_readers`) or its request has
+failed; then `SlowReader`, or the request's error, comes out of the generator, with all that the request had
+given back. The frontend sends it without waiting for long, since such a client takes nothing, and ends the
+stream.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from typing import ClassVar
 import grpc
 
 from diptych.runtime.errors import DiptychError, Internal, QueueFull
+from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
 from diptych.runtime.trace_context import NO_TRACE, Headers
@@ -131,6 +135,14 @@ class Call(ABC):
     def on_request_id(self, request_id: str) -> None:  # noqa: B027
         """Handle the request's id, before any message: for headers or trailers. Default: nothing."""
 
+    def on_admitted(self) -> None:  # noqa: B027
+        """Handle the request's admission; only workers are waited for now. May be called again."""
+
+    @property
+    def wants_call_pieces(self) -> bool:
+        """True where tool calls come in pieces: name and id first, then arguments as they are written."""
+        return False
+
     @property
     def span_attributes(self) -> Attributes | None:
         """Attributes of the SERVER span at its start; None: those of an RPC."""
@@ -186,6 +198,7 @@ class Calls:
         access: the callers by API key.
         scope: required of the callers of this frontend's services.
         alive: returns whether a live request of (tenant, id) exists.
+        write_timeout_s: in which a client must take what is sent to it.
     """
 
     def __init__(
@@ -196,7 +209,10 @@ class Calls:
         access: Access,
         scope: Scope = Scope.INFERENCE,
         alive: Callable[[str, str], bool] = lambda tenant, name: False,
+        write_timeout_s: float = 60.0,
     ) -> None:
+        self.write_timeout_s = write_timeout_s
+        self.heap = HeapTrim()
         self._telemetry = telemetry
         self._metrics = metrics
         self._access = access

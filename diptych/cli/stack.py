@@ -205,6 +205,7 @@ def _spec(
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
+        "max-model-len": options.max_model_len,
         "dtype": "auto" if decides else options.dtype,
         "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,

@@ -20,6 +20,7 @@
     ├── ShutDown                  ABORTED              output went out; before that it is Draining
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
+    ├── SlowReader                ABORTED              the client does not read its stream
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
     ├── Cancelled                 CANCELLED
     └── Internal                  INTERNAL             a bug; fixed text
@@ -273,6 +274,17 @@ class ShutDown(Interrupted):
 class KvTransferFailed(Interrupted):
     reason = "KV_TRANSFER_FAILED"
     explanation = "the handoff of the prompt's KV blocks failed"
+
+
+class SlowReader(DiptychError):
+    """The client does not read its stream; ``limit`` is the bound that was exceeded."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SLOW_READER"
+
+    def __init__(self, limit: str) -> None:
+        super().__init__("the output was not read in time", metadata={"limit": limit})
+        self.limit = limit
 
 
 class DeadlineExceeded(DiptychError):

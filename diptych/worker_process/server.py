@@ -19,6 +19,7 @@ from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.discovery.publisher import DirectoryPublisher
 from diptych.runtime.discovery.records import WorkerRecord, record_to_json
 from diptych.runtime.http_edge import HttpEdge
+from diptych.runtime.model_name import model_names
 from diptych.runtime.process import announce_ready, incarnation, leave
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
@@ -141,7 +142,7 @@ class WorkerServer:
             address=address,
             incarnation=incarnation(),
             model_digest=fingerprint.model_digest,
-            model_name=self._settings.model_name or self._settings.model_path.stem,
+            model_name=model_names(self._settings.model_path, self._settings.model_name).name,
             dtype=fingerprint.dtype,
             kv_dtype=fingerprint.kv_dtype,
             kv_layout=fingerprint.kv_layout,

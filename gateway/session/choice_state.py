@@ -2,7 +2,7 @@
 
 The life of a choice (a request has one, or ``n``, see `gateway.session.request_state`):
 
-1. QUEUED: its request waits in the gateway's own bounded queue, and no worker knows of it.
+1. QUEUED: it waits in the gateway's own bounded queue, and no worker knows of it.
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
 3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch. The prefill worker may
@@ -135,7 +135,9 @@ class ChoiceState:
     @property
     def retry_context(self) -> RetryContext:
         """The input of `gateway.session.retry_policy`."""
-        return self.history.context(self._limits, len(self.attempts))
+        # A choice that starts late is a later attempt, too: others of its request may have sent output.
+        others = min(self._limits.delivered, 1)
+        return self.history.context(self._limits, max(len(self.attempts), others))
 
     @property
     def wants_route(self) -> bool:
@@ -156,6 +158,7 @@ class ChoiceState:
             case Admitted():
                 if self.state is not State.QUEUED:
                     raise InvalidTransition("admitted twice")
+                self.history.suspended = quarantined(self.retry_context)  # by deaths under other choices
                 return self._need_route(now)
             case Launched(attempt, prefill_id, decode_id):
                 return self._launch(attempt, prefill_id, decode_id, now)
@@ -297,6 +300,8 @@ class ChoiceState:
         return self._suspend_if_quarantined(now)
 
     def _suspend_if_quarantined(self, now: float) -> list[Action]:
+        if self.state is State.QUEUED:  # its admission looks at the deaths until then
+            return []
         if not self.history.suspended and quarantined(self.retry_context):  # its workers are in danger
             return self._suspend(now)
         return []

@@ -19,7 +19,9 @@ from gateway.attempt.work import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Admission by the gateway's bounded queue."""
+    """Admission of choices by the gateway's bounded queue. Empty ``choices``: all of them."""
+
+    choices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,9 @@ class RequestDriver:
         hold: nothing is sent before the end.
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
-    ``on_first_token`` is called once, when the first token of any output is there.
+    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
+    called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
+    an error of the whole request. ``on_output`` is called for all output, before a client reads it.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class RequestDriver:
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
+        self.on_choice_end: Callable[[int], None] = lambda choice: None
+        self.on_output: Callable[[Emit], None] | None = None
         self._events: deque[Event] = deque()
         self._beam_output = BeamOutput() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the prompt's log-probabilities
@@ -146,7 +150,7 @@ class RequestDriver:
     @property
     def admission_s(self) -> float:
         """Seconds that the request waited, or has waited, in the gateway's own queue."""
-        transitions = self.state.choices[0].transitions  # they wait together
+        transitions = self.state.choices[0].transitions  # it is the first that starts
         left_at = transitions[1][1] if len(transitions) > 1 else self.clock()
         return left_at - transitions[0][1]
 
@@ -273,6 +277,7 @@ class RequestDriver:
                 self._finish(choice, reason)
             case Fail(error):
                 self._log_failure(error)
+                self.on_choice_end(0)
                 self.output_buffer.end(error)
 
     def _log_failure(self, error: DiptychError) -> None:
@@ -321,6 +326,8 @@ class RequestDriver:
         if self._needs_logprobs and not new.logprobs:
             self._events.appendleft(RequestFailed(Internal("log-probabilities are missing")))
             return
+        if self.on_output is not None:
+            self.on_output(new)
         output = self.outputs[new.choice]
         if output.push(new.token_ids, new.logprobs):
             self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
@@ -334,6 +341,7 @@ class RequestDriver:
             # Also when the match was complete only with the last held-back text, or when the terminal message
             # after a stop token was lost.
             reason = FinishReason.STOP
+        self.on_choice_end(choice)
         self.output_buffer.finished[choice] = reason
         self.output_buffer.put(choice)
         if len(self.output_buffer.finished) == len(self.outputs):

@@ -1,9 +1,9 @@
 """The state machine of one request: all its choices, without I/O and without a clock.
 
 Each choice is a `ChoiceState` of its own. Choices that need an attempt at the same moment and have the same
-tokens so far share it: at the start that is all of them, with the prompt. What one of them loses later (by a
-preemption, for example) it alone computes again. One choice that gives up ends the request; it is complete
-when all are.
+tokens so far share it: at the start those that are admitted together, with the prompt. What one of them loses
+later (by a preemption, for example) it alone computes again. One choice that gives up ends the request; it is
+complete when all are.
 
 `RequestState.handle` applies an event. The messages of several choices to the same worker, and the choices
 that share an attempt, are known only when all events of the moment are applied: `RequestState.settle` returns
@@ -22,6 +22,7 @@ from gateway.session.attempt_history import RequestLimits
 from gateway.session.choice_state import ChoiceState, State
 from gateway.session.events import (
     Action,
+    Admitted,
     Attach,
     AwaitProof,
     Cancel,
@@ -111,6 +112,8 @@ class RequestState:
                 return self._apply_to_one(choice, event, now)
             case ProofPending(choices):
                 return [AwaitProof(choices)]
+            case Admitted(choices) if choices:
+                return self._apply_to_several(choices, event, now)
             case NoRoute() | RouteAgain():
                 return self._apply_to_several(event.choices, event, now)
             case WorkerDown(worker_id):

@@ -58,7 +58,7 @@ class Phases:
         return -(-(self.prompt + self.output) // _BLOCK)
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
-        """Record the decode steps on `stream`: a graph keeps the priority and the context it was captured in."""
+        """Record the decode steps on `stream`: a graph keeps the priority and context of its capture."""
         capture = None if stream is None else CudaGraphCapture(self.memory.data.device, stream)
         self.decode.plan_decode(self.batch, _BLOCK, capture)
         self.decode.prepare_decode(self.memory)

@@ -116,7 +116,13 @@ class OpenAIRoutes:
     ) -> web.StreamResponse:
         if asked.stream:
             call.stream = EventStream(request, answer)
-        messages = await (self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked))
+        try:
+            messages = await (
+                self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked)
+            )
+        finally:
+            if call.stream is not None:
+                await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
@@ -220,6 +226,7 @@ class OpenAIRoutes:
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
+            "tool_calls": model.capabilities.tool_calls or None,
         }
 
 
