@@ -1,10 +1,8 @@
 """The end of an RPC whose client may have stopped reading.
 
 A status waits behind the messages that the client has not read, and gRPC waits with it for as long as the
-client likes. Here an RPC has a limited time for it; then its stream is reset. The API of grpc.aio has no
-reset. What it does when the last reference to an RPC is dropped is one: gRPC's core cancels a call that has
-not ended. The last references are those of the task that waits for the client's side to end, which is found
-by what it refers to, and, until another RPC comes, of the server's own loop.
+client likes. Here an RPC has a limited time for it; then its handler ends. The API of grpc.aio cannot reset a
+stream: what it keeps of such an RPC, one message at most, goes when the client reads, cancels or disconnects.
 """
 
 from __future__ import annotations
