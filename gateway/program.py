@@ -26,7 +26,7 @@ from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
-from gateway.config import GatewaySettings
+from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations, started_now
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
@@ -148,7 +148,14 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            api=OpenAIRoutes(calls, self.generator, self._tokenizer_service, self._model, self._digest),
+            api=OpenAIRoutes(
+                calls,
+                self.generator,
+                self._tokenizer_service,
+                self._model,
+                self._digest,
+                listed(self._settings.cors_allow_origin),
+            ),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
             config_digest=settings.digest,
@@ -289,6 +296,7 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
         path = settings.model_path
-        return ServedModel.load(path, settings.model_name), model_digest(path)
+        names = listed(settings.served_model_name)
+        return ServedModel.load(path, settings.model_name, names), model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

@@ -42,6 +42,10 @@ class StackOptions:
         str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
     ] = "bundled"
     model_name: Annotated[str | None, _option("Name the model is served under.", "Model")] = None
+    served_model_name: Annotated[
+        str | None,
+        _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
+    ] = None
     dtype: Annotated[
         str,
         _option(
@@ -82,6 +86,10 @@ class StackOptions:
     admin_port: Annotated[
         int | None,
         _option("gRPC port for operators; default: --grpc-port + 1.", "Network", min=0, max=65535),
+    ] = None
+    cors_allow_origin: Annotated[
+        str | None,
+        _option("Origins whose pages may call the HTTP API from a browser; * is any.", "Network"),
     ] = None
     insecure: Annotated[
         bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -57,21 +57,27 @@ class ModelCard:
     defaults: SamplingDefaults
     tokenizer_digest: str  # sha256, hex
     has_chat_template: bool
+    served_aliases: tuple[str, ...] = ()  # the further names that were chosen, which are listed
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, path: Path, name: str | None = None) -> ModelCard:
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, path: Path, name: str | None = None, further_names: Sequence[str] = ()
+    ) -> ModelCard:
         """Describe the model at ``path``.
 
         Args:
             tokenizer: of this model.
             path: gives the name if ``name`` is None: the folder's, or the file's without its quantisation.
             name: the name that requests use; with it the file's name is no alias.
+            further_names: of which the first takes the place of ``name`` where that is None.
         """
+        chosen = tuple(dict.fromkeys([*([name] if name else []), *further_names]))
         stem = path.stem if path.is_file() else path.name
         plain = _QUANTISATION.sub("", stem) or stem
         return cls(
-            name=name or plain,
-            aliases=() if name or plain == stem else (stem,),
+            name=chosen[0] if chosen else plain,
+            aliases=chosen[1:] if chosen or plain == stem else (stem,),
+            served_aliases=chosen[1:],
             max_context=tokenizer.max_context,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
@@ -96,14 +102,14 @@ class ServedModel:
     roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
 
     @classmethod
-    def load(cls, path: Path, name: str | None = None) -> ServedModel:
-        """Load a GGUF file or a Hugging Face folder; ``name`` replaces the name derived from the path.
+    def load(cls, path: Path, name: str | None = None, further_names: Sequence[str] = ()) -> ServedModel:
+        """Load a GGUF file or a Hugging Face folder; names replace the name derived from the path.
 
         Raises `UnusableTokenizer`, `UnusableTemplate` or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
         template = _template(tokenizer)
-        card = ModelCard.from_tokenizer(tokenizer, path, name)
+        card = ModelCard.from_tokenizer(tokenizer, path, name, further_names)
         if template is None:
             return cls(card, tokenizer, None, ToolSupport())
         tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
