@@ -15,6 +15,8 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024  # gRPC itself answers RESOURCE_EXHAU
 # larger one in a thread.
 INLINE_PARSE_BYTES: Final = 2 * 1024
 
+MAX_CALLS: Final = 8192  # at once, waiting ones included; gRPC's own limits on calls lie above
+
 # --- JSON over HTTP ------------------------------------------------------------------------------
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
 MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers

@@ -20,6 +20,7 @@
     ├── ShutDown                  ABORTED              output went out; before that it is Draining
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
+    ├── SlowReader                ABORTED              the client does not read its stream
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
     ├── Cancelled                 CANCELLED
     └── Internal                  INTERNAL             a bug; fixed text
@@ -275,6 +276,17 @@ class KvTransferFailed(Interrupted):
     explanation = "the handoff of the prompt's KV blocks failed"
 
 
+class SlowReader(DiptychError):
+    """The client does not read its stream; ``limit`` is the bound that was exceeded."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SLOW_READER"
+
+    def __init__(self, limit: str) -> None:
+        super().__init__("the output was not read in time", metadata={"limit": limit})
+        self.limit = limit
+
+
 class DeadlineExceeded(DiptychError):
     """`phase` is where the request was: admission, queue, prefill, kv_transfer, decode, …"""
 
@@ -308,13 +320,17 @@ class Cancelled(DiptychError):
 
 
 class Internal(DiptychError):
-    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log."""
+    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log.
+
+    ``why`` is for that log alone; it holds no text and no token of the request.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self) -> None:
+    def __init__(self, why: str = "") -> None:
         super().__init__("internal error; the server's log has the details under this request id")
+        self.why = why
 
 
 def printable(name: str) -> str:

@@ -114,6 +114,15 @@ class GatewayMetrics(RoleMetrics):
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )
+        self.slow_readers = Counter(
+            "diptych_slow_readers",
+            "Streams ended because the client did not read them, by the limit that was exceeded",
+            ["limit"],
+            registry=registry,
+        )
+        self.unread_output = Gauge(
+            "diptych_unread_output_bytes", "Output that waits for slow readers", registry=registry
+        )
         self.retries = Counter(
             "diptych_retries", "Attempts after a request's first, by cause", ["cause"], registry=registry
         )

@@ -102,6 +102,7 @@ class OutputStream:
         self._scores: list[tuple[int, TokenLogprob]] = []
         self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
+        self.pending_alternatives = 0  # likewise, of the scores
         self.billed = 0
         self.logprob = 0.0  # sum over all billed tokens, where the worker sends scores
         self.stop_match: StopMatch | None = None
@@ -175,7 +176,7 @@ class OutputStream:
             self._tool_calls,
         )
         self._text, self._token_ids, self._scores, self._tool_calls = [], [], [], []
-        self.pending = 0
+        self.pending = self.pending_alternatives = 0
         return delta
 
     def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob]) -> None:
@@ -186,6 +187,7 @@ class OutputStream:
             self.logprob += sum(score.logprob for score in scores)
             if self._want_scores:
                 self._scores.extend(zip(token_ids, scores, strict=True))
+                self.pending_alternatives += sum(1 + len(score.top) for score in scores)
         if token_ids and token_ids[-1] in self._stop_ids:
             self.stop_match = StopMatch(token_id=token_ids[-1])
             if not self._include_stop:

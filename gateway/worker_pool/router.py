@@ -59,6 +59,7 @@ class RouteRequest:
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
+    after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class NoWorker:
     """No worker of this role can take the request."""
 
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class NoProof:
+    """Workers can take the request, but none of a pair was heard of since the last loss of a worker."""
 
 
 @dataclass(frozen=True, slots=True)

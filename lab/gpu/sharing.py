@@ -57,6 +57,12 @@ class Phases:
     def blocks_a_row(self) -> int:
         return -(-(self.prompt + self.output) // _BLOCK)
 
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """Record the decode steps on `stream`: a graph keeps the priority and context of its capture."""
+        capture = None if stream is None else CudaGraphCapture(self.memory.data.device, stream)
+        self.decode.plan_decode(self.batch, _BLOCK, capture)
+        self.decode.prepare_decode(self.memory)
+
     def decode_until(self, end: threading.Event) -> None:
         """Launch steps one ahead, as a decode worker does; keep the time from token to token in `step_s`."""
         tables = [range(self.blocks_a_row * row, self.blocks_a_row * (row + 1)) for row in range(self.batch)]
@@ -113,10 +119,13 @@ def sharing(context: Context) -> Iterator[Figure]:
         if context.dry:
             continue
         priorities = (torch.cuda.Stream(device, priority=_HIGH), torch.cuda.Stream(device, priority=_LOW))
+        phases.record(priorities[0])
         yield _together(context, phases, "streams of unequal priority", priorities, turns)
         for decode_sms in _DECODE_SMS:
             name = f"green contexts, {decode_sms} multiprocessors for decode"
-            yield _together(context, phases, name, green_streams(device, decode_sms), turns)
+            streams = green_streams(device, decode_sms)
+            phases.record(streams[0])
+            yield _together(context, phases, name, streams, turns)
         del phases
         torch.cuda.empty_cache()
 
@@ -127,22 +136,25 @@ def _make(context: Context, device: torch.device, batch: int) -> Phases:
     context.say(f"batch {batch}: making weights, recording decode steps")
     decode = TritonBackend(shape, random_weights(shape, device, torch.bfloat16), device)
     prefill = copy.copy(decode)  # the same packed weights; buffers and recordings are each one's own
-    capture = None
-    if device.type == "cuda":
-        capture = CudaGraphCapture(device, torch.cuda.Stream(device, priority=_HIGH))
-    decode.plan_decode(batch, _BLOCK, capture)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, torch.bfloat16)
     blocks = batch * -(-(prompt + output) // _BLOCK) + chunk // _BLOCK
     memory = KVMemory.on_device(layout, blocks, device)
     memory.data.normal_()
-    decode.prepare_decode(memory)
-    return Phases(shape, decode, prefill, memory, batch, prompt, output, chunk)
+    phases = Phases(shape, decode, prefill, memory, batch, prompt, output, chunk)
+    phases.record(None)
+    return phases
 
 
 def _together(
-    context: Context, phases: Phases, name: str, streams: tuple[torch.cuda.Stream, ...], turns: float
+    context: Context,
+    phases: Phases,
+    name: str,
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
+    turns: float,
 ) -> Figure:
-    decode, prefill = _run(context, phases, streams[0], streams[1])
+    _, prefill_alone = _run(context, phases, *streams, only="prefill")
+    decode_alone, _ = _run(context, phases, *streams, only="decode")
+    decode, prefill = _run(context, phases, *streams)
     requests = min(decode / phases.output, prefill / phases.prompt)
     steps = sorted(phases.step_s)
     p50, p99 = statistics.median(steps) * 1e3, steps[int(len(steps) * 0.99)] * 1e3
@@ -150,7 +162,7 @@ def _together(
         SECTION, f"batch {phases.batch}: {name}", requests * phases.output, "tokens/s",
         against="taking turns", ratio=requests / turns,
         note=f"decode {decode:.0f} tokens/s, step p50 {p50:.2f}, p99 {p99:.2f} ms; "
-        f"prefill {prefill:.0f} tokens/s",
+        f"prefill {prefill:.0f} tokens/s; alone there {decode_alone:.0f} and {prefill_alone:.0f}",
     )  # fmt: skip
 
 
@@ -193,7 +205,7 @@ def _run(
     return max(steps, 1) * phases.batch / seconds, max(computed, 1) / seconds
 
 
-def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, ...]:
+def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
 
     The contexts last as long as the process: torch keeps events and memory of their streams.
@@ -225,4 +237,4 @@ def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Str
         flags = (ctypes.c_uint(1), ctypes.c_int(priority))
         call("cuGreenCtxStreamCreate", ctypes.byref(stream), green, *flags)
         streams.append(torch.cuda.ExternalStream(stream.value, device=device))
-    return tuple(streams)
+    return streams[0], streams[1]

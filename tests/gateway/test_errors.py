@@ -133,6 +133,7 @@ ROWS = {
         503,
         retry=True,
         metadata={"role": "prefill"},
+        settings={"worker_wait_timeout": 0},
         workers=lambda script: [ScriptedDecode()],
     ),
     "the server drains": Row(

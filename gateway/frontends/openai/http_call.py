@@ -31,6 +31,8 @@ from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
+LAST_EVENT_S: Final = 5.0
+"""Seconds that a client has to take an error, and what comes before it, unread."""
 _EVENT_HEADERS: Final = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -101,8 +103,15 @@ class EventStream:
         return await self._finish(self._answer.last_events())
 
     async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
-        """End the stream with an error, after output went out."""
-        return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
+        """End the stream with an error, after output went out; disconnect a client that does not take it."""
+        event = f"data: {json.dumps(error_object(error, names))}\n\n"
+        try:
+            async with asyncio.timeout(LAST_EVENT_S):
+                return await self._finish(event)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise asyncio.CancelledError("the client does not read") from None
 
     async def _write(self, events: bytes) -> None:
         self._written_at = asyncio.get_running_loop().time()

@@ -70,7 +70,7 @@ async def test_a_slash_at_the_end_of_a_path_is_ignored(bundled: ServedModel, red
 
 
 async def test_every_served_name_is_listed_and_answered(bundled_path: Any, redis_url: str) -> None:
-    model = ServedModel.load(bundled_path, None, ("first", "org/second"))
+    model = ServedModel.load(bundled_path, further_names=("first", "org/second"))
     async with (
         gateway_api(model, redis_url) as (stack, _, _),
         aiohttp.ClientSession(root(stack)) as session,
