@@ -34,7 +34,7 @@ class AllowedOrigins:
 
 def response_headers(origin: str) -> dict[str, str]:
     """Return the headers of any answer to a page of ``origin``."""
-    headers = {
+    headers: dict[str, str] = {
         hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
         hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "x-request-id, retry-after",
     }
@@ -44,7 +44,7 @@ def response_headers(origin: str) -> dict[str, str]:
 def preflight_headers(request: web.BaseRequest, methods: Sequence[str]) -> dict[str, str]:
     """Return the headers that allow a request of these methods with the headers that the page asks for."""
     wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
-    headers = {
+    headers: dict[str, str] = {
         hdrs.ACCESS_CONTROL_ALLOW_METHODS: ", ".join(methods),
         hdrs.ACCESS_CONTROL_MAX_AGE: str(_MAX_AGE_S),
     }
