@@ -28,7 +28,7 @@ from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
-from gateway.config import GatewaySettings
+from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations, started_now
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
@@ -172,7 +172,14 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            api=OpenAIRoutes(calls, self.generator, self._tokenizer_service, self._model, self._digest),
+            api=OpenAIRoutes(
+                calls,
+                self.generator,
+                self._tokenizer_service,
+                self._model,
+                self._digest,
+                listed(self._settings.cors_allow_origin),
+            ),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
             config_digest=settings.digest,
@@ -320,8 +327,8 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
-        path = checked_model(settings.model)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len)
+        path, names = checked_model(settings.model), listed(settings.served_model_name)
+        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names)
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

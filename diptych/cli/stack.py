@@ -24,6 +24,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
+        *("served-model-name", "cors-allow-origin"),
     }
 )
 
@@ -125,6 +126,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
+            "served-model-name": options.served_model_name,
+            "cors-allow-origin": options.cors_allow_origin,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),

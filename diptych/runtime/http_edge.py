@@ -174,7 +174,7 @@ class HttpEdge:
         return self._leaving or self._is_spare(connection)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
-        operator = _OPERATOR.get(request.path)
+        operator = _OPERATOR.get(request.path.rstrip("/"))
         if operator is None:
             if self._is_spare(request.protocol):
                 later = {"Retry-After": str(_RETRY_AFTER_S)}

@@ -243,7 +243,7 @@ class ProgramSettings(BaseModel):
         if any(arg == "--secret" or arg.startswith("--secret=") for arg in argv):
             # Every user of the machine can read a command line.
             raise BadSettings([Fault("pass the secret as DIPTYCH_SECRET, not as a flag")])
-        pairs, faults = sources.parse_flags(argv, cls.model_fields, cls.switches())
+        pairs, faults = sources.parse_flags(sources.join_lists(argv), cls.model_fields, cls.switches())
         if faults:
             raise BadSettings(map(Fault, faults))
         files = [text for name, text in pairs if name == sources.CONFIG_FLAG]

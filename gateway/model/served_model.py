@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,10 +54,16 @@ class ModelCard:
     defaults: SamplingDefaults
     tokenizer_digest: str  # sha256, hex
     has_chat_template: bool
+    served_aliases: tuple[str, ...] = ()  # the further names that were chosen, which are listed
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: Tokenizer, path: Path, name: str | None = None, max_context: int | None = None
+        cls,
+        tokenizer: Tokenizer,
+        path: Path,
+        name: str | None = None,
+        max_context: int | None = None,
+        further_names: Sequence[str] = (),
     ) -> ModelCard:
         """Describe the model at ``path``.
 
@@ -66,13 +72,18 @@ class ModelCard:
             path: gives the name if ``name`` is None: the folder's, or the file's without its quantisation.
             name: the name that requests use; with it the file's name is no alias.
             max_context: lowers the model's context to so many tokens.
+            further_names: of which the first takes the place of ``name`` where that is None.
 
         Raises `NamelessModel` or `ContextTooLong`.
         """
+        if name is None and further_names:
+            name, *further_names = further_names
         names = model_names(path, name)
+        served = tuple(one for one in dict.fromkeys(further_names) if one != names.name)
         return cls(
             name=names.name,
-            aliases=names.aliases,
+            aliases=(*names.aliases, *served),
+            served_aliases=served,
             max_context=limited_context(tokenizer.max_context, max_context),
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
@@ -97,7 +108,13 @@ class ServedModel:
     roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
 
     @classmethod
-    def load(cls, path: Path, name: str | None = None, max_context: int | None = None) -> ServedModel:
+    def load(
+        cls,
+        path: Path,
+        name: str | None = None,
+        max_context: int | None = None,
+        further_names: Sequence[str] = (),
+    ) -> ServedModel:
         """Load a GGUF file or a Hugging Face folder.
 
         ``name`` replaces the name derived from the path, and ``max_context`` lowers the model's context.
@@ -105,7 +122,7 @@ class ServedModel:
         """
         tokenizer = Tokenizer.load(path)
         template = _template(tokenizer)
-        card = ModelCard.from_tokenizer(tokenizer, path, name, max_context)
+        card = ModelCard.from_tokenizer(tokenizer, path, name, max_context, further_names)
         if template is None:
             return cls(card, tokenizer, None, ToolSupport())
         tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)

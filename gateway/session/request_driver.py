@@ -92,7 +92,7 @@ class RequestDriver:
     ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
     called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
     an error of the whole request. ``on_output`` is called for all output, before a client reads it, and
-    ``on_token_latency`` with each piece of a choice but its first: seconds since the piece before, and tokens.
+    ``on_token_latency`` with each piece of a choice but its first: seconds since the last, and tokens.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import Charge
 from gateway.call import Call
+from gateway.frontends.openai import cors
 from gateway.frontends.openai.answer import Answer, blocks
 from gateway.frontends.openai.errors import error_object, http_error, status_of
 from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
@@ -56,7 +57,7 @@ class EventStream:
     def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
         self._request = request
         self._answer = answer
-        self._response = web.StreamResponse(headers=_EVENT_HEADERS)
+        self._response = web.StreamResponse(headers={**_EVENT_HEADERS, **request.get(cors.HEADERS, {})})
         self._written_at = 0.0  # of the loop's clock
         self._writing = 0  # writes that wait for the client
         self._comments: asyncio.Task[None] | None = None
@@ -139,7 +140,7 @@ async def send_whole(
 
     Raises CancelledError when the client is gone.
     """
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers={**headers, **request.get(cors.HEADERS, {})})
     response.content_type = "application/json"
     response.content_length = sum(map(len, pieces))
     try:
