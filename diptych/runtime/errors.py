@@ -301,8 +301,8 @@ class DeadlineExceeded(DiptychError):
 
 
 class NoValidToken(DiptychError):
-    """What the request forbids, or its grammar, leaves no token that may come next, or following the grammar
-    takes more work than one token may: both are seen with the model's vocabulary only.
+    """Output that cannot go on: the request's bans or its grammar leave no token that may come next, or
+    following the grammar takes more work than one token may. Both are seen with the model's vocabulary only.
     """
 
     code = grpc.StatusCode.FAILED_PRECONDITION

@@ -30,7 +30,7 @@ class SamplingParams(Sampling):
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether the samplers of devices have every parameter that is in use."""
+        """True if the samplers of devices have every parameter that is in use."""
         return self.logprobs is None and all(getattr(self, name) == off for name, off in _HOST_ONLY)
 
     @cached_property

@@ -61,7 +61,7 @@ class DirectoryMirror:
 
     @property
     def outage(self) -> str:
-        """Why the copy does not follow Redis, in a few words; empty while it does."""
+        """Cause for which the copy does not follow Redis, in a few words; empty while it does."""
         return "" if self._connected else self._outages.cause
 
     def workers(self) -> list[WorkerRecord]:
