@@ -1,7 +1,7 @@
-"""`python -m tests.clients [NAME …]`: leads real clients through their main paths and prints a Markdown table.
+"""`python -m tests.clients [NAME …]`: leads real clients along their main paths and prints a Markdown table.
 
-Each client is installed into an environment of its own under build/clients when it is first asked for. The exchanges
-of a path that was refused or failed are printed to stderr. Ends with status 1 if a path failed.
+Each client is installed into an environment of its own under build/clients when it is first asked for. The
+exchanges of a path that was refused or failed are printed to stderr. Ends with status 1 if a path failed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.clients import systems
 from tests.clients.clients import CLIENTS
 from tests.clients.environments import BUILD, Client
-from tests.clients.recording_proxy import Exchange, recording
-from tests.clients.results import FAILED, PATHS, ClientResults, PathResult, markdown_table, read_results
+from tests.clients.recording_proxy import Exchange, RecordingProxy, recording
+from tests.clients.results import (
+    FAILED,
+    REFUSED,
+    ClientResults,
+    PathResult,
+    complete,
+    explain,
+    markdown_table,
+    read_result,
+)
 from tests.clients.systems import Systems
 
 TIME_LIMIT_S = 600.0
@@ -26,7 +36,9 @@ TIME_LIMIT_S = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named clients, or all; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.clients", description="Lead clients through their paths.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients", description="Lead clients through their paths."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
     parser.add_argument("--output", type=Path, help="write the table here, too")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds that a client gets")
@@ -40,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with systems.serving(BUILD) as running:
         for client in chosen:
             done.append(run_client(client, running, options.time_limit, options.verbose))
-            print(markdown_table(done[-1:]), file=sys.stderr, flush=True)
+            print(f"{client.name}: {[one.result for one in done[-1].results]}", file=sys.stderr, flush=True)
     table = markdown_table(done)
     print(table)
     if options.output:
@@ -53,30 +65,31 @@ def run_client(client: Client, running: Systems, time_limit_s: float, verbose: b
     try:
         client.install()
     except (subprocess.SubprocessError, OSError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        ending = f"not installed: {told.strip()[-300:]}"
-        return ClientResults(client.name, client.version, tuple(PathResult(path, FAILED, ending) for path in PATHS))
+        text = getattr(error, "stderr", None) or str(error)
+        ending = f"not installed: {text.strip()[-300:]}"
+        return ClientResults(client.name, client.version, complete([], ending))
     with recording(running.root) as bundled, recording(running.tools_root) as tools:
-        output, errors, ending = run_driver(
-            client,
-            {
-                "CLIENT_ROOT": bundled.root,
-                "CLIENT_TOOLS_ROOT": tools.root,
-                "CLIENT_MODEL": systems.MODEL,
-                "CLIENT_GRPC_ADDRESS": running.grpc_address,
-            },
-            time_limit_s,
-        )
-        results = ClientResults(client.name, client.version, read_results(output, ending))
-        if verbose or any(one.remark == ending for one in results.results):
-            print(errors[-8000:], file=sys.stderr)
-        if results.failed:
-            print_refused(client.name, bundled.exchanges + tools.exchanges)
-    return results
+        variables = {
+            "CLIENT_ROOT": bundled.root,
+            "CLIENT_TOOLS_ROOT": tools.root,
+            "CLIENT_MODEL": systems.MODEL,
+            "CLIENT_GRPC_ADDRESS": running.grpc_address,
+        }
+        results, ending = run_driver(client, variables, [bundled, tools], time_limit_s, verbose)
+    return ClientResults(client.name, client.version, complete(results, ending))
 
 
-def run_driver(client: Client, variables: dict[str, str], time_limit_s: float) -> tuple[str, str, str]:
-    """Run the driver in a process group of its own; returns stdout, stderr and how it ended."""
+def run_driver(
+    client: Client,
+    variables: dict[str, str],
+    proxies: Sequence[RecordingProxy],
+    time_limit_s: float,
+    verbose: bool = False,
+) -> tuple[list[PathResult], str]:
+    """Run the driver in a process group of its own; returns what it reported, and how it ended.
+
+    The exchanges that the `proxies` saw during a path are that path's: they explain its outcome.
+    """
     command, env = client.command()
     process = subprocess.Popen(
         command,
@@ -84,25 +97,38 @@ def run_driver(client: Client, variables: dict[str, str], time_limit_s: float) -
         cwd=client.folder if client.folder.exists() else BUILD,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=None if verbose else subprocess.DEVNULL,
         text=True,
         start_new_session=True,
     )
-    ending = ""
-    try:
-        output, errors = process.communicate(timeout=time_limit_s)
-    except subprocess.TimeoutExpired:
-        ending = f"over the time limit of {time_limit_s:.0f} s"
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-    return output, errors, ending or f"the driver ended with status {process.returncode}"
+    late = threading.Timer(time_limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    results = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if (result := read_result(line)) is None:
+            continue
+        exchanges = [one for proxy in proxies for one in proxy.take_exchanges()]
+        results.append(explain(result, exchanges))
+        if results[-1].result in (FAILED, REFUSED):
+            print_exchanges(client.name, results[-1], exchanges)
+    status = process.wait()
+    timed_out = not late.is_alive()
+    late.cancel()
+    ending = (
+        f"over the time limit of {time_limit_s:.0f} s"
+        if timed_out
+        else f"the driver ended with status {status}"
+    )
+    return results, ending
 
 
-def print_refused(name: str, exchanges: list[Exchange]) -> None:
-    """Print the exchanges that ended with an error or with none, to stderr."""
-    refused = [one for one in exchanges if not 200 <= one.status < 300]
-    for one in refused:
-        print(f"--- {name}: {one}\n", file=sys.stderr)
+def print_exchanges(name: str, result: PathResult, exchanges: Sequence[Exchange]) -> None:
+    """Print the exchanges of a path to stderr that ended with an error, or else all of them."""
+    bad = [one for one in exchanges if not 200 <= one.status < 300]
+    print(f"--- {name}, {result.path}: {result.result}: {result.remark}", file=sys.stderr)
+    for one in bad or exchanges:
+        print(f"{one}\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

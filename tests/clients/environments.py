@@ -1,7 +1,8 @@
-"""Clients and the environments that they run in: a venv or an npm folder each, made when it is first asked for."""
+"""Environments of the clients: a venv or an npm folder each, made when it is first asked for."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -20,12 +21,14 @@ NO_TORCH = "torch<0.0.1\n"
 class Client:
     """A client, its driver in tests/clients/drivers, and what it is installed from.
 
-    `packages` are requirements with exact versions; the first one's version is the client's in the table.
+    `packages` are requirements; the first has an exact version, the client's in the table. Where `needs` says
+    what they need, they are installed without what they ask for.
     """
 
     name: str
     driver: str
     packages: tuple[str, ...]
+    needs: tuple[str, ...] = ()
 
     @property
     def is_node(self) -> bool:
@@ -38,27 +41,38 @@ class Client:
     @property
     def version(self) -> str:
         """The package of the client and its version, as the table names it."""
-        return self.packages[0].partition("[")[0] + " " + self.packages[0].rpartition("@" if self.is_node else "==")[2]
+        return (
+            self.packages[0].partition("[")[0]
+            + " "
+            + self.packages[0].rpartition("@" if self.is_node else "==")[2]
+        )
 
     def install(self) -> None:
-        """Make the environment, unless it holds these packages; raises CalledProcessError with pip's or npm's text."""
-        stamp, wanted = self.folder / ".installed", "\n".join(self.packages)
+        """Make the environment, unless it holds these packages.
+
+        Raises CalledProcessError with the text of pip or npm.
+        """
+        stamp, wanted = self.folder / ".installed", "\n".join(self.packages + self.needs)
         if stamp.exists() and stamp.read_text() == wanted:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.is_node:
             (self.folder / "package.json").write_text('{"private": true, "type": "module"}')
-            command = ["npm", "install", "--save-exact", "--no-audit", "--no-fund", *self.packages]
+            self._run(["npm", "install", "--save-exact", "--no-audit", "--no-fund", *self.packages])
         else:
             venv.create(self.folder, with_pip=True)
             constraints = self.folder / "constraints.txt"
             constraints.write_text(NO_TORCH)
-            command = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            command += ["--constraint", str(constraints), *self.packages]
+            pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            if self.needs:
+                self._run([*pip, "--no-deps", *self.packages])
+            self._run([*pip, "--constraint", str(constraints), *(self.needs or self.packages)])
+        stamp.write_text(wanted)
+
+    def _run(self, command: list[str]) -> None:
         subprocess.run(
             command, cwd=self.folder, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
         )
-        stamp.write_text(wanted)
 
     @property
     def python(self) -> Path:
@@ -81,6 +95,11 @@ class InstalledClient(Client):
 
     def install(self) -> None:
         """Do nothing."""
+
+    @property
+    def version(self) -> str:
+        """The package of the client and its version, as the table names it."""
+        return f"{self.packages[0]} {importlib.metadata.version(self.packages[0])}"
 
     @property
     def python(self) -> Path:

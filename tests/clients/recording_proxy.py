@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,15 @@ class Exchange:
     status: int = 0
     response: bytes = b""
 
+    @property
+    def error_message(self) -> str:
+        """The text of the server's error, or what came instead of one."""
+        text = self.response.decode(errors="replace")
+        try:
+            return str(json.loads(text)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return text
+
     def __str__(self) -> str:
         body, response = (text.decode(errors="replace") for text in (self.body, self.response))
         return f"{self.request}\n{body}\n-> {self.status}\n{response}"
@@ -41,8 +51,13 @@ class RecordingProxy:
     def root(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def take_exchanges(self) -> list[Exchange]:
+        """Return the exchanges since the last call."""
+        taken, self.exchanges = self.exchanges, []
+        return taken
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer `request` as the target does, piece by piece; a client that hangs up closes the target's stream."""
+        """Answer as the target does, piece by piece; a client that hangs up closes the target's stream."""
         body = await request.read()
         exchange = Exchange(f"{request.method} {request.path_qs}", body[:KEPT_BYTES])
         if request.path != "/metrics":

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.clients.recording_proxy import Exchange
+
 PATHS = (
     "plain",
     "streamed",
@@ -37,25 +39,31 @@ class ClientResults:
     version: str
     results: tuple[PathResult, ...]
 
-    @property
-    def failed(self) -> list[PathResult]:
-        """The paths that did not go as they should."""
-        return [one for one in self.results if one.result in (FAILED, REFUSED)]
+
+def read_result(line: str) -> PathResult | None:
+    """Return the outcome that a driver printed as a line of JSON, or None if the line is something else."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(value, dict) and set(value) == {"path", "result", "remark"}:
+        return PathResult(**value)
+    return None
 
 
-def read_results(output: str, ending: str) -> tuple[PathResult, ...]:
-    """Return the outcome of every path of PATHS from the JSON lines of a driver.
+def explain(result: PathResult, exchanges: Sequence[Exchange]) -> PathResult:
+    """Return `result` as refused, with the server's text, where one of its `exchanges` explains it."""
+    refusals = [one for one in exchanges if 400 <= one.status < 500]
+    if result.result not in (FAILED, REFUSED) or not refusals or "AssertionError" in result.remark:
+        return result
+    text = refusals[-1].error_message
+    remark = result.remark if text in result.remark else f"{result.remark.partition(':')[0]}: {text}"
+    return PathResult(result.path, REFUSED, remark)
 
-    A path that the driver did not report is failed, with `ending`, which says how the driver ended.
-    """
-    found = {}
-    for line in output.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and set(value) == {"path", "result", "remark"}:
-            found[value["path"]] = PathResult(**value)
+
+def complete(results: Sequence[PathResult], ending: str) -> tuple[PathResult, ...]:
+    """Return `results` in the order of PATHS; one that is missing is failed, with `ending` as its remark."""
+    found = {one.path: one for one in results}
     return tuple(found.get(path, PathResult(path, FAILED, ending)) for path in PATHS)
 
 

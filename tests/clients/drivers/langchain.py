@@ -22,7 +22,13 @@ def get_time(zone: str) -> str:
 def model(server: Server, **rest: Any) -> ChatOpenAI:
     rest = {"max_tokens": paths.MAX_TOKENS, "temperature": 0} | rest
     return ChatOpenAI(
-        base_url=server.url, api_key="any", model=server.model, max_retries=0, timeout=120, stream_usage=True, **rest
+        base_url=server.url,
+        api_key="any",
+        model=server.model,
+        max_retries=0,
+        timeout=120,
+        stream_usage=True,
+        **rest,
     )
 
 
@@ -60,7 +66,10 @@ def tools(server: Server) -> None:
     for chunk in forced.stream(history):
         whole = chunk if whole is None else whole + chunk
     paths.check(whole.tool_calls, whole)
-    history += [answer, *(ToolMessage("18 degrees, sun", tool_call_id=call["id"]) for call in answer.tool_calls)]
+    history += [
+        answer,
+        *(ToolMessage("18 degrees, sun", tool_call_id=call["id"]) for call in answer.tool_calls),
+    ]
     model(server).bind_tools(offered).invoke(history)
     typed = model(server, max_tokens=200).with_structured_output(Capital, method="function_calling")
     paths.check(isinstance(typed.invoke(paths.QUESTION), Capital), "no typed output by a call")

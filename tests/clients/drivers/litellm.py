@@ -46,7 +46,9 @@ def structured(server: Server) -> None:
 def tools(server: Server) -> None:
     """A forced call, and its result in the history with the members that litellm adds."""
     history: list = [user(WEATHER_QUESTION)]
-    message = ask(server, history, tools=[WEATHER_TOOL], tool_choice="required", max_tokens=200).choices[0].message
+    message = (
+        ask(server, history, tools=[WEATHER_TOOL], tool_choice="required", max_tokens=200).choices[0].message
+    )
     paths.check(message.tool_calls and message.tool_calls[0].function.name == "get_weather", message)
     results = [
         {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "18 degrees, sun"}
@@ -59,7 +61,10 @@ def tools(server: Server) -> None:
 def second_turn(server: Server) -> None:
     """An answer as litellm dumps it, with a mark for prompt caching, and asked on."""
     message = ask(server, [user(paths.QUESTION)]).choices[0].message
-    cached = {"role": "user", "content": [{"type": "text", "text": paths.QUESTION, "cache_control": {"type": "ephemeral"}}]}
+    cached = {
+        "role": "user",
+        "content": [{"type": "text", "text": paths.QUESTION, "cache_control": {"type": "ephemeral"}}],
+    }
     for turn in (message, message.model_dump()):
         paths.check(ask(server, [user(paths.QUESTION), turn, user(paths.FOLLOW_UP)]).choices, turn)
     paths.check(ask(server, [cached, message, user(paths.FOLLOW_UP)]).choices, cached)

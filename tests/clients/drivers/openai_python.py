@@ -59,7 +59,8 @@ def tools(server: Server) -> None:
     paths.check([call.function.arguments for call in streamed.tool_calls] == whole, streamed)
     for turn in (message, streamed.model_dump()):
         results = [
-            {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sun"} for call in message.tool_calls
+            {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sun"}
+            for call in message.tool_calls
         ]
         answered = [*history, turn, *results]
         paths.check(ask(server, answered, tools=[WEATHER_TOOL], tool_choice="none").choices, answered)

@@ -1,7 +1,8 @@
 """Paths that each client is led along, and the report of them: what the drivers share.
 
-A driver runs with the interpreter of its client's environment, so this imports the standard library only. Each path is
-a function of a `Server` that returns a remark or None, and raises where the client did not do what it should.
+A driver runs with the interpreter of its client's environment, so this imports the standard library only.
+Each path is a function of a `Server` that returns a remark or None, and raises where the client did not do
+what it should.
 """
 
 from __future__ import annotations
@@ -97,8 +98,17 @@ def is_refusal(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that an exception carries."""
-    status = getattr(error, "status_code", None)
-    return status if isinstance(status, int) else None
+    for holder in (error, getattr(error, "response", None)):
+        status = getattr(holder, "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def body_of(error: BaseException) -> str:
+    """Return the text of the response that an exception carries, or nothing."""
+    text = getattr(getattr(error, "response", None), "text", "")
+    return text if isinstance(text, str) else ""
 
 
 def describe(error: BaseException) -> str:
@@ -117,13 +127,15 @@ def check(condition: object, remark: object) -> None:
 
 
 def expect_overflow(call: Callable[[], object], *types: type[BaseException]) -> str:
-    """Check that `call` raises one of `types` that says the prompt is beyond the context; returns its name."""
+    """Check that `call` raises one of `types` for a prompt beyond the context; returns the type's name.
+
+    The exception says so by its own type, or by OpenAI's code or sentence.
+    """
     try:
         call()
     except types as error:
-        codes = [getattr(one, "code", None) for one in causes(error)]
-        told = " ".join(str(one) for one in causes(error))
-        found = OVERFLOW_CODE in codes or OVERFLOW_CODE in told or "maximum context length" in told
+        told = " ".join(f"{getattr(one, 'code', '')} {one} {body_of(one)}" for one in causes(error))
+        found = OVERFLOW_CODE in told or "maximum context length" in told or "Context" in type(error).__name__
         check(found, f"no overflow: {told}")
         return type(error).__name__
     raise AssertionError("a prompt beyond the context was answered")
@@ -144,5 +156,14 @@ def expect_idle(server: Server) -> None:
     """Check that the gateway has no request any more within IDLE_TIMEOUT_S: a cancelled one was ended."""
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while busy := running_requests(server):
-        check(time.monotonic() < deadline, f"{busy:.0f} request still runs {IDLE_TIMEOUT_S} s after the cancel")
+        check(
+            time.monotonic() < deadline, f"{busy:.0f} request still runs {IDLE_TIMEOUT_S} s after the cancel"
+        )
         time.sleep(0.2)
+
+
+def expect_no_refusal(steps: list) -> None:
+    """Raise the first error among an agent's steps that the server caused; the model's own are let be."""
+    for error in (getattr(step, "error", None) for step in steps):
+        if error is not None and is_refusal(error):
+            raise error

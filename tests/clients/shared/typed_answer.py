@@ -1,6 +1,4 @@
-"""Typed answer and tool that the drivers ask for; a plain pydantic schema, with nothing that helps a grammar."""
-
-from __future__ import annotations
+"""Typed answer and tool that the drivers ask for: plain schemas, with nothing that helps a grammar."""
 
 from typing import Literal
 
