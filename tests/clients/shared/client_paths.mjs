@@ -9,8 +9,10 @@ export const ENDLESS_TOKENS = 4000;
 const IDLE_TIMEOUT_MS = 20000;
 const REMARK_LENGTH = 300;
 
+class AssertionError extends Error {}
+
 export function check(condition, remark) {
-  if (!condition) throw new Error(`check failed: ${JSON.stringify(remark)}`);
+  if (!condition) throw new AssertionError(JSON.stringify(remark));
 }
 
 function* causes(error) {
@@ -31,10 +33,10 @@ export async function expectOverflow(call) {
     await call();
   } catch (error) {
     const told = [...causes(error)].map((one) => `${one.code} ${one.message} ${one.responseBody ?? ""}`).join(" ");
-    check(/context_length_exceeded|maximum context length/.test(told), told);
+    check(/context_length_exceeded|maximum context length/.test(told), `not known as an overflow: ${told}`);
     return error.constructor.name;
   }
-  throw new Error("a prompt beyond the context was answered");
+  throw new AssertionError("a prompt beyond the context was answered");
 }
 
 // Checks that the gateway has no request any more soon after a cancel.

@@ -136,8 +136,10 @@ def expect_overflow(call: Callable[[], object], *types: type[BaseException]) -> 
     except types as error:
         told = " ".join(f"{getattr(one, 'code', '')} {one} {body_of(one)}" for one in causes(error))
         found = OVERFLOW_CODE in told or "maximum context length" in told or "Context" in type(error).__name__
-        check(found, f"no overflow: {told}")
+        check(found, f"not known as an overflow: {told}")
         return type(error).__name__
+    except Exception as error:
+        raise AssertionError(f"not known as an overflow: {describe(error)}") from error
     raise AssertionError("a prompt beyond the context was answered")
 
 
