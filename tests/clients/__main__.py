@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     chosen = [CLIENTS[name] for name in options.names or CLIENTS]
     done = []
-    BUILD.mkdir(parents=True, exist_ok=True)
     with systems.serving(BUILD) as running:
         for client in chosen:
             done.append(run_client(client, running, options.time_limit, options.verbose))
@@ -62,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_client(client: Client, running: Systems, time_limit_s: float, verbose: bool = False) -> ClientResults:
     """Install `client`, run its driver for at most `time_limit_s` seconds and return what it reported."""
+    BUILD.mkdir(parents=True, exist_ok=True)
     try:
         client.install()
     except (subprocess.SubprocessError, OSError) as error:
@@ -91,7 +91,8 @@ def run_driver(
     The exchanges that the `proxies` saw during a path are that path's: they explain its outcome.
     """
     command, env = client.command()
-    process = subprocess.Popen(
+    results = []
+    with subprocess.Popen(
         command,
         env=env | variables,
         cwd=client.folder if client.folder.exists() else BUILD,
@@ -100,27 +101,27 @@ def run_driver(
         stderr=None if verbose else subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-    )
-    late = threading.Timer(time_limit_s, os.killpg, (process.pid, signal.SIGKILL))
-    late.start()
-    results = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        if (result := read_result(line)) is None:
-            continue
-        exchanges = [one for proxy in proxies for one in proxy.take_exchanges()]
-        results.append(explain(result, exchanges))
-        if results[-1].result in (FAILED, REFUSED):
-            print_exchanges(client.name, results[-1], exchanges)
-    status = process.wait()
-    timed_out = not late.is_alive()
-    late.cancel()
-    ending = (
+    ) as process:
+        late = threading.Timer(time_limit_s, os.killpg, (process.pid, signal.SIGKILL))
+        late.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if (result := read_result(line)) is None:
+                continue
+            exchanges = [one for proxy in proxies for one in proxy.take_exchanges()]
+            results.append(explain(result, exchanges))
+            if results[-1].result in (FAILED, REFUSED):
+                print_exchanges(client.name, results[-1], exchanges)
+        status = process.wait()
+        timed_out = not late.is_alive()
+        late.cancel()
+        late.join()
+    how = (
         f"over the time limit of {time_limit_s:.0f} s"
         if timed_out
         else f"the driver ended with status {status}"
     )
-    return results, ending
+    return results, how
 
 
 def print_exchanges(name: str, result: PathResult, exchanges: Sequence[Exchange]) -> None:

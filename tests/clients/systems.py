@@ -27,6 +27,7 @@ class Systems:
 
 def write_tool_model(folder: Path) -> Path:
     """Write the bundled weights with a chat template that has tools to `folder`; returns the GGUF file."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{MODEL}-tools.gguf"
     if not file.exists():
         half = file.with_suffix(".part")
