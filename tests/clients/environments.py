@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -41,11 +42,10 @@ class Client:
     @property
     def version(self) -> str:
         """The package of the client and its version, as the table names it."""
-        return (
-            self.packages[0].partition("[")[0]
-            + " "
-            + self.packages[0].rpartition("@" if self.is_node else "==")[2]
+        package, _, version = re.sub(r"\[.*?\]", "", self.packages[0]).rpartition(
+            "@" if self.is_node else "=="
         )
+        return f"{package} {version}"
 
     def install(self) -> None:
         """Make the environment, unless it holds these packages.

@@ -114,7 +114,7 @@ def body_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """Return the type and message of what the server said, or else of `error` itself."""
     refusals = [one for one in causes(error) if 400 <= (status_of(one) or 0) < 500]
-    told = refusals[-1] if refusals and not isinstance(error, AssertionError) else error
+    told = refusals[0] if refusals and not isinstance(error, AssertionError) else error
     found = re.search(r"'message': (['\"])(.*?)\1, '", str(told))
     text = found.group(2) if found else str(told)
     return f"{type(error).__name__}: {text}"
