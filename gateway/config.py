@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diptych.runtime.settings import Port, ProgramSettings, setting
+from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
 from gateway.session.retry_policy import WORKER_WAIT_S
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
@@ -43,6 +45,11 @@ def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | 
         if port == its != 0:
             return f"{flag} and {other} are both {port}: each needs a port of its own"
     return None
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the items of a list that is separated by commas or blanks."""
+    return tuple(text.replace(",", " ").split())
 
 
 class GatewaySettings(ProgramSettings):
@@ -92,6 +99,18 @@ class GatewaySettings(ProgramSettings):
         section="Security",
         serving=False,
     )
+    cors_allow_origin: str = setting(
+        "",
+        "Origins whose pages may call the HTTP API from a browser, separated by commas; * is any.",
+        section="Network",
+        serving=False,
+    )
+    served_model_name: str = setting(
+        "",
+        "Names the model is served under, separated by commas or blanks; all are listed, and an answer has "
+        "the one that was asked for. --model-name comes before them.",
+        section="Model",
+    )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = setting(
         256, "Requests that may be with the workers at once; more wait in the gateway.", section="Admission"
     )
@@ -105,6 +124,22 @@ class GatewaySettings(ProgramSettings):
         120.0,
         "Longest predicted wait for prefill, in seconds, that a request is accepted with; auto takes four "
         "times the prefill of an average request.",
+        section="Admission",
+    )
+    workers_fd: int | None = internal(None, "File with the workers that `diptych up` has started.")
+    write_timeout: Annotated[float, Field(gt=0, le=3600)] = setting(
+        60.0,
+        "Seconds in which a client must take a message of its stream; then it ends with SLOW_READER.",
+        section="Admission",
+    )
+    stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = setting(
+        64,
+        "MiB of output that may wait for one stream's reader; beyond, it ends likewise.",
+        section="Admission",
+    )
+    total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        256,
+        "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
     )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
@@ -133,6 +168,14 @@ class GatewaySettings(ProgramSettings):
         section="Logging",
         serving=False,
     )
+
+    @field_validator("cors_allow_origin")
+    @classmethod
+    def _origins_are_origins(cls, value: str) -> str:
+        for origin in listed(value):
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ValueError("must be * or origins such as https://example.org, without a path")
+        return value
 
     @field_validator("api_keys_file")
     @classmethod

@@ -17,6 +17,7 @@ from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import StackOptions, takes_stack_options
 from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
+from diptych.runtime.settings_sources import join_lists
 from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
 
 ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
@@ -305,6 +306,7 @@ def main() -> None:
     """Entry point of the `diptych` command."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it ends no answer
+    sys.argv[1:] = join_lists(sys.argv[1:])
     app()
 
 

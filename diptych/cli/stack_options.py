@@ -41,7 +41,17 @@ class StackOptions:
     model: Annotated[
         str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
     ] = "bundled"
-    model_name: Annotated[str | None, _option("Name the model is served under.", "Model")] = None
+    model_name: Annotated[
+        str | None,
+        _option("Name the model is served under; default: that of its folder or file.", "Model"),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
+    ] = None
     dtype: Annotated[
         str,
         _option(
@@ -82,6 +92,10 @@ class StackOptions:
     admin_port: Annotated[
         int | None,
         _option("gRPC port for operators; default: --grpc-port + 1.", "Network", min=0, max=65535),
+    ] = None
+    cors_allow_origin: Annotated[
+        str | None,
+        _option("Origins whose pages may call the HTTP API from a browser; * is any.", "Network"),
     ] = None
     insecure: Annotated[
         bool,

@@ -64,6 +64,35 @@ def is_place(origin: str) -> bool:
     return not origin.startswith(("--", VARIABLE_PREFIX)) and origin not in ("", DEFAULT)
 
 
+LISTS = ("--served-model-name", "--cors-allow-origin")
+"""Flags that take several values."""
+
+
+def join_lists(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which each flag of `LISTS` stands once, its values joined by commas.
+
+    The values may follow one another (``--served-model-name a b``), or come with a flag each.
+    """
+    values: dict[str, list[str]] = {}
+    rest: list[str] = []
+    into: list[str] | None = None
+    for word in argv:
+        flag, equals, text = word.partition("=")
+        if flag in LISTS:
+            if flag not in values:
+                values[flag] = []
+                rest.append(flag)
+            into = values[flag]
+            into += [text] if equals else []
+            into = None if equals else into
+        elif into is not None and not word.startswith("-"):
+            into.append(word)
+        else:
+            into = None
+            rest.append(word)
+    return [f"{word}={','.join(values[word])}" if values.get(word) else word for word in rest]
+
+
 def parse_flags(
     argv: Sequence[str], fields: Iterable[str], switches: frozenset[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:

@@ -12,15 +12,17 @@ An output is stopped by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gateway.attempt.types import TokenLogprob
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopStrings
+from gateway.tools.call_pieces import CallPieces
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
+from gateway.tools.unfinished import UnfinishedCalls
 
 
 class Delta(NamedTuple):
@@ -33,7 +35,8 @@ class Delta(NamedTuple):
     token_ids: Sequence[int] = ()
     tokens: int = 0
     scores: Sequence[tuple[int, TokenLogprob]] = ()  # (token id, score)
-    tool_calls: Sequence[ToolCall] = ()  # the text that the model wrote for them is not in ``text``
+    # What the model wrote for them is not in ``text``. A piece without an id continues the call before it.
+    tool_calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class OutputStream:
         want_scores: pieces carry the scores of their tokens, if the worker sends them.
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
+        unfinished: reads what is left of a call at the end of the output; goes with ``calls``.
+        piece_names: of the offered tools; calls then come in pieces (`CallPieces`). None: whole.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class OutputStream:
         want_scores: bool = False,
         calls: ToolCallParser | None = None,
         one_call: bool = False,
+        unfinished: UnfinishedCalls | None = None,
+        piece_names: Collection[str] | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -83,13 +90,19 @@ class OutputStream:
         self._want_text = want_text
         self._want_token_ids = want_token_ids
         self._want_scores = want_scores
-        self._calls = FirstCall(calls) if calls is not None and one_call else calls
+        if calls is not None and piece_names is not None:
+            calls = CallPieces(calls, piece_names)
+        if calls is not None and one_call:
+            calls = FirstCall(calls)
+        self._calls = calls
+        self._unfinished = unfinished
         self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[tuple[int, TokenLogprob]] = []
         self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
+        self.pending_alternatives = 0  # likewise, of the scores
         self.billed = 0
         self.logprob = 0.0  # sum over all billed tokens, where the worker sends scores
         self.stop_match: StopMatch | None = None
@@ -148,7 +161,10 @@ class OutputStream:
             if self._stops is not None and not self.over:
                 self._show(self._stops.flush())
         if self._calls is not None:
-            self._show_parsed(self._calls.finish())
+            last = self._calls.finish()
+            if self._unfinished is not None and last.text:
+                last = Parsed(calls=last.calls) + self._unfinished.read(last.text, cut=not self.stopped)
+            self._show_parsed(last)
 
     def take(self) -> Delta:
         """Return all that is new, due or not; possibly nothing."""
@@ -160,7 +176,7 @@ class OutputStream:
             self._tool_calls,
         )
         self._text, self._token_ids, self._scores, self._tool_calls = [], [], [], []
-        self.pending = 0
+        self.pending = self.pending_alternatives = 0
         return delta
 
     def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob]) -> None:
@@ -171,6 +187,7 @@ class OutputStream:
             self.logprob += sum(score.logprob for score in scores)
             if self._want_scores:
                 self._scores.extend(zip(token_ids, scores, strict=True))
+                self.pending_alternatives += sum(1 + len(score.top) for score in scores)
         if token_ids and token_ids[-1] in self._stop_ids:
             self.stop_match = StopMatch(token_id=token_ids[-1])
             if not self._include_stop:
@@ -199,8 +216,19 @@ class OutputStream:
             self._show_parsed(self._calls.push(text))
 
     def _show_parsed(self, parsed: Parsed) -> None:
-        if parsed.text:
+        # Between calls that are all that an output may hold, text is a separator.
+        if parsed.text and not (self._unfinished is not None and self._unfinished.forced):
             self._text.append(parsed.text)
-        if parsed.calls:
-            self._tool_calls.extend(parsed.calls)
-            self.called = True
+        for call in parsed.calls:
+            self._add_call(call)
+
+    def _add_call(self, call: ToolCall) -> None:
+        """Add a call, or join the piece of one to the piece before it, if that was not taken yet."""
+        self.called |= not call.partial
+        if call.id or not self._tool_calls:
+            if call.id or call.arguments_json:
+                self._tool_calls.append(call)
+            return
+        before = self._tool_calls[-1]
+        arguments = before.arguments_json + call.arguments_json
+        self._tool_calls[-1] = replace(before, arguments_json=arguments, partial=call.partial)

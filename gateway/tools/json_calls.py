@@ -161,7 +161,7 @@ def call_from_json(text: str) -> ToolCall | None:
         arguments = _arguments(members)
     except (KeyError, ValueError, RecursionError):
         return None
-    return ToolCall(name, arguments, _new_id()) if name else None
+    return ToolCall(name, arguments, new_call_id()) if name else None
 
 
 def _arguments(members: Mapping[str, _Member]) -> str:
@@ -200,7 +200,7 @@ def _text(value: object) -> str:
     return value
 
 
-def _new_id() -> str:
+def new_call_id() -> str:
     """Return nine letters and digits, which Mistral's templates require and all others accept."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
@@ -220,7 +220,8 @@ def call_rules(tools: Sequence[Tool], head: Callable[[str], str], tail: str) -> 
     rules = ["call: " + " | ".join(f"call{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         arguments = embedded_schema(tool.arguments_schema)
-        rules.append(f"call{number}: {quoted(head(json.dumps(tool.name)))} {arguments} {quoted(tail)}")
+        name = json.dumps(tool.name, ensure_ascii=False)
+        rules.append(f"call{number}: {quoted(head(name))} {arguments} {quoted(tail)}")
     return rules
 
 

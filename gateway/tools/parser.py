@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from gateway.tools.tool import ToolCall
 
-_TO_AN_END: Final = re.compile(r"[^}\]>]*[}\]>]|[^}\]>]+")
+TO_AN_END: Final = re.compile(r"[^}\]>]*[}\]>]|[^}\]>]+")
 """Pieces that end where a call may end: every format closes a call with one of these characters."""
 
 
@@ -53,11 +53,11 @@ class FirstCall:
     def push(self, text: str) -> Parsed:
         result = Parsed()
         # In a piece with text after a call, the result would not tell which text comes after it.
-        for piece in _TO_AN_END.findall(text):
+        for piece in TO_AN_END.findall(text):
             if self._called:
                 break
             result += self._parser.push(piece)
-            self._called = bool(result.calls)
+            self._called = any(not call.partial for call in result.calls)
         return result
 
     def finish(self) -> Parsed:

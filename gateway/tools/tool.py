@@ -33,11 +33,16 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call. ``arguments_json`` is a JSON object as the model wrote it."""
+    """Tool call. ``arguments_json`` is a JSON object as the model wrote it.
+
+    Where calls come in pieces, only the first piece of a call has its name and id, and the last is not
+    ``partial``.
+    """
 
     name: str
     arguments_json: str = field(repr=False)
     id: str = ""
+    partial: bool = False
 
     def as_template_value(self) -> dict[str, object]:
         """Return the call in the same shape, its arguments as an object, which templates serialise."""

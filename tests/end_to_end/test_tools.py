@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
+import openai
 import pytest
 
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
@@ -17,6 +19,7 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests.end_to_end import tiny_model
 from tests.end_to_end.http_requests import teach_short_outputs
+from tests.end_to_end.stack import http_root
 from tests.end_to_end.tiny_system import MODEL, Served
 
 WEATHER = pb.Tool(
@@ -35,6 +38,12 @@ WEATHER = pb.Tool(
     ),
 )
 CLOCK = pb.Tool(name="now", parameters_json_schema='{"type": "object", "additionalProperties": false}')
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 30, "maxLength": 40}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
 ARGUMENTS = {"get_weather": {"city", "days"}, "now": set()}
 
 
@@ -83,6 +92,16 @@ def test_required_calls_are_made(stub: rpc.InferenceServiceStub) -> None:
     assert names == ARGUMENTS.keys()
 
 
+def test_arguments_hold_no_members_that_a_schema_does_not_name(stub: rpc.InferenceServiceStub) -> None:
+    asked = request(pb.ToolChoice.MODE_NAMED, name="now")
+    asked.chat.tools[1].parameters_json_schema = '{"type": "object", "properties": {"x": {"const": 1}}}'
+    for seed in range(4):
+        asked.sampling.seed = seed
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        assert json.loads(output.tool_calls[0].arguments_json).keys() <= {"x"}
+        assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
 def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.InferenceServiceStub) -> None:
     for name in ARGUMENTS:
         asked = request(pb.ToolChoice.MODE_NAMED, name=name)
@@ -95,6 +114,39 @@ def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.Inferen
         assert (call.name, call.arguments_json) == (name, whole.tool_calls[0].arguments_json)
         assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
         assert deltas[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+def test_http_streams_a_forced_call_in_pieces(served: Served) -> None:
+    """Name and id come first, and the arguments as they are written; joined they are the whole answer's."""
+    function = {"name": "note", "parameters": NOTE, "strict": True}
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"type": "function", "function": function}],
+        "temperature": 1.0,
+        "seed": 4,
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }
+    root = http_root(served.stack)
+    with openai.OpenAI(base_url=f"{root}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "note"}}):
+            whole = client.chat.completions.create(**asked, tool_choice=choice)
+            (call,) = whole.choices[0].message.tool_calls
+            choices = [
+                chunk.choices[0]
+                for chunk in client.chat.completions.create(**asked, tool_choice=choice, stream=True)
+            ]
+            assert not any(choice.delta.content for choice in choices)
+            assert choices[-1].finish_reason == "tool_calls"
+            first, *later = [piece for choice in choices for piece in choice.delta.tool_calls or ()]
+            assert (first.index, first.function.name, len(first.id)) == (0, "note", 9)
+            assert first.type == "function"
+            assert len(later) > 10
+            assert all(piece.id is None and piece.function.name is None for piece in later)
+            pieces = [piece.function.arguments for piece in (first, *later)]
+            assert "".join(pieces) == call.function.arguments
+            assert json.loads(call.function.arguments).keys() == {"text"}
 
 
 def test_calls_that_may_not_be_parallel_are_one(
@@ -118,6 +170,21 @@ def test_calls_that_may_not_be_parallel_are_one(
         (output,) = stub.Generate(forced, timeout=60).outputs
         assert len(called(output)) == 1
         assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+def test_a_forced_call_cut_by_its_length_leaves_no_markup(stub: rpc.InferenceServiceStub) -> None:
+    fragments = 0
+    for max_tokens in range(1, 44, 3):
+        asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather", stopping={"max_tokens": max_tokens})
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        streamed = [one for message in stub.StreamGenerate(asked, timeout=60) for one in message.outputs]
+        for text in (output.text, *(delta.text for delta in streamed)):
+            assert text == ""
+        for call in (*output.tool_calls, *(call for delta in streamed for call in delta.tool_calls)):
+            assert (call.name, call.arguments_json[:1]) in (("get_weather", "{"), ("get_weather", ""))
+            fragments += 1
+        assert output.finish_reason in (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS)
+    assert fragments
 
 
 def test_each_of_several_choices_calls(stub: rpc.InferenceServiceStub) -> None:

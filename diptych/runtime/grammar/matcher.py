@@ -8,6 +8,7 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from diptych.runtime.grammar.closed_objects import close_objects
 from diptych.runtime.grammar.error_text import fault_of
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
@@ -50,8 +51,11 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def embedded_schema(schema: Mapping[str, object]) -> str:
-    """Return a JSON schema as a Lark grammar takes it after a rule's name, with bounded white space."""
-    return f"%json {json.dumps(dict(schema) | _BOUNDED)}"
+    """Return a JSON schema as a Lark grammar takes it after a rule's name.
+
+    White space is bounded, and objects are closed unless they say otherwise.
+    """
+    return f"%json {json.dumps(close_objects(schema) | _BOUNDED)}"
 
 
 def _json_schema(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers of ``/v1/chat/completions``: a message, or its pieces; tool calls as whole pieces of their own."""
+"""Answers of ``/v1/chat/completions``: a message, or its pieces; of a tool call its name and id first."""
 
 from __future__ import annotations
 
@@ -68,10 +68,20 @@ class ChatAnswer(Answer):
             members.insert(0, '"role":"assistant"')
         sent = self._calls.get(number, 0)
         if output.tool_calls:
-            calls = [{"index": sent + i, **_call(call)} for i, call in enumerate(output.tool_calls)]
-            members.append(f'"tool_calls":{json.dumps(calls)}')
-        self._calls[number] = sent + len(output.tool_calls)
+            pieces = []
+            for call in output.tool_calls:
+                sent += bool(call.id)
+                pieces.append(_call_piece(sent - 1, call))
+            members.append(f'"tool_calls":{json.dumps(pieces)}')
+        self._calls[number] = sent
         return f"{{{','.join(members)}}}"
+
+
+def _call_piece(index: int, call: pb.ToolCall) -> dict[str, Any]:
+    """Return a call, or the further arguments of one, which has no id."""
+    if not call.id:
+        return {"index": index, "function": {"arguments": call.arguments_json}}
+    return {"index": index, **_call(call)}
 
 
 def _call(call: pb.ToolCall) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """HTTP request as the core sees it, and the event stream that its messages go into.
 
-Nothing is sent before the first message: until then an error still gets a status of its own. Later it is an
-event, and the stream ends without ``[DONE]``.
+Nothing is sent before the first message, or before an admitted request was silent for `HEAD_AFTER_S`: until
+then an error still gets a status of its own. Later it is an event, and the stream ends without ``[DONE]``. A
+stream that is silent gets comments, since clients and proxies give up on one without bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 import grpc
@@ -23,17 +24,27 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import Charge
 from gateway.call import Call
+from gateway.frontends.openai import cors
 from gateway.frontends.openai.answer import Answer, blocks
 from gateway.frontends.openai.errors import error_object, http_error, status_of
 from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
+LAST_EVENT_S: Final = 5.0
+"""Seconds that a client has to take an error, and what comes before it, unread."""
 _EVENT_HEADERS: Final = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect the events
 }
+
+
+HEAD_AFTER_S: Final = 2.0
+"""Silence after which the head of an admitted stream goes out; impatient clients wait for five seconds."""
+COMMENT_AFTER_S: Final = 2.0
+"""Silence after which a comment goes out."""
+_COMMENT: Final = b": waiting\n\n"
 
 
 class EventStream:
@@ -46,7 +57,10 @@ class EventStream:
     def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
         self._request = request
         self._answer = answer
-        self._response = web.StreamResponse(headers=_EVENT_HEADERS)
+        self._response = web.StreamResponse(headers={**_EVENT_HEADERS, **request.get(cors.HEADERS, {})})
+        self._written_at = 0.0  # of the loop's clock
+        self._writing = 0  # writes that wait for the client
+        self._comments: asyncio.Task[None] | None = None
 
     @property
     def started(self) -> bool:
@@ -62,21 +76,54 @@ class EventStream:
         for block in blocks(await self._answer.events(prompt, message)):
             await self._write(block)
 
+    def keep_alive(self) -> None:
+        """Begin to send the head, and then comments, while nothing else is sent; until `close`."""
+        if self._comments is None:
+            self._written_at = asyncio.get_running_loop().time()
+            self._comments = asyncio.create_task(self._send_comments())
+
+    async def close(self) -> None:
+        """End `keep_alive`."""
+        if self._comments is not None:
+            self._comments.cancel()
+            await asyncio.gather(self._comments, return_exceptions=True)
+
+    async def _send_comments(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            patience = COMMENT_AFTER_S if self.started else HEAD_AFTER_S
+            left = self._written_at + patience - loop.time()
+            if left > 0 or self._writing:
+                await asyncio.sleep(max(left, COMMENT_AFTER_S / 4))
+                continue
+            await self._write(_COMMENT)
+
     async def end(self) -> web.StreamResponse:
         """End the stream after the last message of the last prompt."""
         return await self._finish(self._answer.last_events())
 
     async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
-        """End the stream with an error, after output went out."""
-        return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
+        """End the stream with an error, after output went out; disconnect a client that does not take it."""
+        event = f"data: {json.dumps(error_object(error, names))}\n\n"
+        try:
+            async with asyncio.timeout(LAST_EVENT_S):
+                return await self._finish(event)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise asyncio.CancelledError("the client does not read") from None
 
     async def _write(self, events: bytes) -> None:
+        self._written_at = asyncio.get_running_loop().time()
+        self._writing += 1
         try:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
             await self._response.write(events)
         except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
+        finally:
+            self._writing -= 1
 
     async def _finish(self, events: str) -> web.StreamResponse:
         try:
@@ -93,7 +140,7 @@ async def send_whole(
 
     Raises CancelledError when the client is gone.
     """
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers={**headers, **request.get(cors.HEADERS, {})})
     response.content_type = "application/json"
     response.content_length = sum(map(len, pieces))
     try:
@@ -124,6 +171,11 @@ class HttpCall(Call):
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
         self.names: Mapping[str, str] = {}
+        self.id_of: Callable[[str], str] = str  # set with the kind of the answer
+
+    @property
+    def response_id(self) -> str:
+        return self.id_of(self.request_id)
 
     def start_deadline(self) -> None:
         """Set the deadline that the header asks for. Raises InvalidParameter."""
@@ -143,6 +195,14 @@ class HttpCall(Call):
     def on_request_id(self, request_id: str) -> None:
         if self.stream is not None:
             self.stream.name(request_id)
+
+    def on_admitted(self) -> None:
+        if self.stream is not None:
+            self.stream.keep_alive()
+
+    @property
+    def wants_call_pieces(self) -> bool:
+        return self.stream is not None
 
     async def fail(self, error: DiptychError) -> web.StreamResponse:
         """Send the error as a response, or as the last event of one."""
@@ -205,6 +265,13 @@ class PromptCall(Call):
     @property
     def quota_usage(self) -> Charge:
         return self._charges
+
+    def on_admitted(self) -> None:
+        self._outer.on_admitted()
+
+    @property
+    def response_id(self) -> str:
+        return self._outer.response_id
 
     async def write(self, message: pb.GenerateResponse) -> None:
         if self._outer.stream is None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -18,12 +18,13 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
 from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
-from gateway.call import REJECTIONS, Calls
+from gateway.call import Calls
+from gateway.frontends.openai import cors
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
@@ -59,11 +60,19 @@ class OpenAIRoutes:
 
     Args:
         digest: of the model, for ``system_fingerprint``.
+        allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
 
     def __init__(
-        self, calls: Calls, generator: Generator, text: TokenizerService, model: ServedModel, digest: str
+        self,
+        calls: Calls,
+        generator: Generator,
+        text: TokenizerService,
+        model: ServedModel,
+        digest: str,
+        allow_origins: Collection[str] = (),
     ) -> None:
+        self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
         self._generator = generator
         self._text = text
@@ -81,13 +90,26 @@ class OpenAIRoutes:
         }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.path
+        origin = self._cors.allowed_origin(request)
+        if origin:
+            request[cors.HEADERS] = cors.response_headers(origin)
+        response = await self._route(request, origin)
+        if not response.prepared:
+            response.headers.update(request.get(cors.HEADERS, {}))
+        return response
+
+    async def _route(self, request: web.BaseRequest, origin: str) -> web.StreamResponse:
+        path = _route_of(request)
         if path.startswith(f"{_MODELS}/"):
             methods: Mapping[str, Respond] = {"GET": self._model_card, "HEAD": self._model_card}
         else:
             methods = self._routes.get(path, {})
         if not methods:
             return _refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
+        if origin and request.method == hdrs.METH_OPTIONS:
+            return web.Response(
+                status=HTTPStatus.NO_CONTENT, headers=cors.preflight_headers(request, (*methods, "OPTIONS"))
+            )
         handler = methods.get(request.method)
         if handler is None:
             refused = _refuse(
@@ -98,7 +120,7 @@ class OpenAIRoutes:
         return await handler(request)
 
     async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
-        call = HttpCall(request.path, request, self._calls.clock())
+        call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
         data = await _body(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
@@ -114,9 +136,16 @@ class OpenAIRoutes:
     async def _answer(
         self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
     ) -> web.StreamResponse:
+        call.id_of = answer.id_of
         if asked.stream:
             call.stream = EventStream(request, answer)
-        messages = await (self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked))
+        try:
+            messages = await (
+                self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked)
+            )
+        finally:
+            if call.stream is not None:
+                await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
@@ -181,7 +210,7 @@ class OpenAIRoutes:
     def _completions_answer(self, asked: HttpGenerateRequest) -> Answer:
         return CompletionsAnswer(
             asked,
-            model=self._model.card.name,
+            model=asked.builders[0].request.model,
             fingerprint=self._fingerprint,
             created=int(time.time()),
             decode=lambda ids: self._model.tokenizer.decode(ids, False),
@@ -191,36 +220,47 @@ class OpenAIRoutes:
 
     def _chat_answer(self, asked: HttpGenerateRequest) -> Answer:
         return ChatAnswer(
-            asked, model=self._model.card.name, fingerprint=self._fingerprint, created=int(time.time())
+            asked,
+            model=asked.builders[0].request.model,
+            fingerprint=self._fingerprint,
+            created=int(time.time()),
         )
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())
         try:
             with self._calls.account(call):
-                listed = {"object": "list", "data": [self._describe(self._text.describe())]}
+                model = self._text.describe()
+                names = (model.name, *self._model.card.served_aliases)
+                listed = {"object": "list", "data": [self._describe(model, name) for name in names]}
                 return _json(json.dumps(listed).encode())
         except DiptychError as error:
             return await call.fail(error)
 
     async def _model_card(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(f"{_MODELS}/{{model}}", request, self._calls.clock())
-        name = request.path.removeprefix(f"{_MODELS}/")
+        name = _route_of(request).removeprefix(f"{_MODELS}/")
         try:
             with self._calls.account(call):
                 found = await self._text.get_model(pb.GetModelRequest(model=name))
-                return _json(json.dumps(self._describe(found.model)).encode())
+                return _json(json.dumps(self._describe(found.model, name)).encode())
         except DiptychError as error:
             return await call.fail(error)
 
-    def _describe(self, model: pb.Model) -> dict[str, object]:
+    def _describe(self, model: pb.Model, name: str) -> dict[str, object]:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
+            "tool_calls": model.capabilities.tool_calls or None,
         }
+
+
+def _route_of(request: web.BaseRequest) -> str:
+    """Return the path of a request without the slash that some clients end it with."""
+    return request.path.rstrip("/") or "/"
 
 
 async def _body(request: web.BaseRequest) -> bytes | web.Response:

@@ -109,6 +109,24 @@ async def test_streamed_tool_calls_are_numbered_by_choice() -> None:
     assert choices[3]["finish_reason"] == "tool_calls"
 
 
+async def test_further_arguments_of_a_streamed_call_have_its_index_and_no_name() -> None:
+    answer = chat(stream=True)
+    answer.begin("r")
+    text = ""
+    for calls in (
+        [pb.ToolCall(id="c1", name="f", arguments_json="{")],
+        [pb.ToolCall(arguments_json="}"), pb.ToolCall(id="c2", name="g", arguments_json="")],
+        [pb.ToolCall(arguments_json="{}")],
+    ):
+        text += await sent(answer, 0, message(pb.OutputDelta(tool_calls=calls), prompt=pb.PromptInfo()))
+    first, second, third = (event["choices"][0]["delta"]["tool_calls"] for event in events(text))
+    function = {"name": "f", "arguments": "{"}
+    assert first == [{"index": 0, "id": "c1", "type": "function", "function": function}]
+    assert second[0] == {"index": 0, "function": {"arguments": "}"}}
+    assert (second[1]["index"], second[1]["id"]) == (1, "c2")
+    assert third == [{"index": 1, "function": {"arguments": "{}"}}]
+
+
 async def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
     answer = chat(stream=True, stop_token_ids=[2])
     answer.begin("r")

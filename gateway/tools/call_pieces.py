@@ -1,0 +1,108 @@
+"""Tool calls in pieces: a call's name and id first, then its arguments as they come.
+
+`CallPieces` wraps the parser of a format and reads the same text. A call begins once the parser holds text
+back that names an offered tool and opens an object of arguments; what the parser finds later ends it. Any
+other call, such as one whose arguments come before its name, is a single whole piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gateway.tools.json_calls import JsonObjects, new_call_id
+from gateway.tools.parser import TO_AN_END, Parsed, ToolCallParser
+from gateway.tools.tool import ToolCall
+
+_HEAD: Final = re.compile(
+    r'[^{]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """Call of which pieces were returned."""
+
+    sent: str = field(default="", repr=False)  # of its arguments
+    scan: JsonObjects = field(default_factory=JsonObjects)
+    closed: bool = False  # the object of its arguments
+
+    def add(self, text: str) -> str:
+        """Return the part of the next text that belongs to the arguments."""
+        if self.closed:
+            return ""
+        found, rest = self.scan.push(text)
+        self.closed = found is not None
+        piece = text[: len(text) - len(rest)]
+        self.sent += piece
+        return piece
+
+
+class CallPieces:
+    """Parser whose calls come in pieces.
+
+    Args:
+        parser: a new parser of the output's format.
+        names: of the offered tools.
+    """
+
+    def __init__(self, parser: ToolCallParser, names: Collection[str]) -> None:
+        self._parser = parser
+        self._names = names
+        self._held = ""  # text since the parser last returned something
+        self._begun: _Begun | None = None
+
+    def push(self, text: str) -> Parsed:
+        result = Parsed()
+        # A call then ends with its piece, and the text after it begins another.
+        for piece in TO_AN_END.findall(text):
+            result += self._push(piece)
+        return result
+
+    def finish(self) -> Parsed:
+        last = self._parser.finish()
+        if self._begun is None:
+            return last
+        begun, self._begun = self._begun, None
+        return Parsed(calls=(_rest(begun, last.calls[0]), *last.calls[1:])) if last.calls else Parsed()
+
+    def _push(self, text: str) -> Parsed:
+        found = self._parser.push(text)
+        begun = self._begun
+        if not found.text and not found.calls:
+            return self._hold(text)
+        self._held, self._begun = "", None
+        if begun is None:
+            return found
+        if found.calls:
+            return replace(found, calls=(_rest(begun, found.calls[0]), *found.calls[1:]))
+        return Parsed(calls=(ToolCall("", ""),))  # no call after all: its text was shown as one
+
+    def _hold(self, text: str) -> Parsed:
+        """Return the piece of a call that ``text``, held back by the parser, belongs to."""
+        if self._begun is not None:
+            piece = self._begun.add(text)
+            return Parsed(calls=(ToolCall("", piece, partial=True),) if piece else ())
+        self._held += text
+        head = _HEAD.match(self._held)
+        if head is None or (name := _name(head[1])) not in self._names:
+            return Parsed()
+        self._begun = _Begun()
+        piece = self._begun.add(self._held[head.end() :])
+        return Parsed(calls=(ToolCall(name, piece, new_call_id(), partial=True),))
+
+
+def _name(quoted: str) -> str:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return ""
+
+
+def _rest(begun: _Begun, call: ToolCall) -> ToolCall:
+    """Return the last piece of a call that is complete: mostly nothing is left of its arguments."""
+    arguments = call.arguments_json
+    return ToolCall("", arguments.removeprefix(begun.sent) if arguments.startswith(begun.sent) else "")
