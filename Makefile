@@ -4,6 +4,7 @@
 #   make test       the suite (a few failures run again, alone)   make test-full   the suite in its long forms
 #   make test-quick two minutes of it: the protocols, schedulers and client, and one whole system
 #   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible API, in an environment of its own
+#   make test-clients  real clients along their main paths, each in an environment of its own (ARGS="litellm")
 #   make sanitize   the native step under AddressSanitizer and UBSan, its threads under ThreadSanitizer
 #   make check      lint, types, import arrows, words, stubs current, protocol lint
 #   make dist       sdist and wheel into dist/    make dist-check   install them into empty environments and use them
@@ -45,7 +46,7 @@ PROTOS := $(shell find protos -name '*.proto')
 SANITIZED := build/sanitized
 .PHONY: help install torch clients demo serve test test-quick test-full test-gpu fuzz fuzz-coverage known-bugs museum
 .PHONY: test-lm-eval sanitize check lint types arrows words stubs stubs-check protos-lint dist dist-check faults format
-.PHONY: peers simulate docs references-check
+.PHONY: peers simulate docs references-check test-clients
 
 help:
 	@sed -n '2,20s/^# \{0,1\}//p' Makefile
@@ -160,6 +161,10 @@ $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
 
 test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
+
+# Each client gets an environment of its own under build/clients: they want other versions of the same packages.
+test-clients: install
+	$(BIN)/python -m tests.clients $(ARGS)
 
 TEAM := $(addprefix kernels/cpu/,thread_team.cpp futex_counter.cpp)
 STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp weight_memory.cpp)

@@ -1,0 +1,52 @@
+"""Systems that the clients talk to: the bundled model as it is, and with a chat template that has tools."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diptych.runtime.settings import BUNDLED_MODEL, resolve_model
+from tests.end_to_end.stack import Stack, http_root, running_stack
+
+MODEL = "SmolLM2-135M-Instruct"
+TOOL_TEMPLATE = Path(__file__).with_name("chatml_tools.jinja")
+
+
+@dataclass(frozen=True)
+class Systems:
+    """The root URLs of both systems, and the gRPC address of the first."""
+
+    root: str
+    tools_root: str
+    grpc_address: str
+
+
+def write_tool_model(folder: Path) -> Path:
+    """Write the bundled weights with a chat template that has tools to `folder`; returns the GGUF file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{MODEL}-tools.gguf"
+    if not file.exists():
+        half = file.with_suffix(".part")
+        command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--force"]
+        command += ["--chat-template-file", str(TOOL_TEMPLATE), str(resolve_model(BUNDLED_MODEL)), str(half)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        half.rename(file)
+    return file
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Systems]:
+    """Run both systems; the written model is kept in `folder`."""
+    file = write_tool_model(folder)
+    with running_stack("--model-name", MODEL) as bundled, _tool_system(file) as tools:
+        yield Systems(http_root(bundled), http_root(tools), bundled.address)
+
+
+@contextlib.contextmanager
+def _tool_system(file: Path) -> Iterator[Stack]:
+    with running_stack("--model", str(file), "--model-name", MODEL) as stack:
+        yield stack
