@@ -52,7 +52,7 @@ from typing import ClassVar
 
 import grpc
 
-from diptych.runtime.errors import DiptychError, Internal, QueueFull
+from diptych.runtime.errors import REJECTIONS, DiptychError, Internal, QueueFull
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
@@ -65,8 +65,6 @@ from gateway.access.quota import Charge
 from gateway.admission.queue import FIRST_RETRY_S
 from gateway.request.field_checks import id_from_header
 
-REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
-"""Codes of a request that the server could not serve and of which nothing was delivered."""
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # some versions of gRPC give "infinite" as a very large number
 _CLOCK_SKEW_S = 0.02  # a protocol's own timer differs from this clock by a few milliseconds
 _log = logging.getLogger(__name__)
@@ -131,6 +129,11 @@ class Call(ABC):
     @abstractmethod
     async def write(self, message: pb.GenerateResponse) -> None:
         """Send one message of a stream. May wait for a slow client; see the module on disconnects."""
+
+    @property
+    def response_id(self) -> str:
+        """The id of the answer as the client sees it; by default the request's."""
+        return self.request_id
 
     def on_request_id(self, request_id: str) -> None:  # noqa: B027
         """Handle the request's id, before any message: for headers or trailers. Default: nothing."""

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 from diptych.runtime.errors import (
+    REJECTIONS,
     ContextLengthExceeded,
     DeadlineExceeded,
     DiptychError,
@@ -37,7 +38,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import Ticket
 from gateway.attempt.work import Job, TraceParent, new_work_id
-from gateway.call import REJECTIONS, Call
+from gateway.call import Call
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, Utf8Text, text_after
 from gateway.output.logprobs import best_outputs
@@ -173,6 +174,7 @@ class Generator:
             driver.resume_token = resume_token
             driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
             driver.on_choice_end = lambda choice: self._end_choice(driver, ticket, choice)
+            driver.on_token_latency = self._metrics.token_latency.observe
             record.driver = driver
             self._live.add(driver)
             reach("gateway.admitted")

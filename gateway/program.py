@@ -38,6 +38,7 @@ from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
+from gateway.request_telemetry import create_series
 from gateway.session.live_requests import LiveRequests
 from gateway.session.retry_policy import RetryBudget, RetryLimits
 from gateway.slow_readers import ReaderLimits, UnreadOutput
@@ -63,6 +64,7 @@ class Gateway:
         self._digest = digest
         self.registry: CollectorRegistry = new_registry()
         self.metrics = GatewayMetrics(self.registry)
+        create_series(self.metrics)
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)

@@ -41,6 +41,9 @@ import grpc
 RETRY_AFTER_S = 1.0
 """Retry hint where no estimate exists: about the time in which a worker restarts or a lease expires."""
 
+REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
+"""Codes of a request that the server could not serve and of which nothing was delivered."""
+
 _MAX_NAME = 128
 
 
@@ -331,6 +334,18 @@ class Internal(DiptychError):
     def __init__(self, why: str = "") -> None:
         super().__init__("internal error; the server's log has the details under this request id")
         self.why = why
+
+
+def rejection_reasons() -> list[str]:
+    """Return the reasons of all errors with which a request may be refused before any output."""
+    reasons, classes = set(), [DiptychError]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        refused = kind.code in REJECTIONS or issubclass(kind, Interrupted)
+        if refused and "reason" in vars(kind):
+            reasons.add(kind.reason)
+    return sorted(reasons)
 
 
 def printable(name: str) -> str:

@@ -91,7 +91,9 @@ class RequestDriver:
 
     ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
     called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
-    an error of the whole request. ``on_output`` is called for all output, before a client reads it.
+    an error of the whole request. ``on_output`` is called for all output, before a client reads it, and
+    ``on_token_latency`` with each piece of a choice but its first: the seconds since the piece before, and its
+    tokens.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class RequestDriver:
         self.on_first_token: Callable[[], None] = lambda: None
         self.on_choice_end: Callable[[int], None] = lambda choice: None
         self.on_output: Callable[[Emit], None] | None = None
+        self.on_token_latency: Callable[[float, int], None] = lambda seconds, tokens: None
+        self._emitted_at = [0.0] * len(outputs)  # the last piece of each choice; 0 before the first
         self._events: deque[Event] = deque()
         self._beam_output = BeamOutput() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the prompt's log-probabilities
@@ -329,6 +333,9 @@ class RequestDriver:
         if self.on_output is not None:
             self.on_output(new)
         output = self.outputs[new.choice]
+        emitted_at, self._emitted_at[new.choice] = self._emitted_at[new.choice], now
+        if emitted_at and self._beam_output is None:  # the tokens of a beam come all at once
+            self.on_token_latency(now - emitted_at, len(new.token_ids))
         if output.push(new.token_ids, new.logprobs):
             self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
         elif output.due:

@@ -34,6 +34,7 @@ from diptych.runtime.errors import (
     WorkerLost,
 )
 from gateway.attempt.types import Cause
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 MAX_TRANSFER_FAILURES: Final = 1  # a second corrupt handoff is no accident
 MAX_COMPUTE_FAILURES: Final = 1  # nor is a second step that gives it no token
@@ -43,7 +44,6 @@ MAX_LOSSES: Final = 8  # without a token between them: the network to the worker
 MAX_REFUSALS: Final = 3  # likewise: workers that were draining when the request reached them
 PREEMPTIONS_BEFORE_RESERVE: Final = 2  # from then on a grant needs room for the worst case
 WORKER_WAIT_S: Final = 60.0  # a supervisor restarts a dead worker in a few seconds, a hung one in forty-five
-FIRST_WAIT_S: Final = 10.0  # of a request that no worker has had yet: it can go elsewhere
 BUDGET_FRACTION: Final = 0.2
 BUDGET_WINDOW_S: Final = 10.0
 BUDGET_SLICES: Final = 20  # of a window; it moves by one of them at a time

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from gateway.session.retry_policy import FIRST_WAIT_S
-
+FIRST_WAIT_S: Final = 10.0  # of a request that no worker has had yet: it can go elsewhere
 START_WAIT_S: Final = 30.0  # of a request while the system starts
 STARTING_S: Final = 120.0  # no longer than this after the gateway's start
 MAX_WAITING: Final = 1024  # requests; more are refused at once

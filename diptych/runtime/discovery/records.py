@@ -115,8 +115,9 @@ def _record(data: dict[str, Any]) -> WorkerRecord:
         _checked(value, int if _FIELDS[name].type is int else str, name)
     if values["role"] not in get_args(Role):
         raise ValueError("not a worker's lease: unknown role")
-    if min(values["block_size"], values["max_context"], values["total_blocks"]) < 1:
-        raise ValueError("not a worker's lease: its sizes must be positive")
+    # A prefill worker has no blocks.
+    if values["block_size"] < 1 or values["max_context"] < 1 or values["total_blocks"] < 0:
+        raise ValueError("not a worker's lease: a size is out of range")
     return WorkerRecord(**values)
 
 

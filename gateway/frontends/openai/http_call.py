@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 import grpc
@@ -171,6 +171,11 @@ class HttpCall(Call):
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
         self.names: Mapping[str, str] = {}
+        self.id_of: Callable[[str], str] = str  # set with the kind of the answer
+
+    @property
+    def response_id(self) -> str:
+        return self.id_of(self.request_id)
 
     def start_deadline(self) -> None:
         """Set the deadline that the header asks for. Raises InvalidParameter."""
@@ -263,6 +268,10 @@ class PromptCall(Call):
 
     def on_admitted(self) -> None:
         self._outer.on_admitted()
+
+    @property
+    def response_id(self) -> str:
+        return self._outer.response_id
 
     async def write(self, message: pb.GenerateResponse) -> None:
         if self._outer.stream is None:

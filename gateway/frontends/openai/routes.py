@@ -18,12 +18,12 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
 from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
-from gateway.call import REJECTIONS, Calls
+from gateway.call import Calls
 from gateway.frontends.openai import cors
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
@@ -136,6 +136,7 @@ class OpenAIRoutes:
     async def _answer(
         self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
     ) -> web.StreamResponse:
+        call.id_of = answer.id_of
         if asked.stream:
             call.stream = EventStream(request, answer)
         try:

@@ -11,7 +11,11 @@ from diptych.runtime.discovery.store import decode_event, encode_event
 
 sizes = st.integers(1, 2**63)
 records = st.builds(
-    dataclasses.replace, st.from_type(WorkerRecord), block_size=sizes, max_context=sizes, total_blocks=sizes
+    dataclasses.replace,
+    st.from_type(WorkerRecord),
+    block_size=sizes,
+    max_context=sizes,
+    total_blocks=st.integers(0, 2**63),  # a prefill worker has none
 )
 leases = st.builds(Lease, records, st.integers(0, 2**63))
 RECORD = WorkerRecord("w", "decode", "h:1", 2**62 + 1, "d", "m", "fp32", "fp32", "l", 16, 100, 10, 1)

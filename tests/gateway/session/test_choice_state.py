@@ -44,7 +44,7 @@ from gateway.session.events import (
     WorkerDown,
     WorkerUp,
 )
-from gateway.session.retry_policy import FIRST_WAIT_S
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT = (7, 8, 9)
 

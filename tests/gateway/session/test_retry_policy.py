@@ -25,7 +25,8 @@ from gateway.session.events import (
     WorkerDown,
     WorkerUp,
 )
-from gateway.session.retry_policy import FIRST_WAIT_S, MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
+from gateway.session.retry_policy import MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT_TOKENS = 3
 

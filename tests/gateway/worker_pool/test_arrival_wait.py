@@ -9,8 +9,7 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.model.served_model import ServedModel
-from gateway.session.retry_policy import FIRST_WAIT_S
-from gateway.worker_pool.arrival_wait import MAX_WAITING, START_WAIT_S, STARTING_S, ArrivalWait
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S, MAX_WAITING, START_WAIT_S, STARTING_S, ArrivalWait
 from tests.gateway.running_gateway import DIGEST, collect, ids_of, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
