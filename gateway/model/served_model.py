@@ -93,7 +93,7 @@ class ModelCard:
         )
 
     def shown_name(self, asked: str) -> str:
-        """Return the name of the model in an answer: the one that was asked for, if it is one of the chosen."""
+        """Return the name of the model in an answer: the asked one, if it is one of the chosen."""
         return asked if asked in self.served_aliases else self.name
 
     def answers_to(self, name: str) -> bool:
