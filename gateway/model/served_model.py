@@ -92,6 +92,10 @@ class ModelCard:
             has_chat_template=tokenizer.chat_template is not None,
         )
 
+    def shown_name(self, asked: str) -> str:
+        """Return the name of the model in an answer: the asked one, if it is one of the chosen."""
+        return asked if asked in self.served_aliases else self.name
+
     def answers_to(self, name: str) -> bool:
         return name == self.name or name in self.aliases
 

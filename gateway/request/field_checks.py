@@ -87,12 +87,12 @@ def existing_request_id(value: str) -> str:
 
 
 def model_name(value: str, card: ModelCard) -> str:
-    """Return ``value``, a name that the model is served under. Any other is unknown, a path as well."""
+    """Return the served name that ``value`` stands for. Any other name is unknown, a path as well."""
     if not value:
         raise InvalidParameter("model", "is required")
     if not card.answers_to(value):
         raise UnknownModel(value, card.name)
-    return value
+    return card.shown_name(value)
 
 
 def has_name_characters(value: str) -> bool:

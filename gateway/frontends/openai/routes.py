@@ -210,7 +210,7 @@ class OpenAIRoutes:
     def _completions_answer(self, asked: HttpGenerateRequest) -> Answer:
         return CompletionsAnswer(
             asked,
-            model=asked.builders[0].request.model,
+            model=self._model.card.shown_name(asked.builders[0].request.model),
             fingerprint=self._fingerprint,
             created=int(time.time()),
             decode=lambda ids: self._model.tokenizer.decode(ids, False),
@@ -221,7 +221,7 @@ class OpenAIRoutes:
     def _chat_answer(self, asked: HttpGenerateRequest) -> Answer:
         return ChatAnswer(
             asked,
-            model=asked.builders[0].request.model,
+            model=self._model.card.shown_name(asked.builders[0].request.model),
             fingerprint=self._fingerprint,
             created=int(time.time()),
         )
