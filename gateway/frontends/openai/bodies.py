@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field, Tag, WithJsonSchema, create_model
+from pydantic import AfterValidator, ConfigDict, Field, Tag, WithJsonSchema, create_model
 
 from diptych.parameters import PARAMETERS
 from gateway import limits
@@ -67,11 +67,16 @@ FunctionType = Annotated[Text, AfterValidator(_function_only)]
 
 
 class StreamOptions(BodyModel):
-    """Options of a stream. Obfuscation pads against eavesdroppers of TLS, which is not in use here."""
+    """Options of a stream. Others are ignored: they concern how a stream is sent and not what is generated.
+
+    Obfuscation pads against eavesdroppers of TLS, which is not in use here.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Annotated[Any, absent(False)] = None
+    continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
 
 
 class JsonSchemaFormat(BodyModel):

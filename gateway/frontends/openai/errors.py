@@ -82,7 +82,8 @@ def error_object(error: DiptychError, names: Mapping[str, str]) -> dict[str, Any
     if error.violations:
         first = error.violations[0]
         param = param_of(first.field, names)
-        message = f"{param}: {first.description}"
+        # A message of the error's own is one that clients look for as it is.
+        message = f"{param}: {first.description}" if message != first.description else message
     code = _CODES.get(error.reason, error.reason.lower())
     return plain_error(status_of(error.code), message, code, param)
 

@@ -192,6 +192,8 @@ def test_errors_name_the_clients_field(
 def test_a_prompt_that_is_too_long_is_named_as_its_tensor(bundled: ServedModel) -> None:
     error = refusal(asking(max_tokens=10**6), bundled)
     assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert [violation.field for violation in error.violations] == ["parameters[max_tokens]"]
+    error = refusal(asking("a b c " * 10**5), bundled)
     assert [violation.field for violation in error.violations] == ["inputs[0]"]
 
 
