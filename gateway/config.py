@@ -107,6 +107,12 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    lenient_json_schema: bool = setting(
+        False,
+        "Leave the keywords and patterns of JSON schemas out that outputs cannot be held to, instead of "
+        "refusing the request.",
+        section="Admission",
+    )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,
         "Seconds that a request which lost its worker waits for another one.",

@@ -111,8 +111,8 @@ class ContextLengthExceeded(DiptychError):
 
     The message is OpenAI's sentence: clients cut their history when they find its beginning.
 
-    ``at_least``: the prompt was not counted, because this many tokens are too many by themselves. ``field``: the
-    one to change, if that is known: the prompt, or what asks for more output than fits beside it.
+    ``at_least``: the prompt was not counted, because this many tokens are too many by themselves. ``field``:
+    the one to change, if known: the prompt, or what asks for more output than fits beside it.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -124,8 +124,8 @@ class ContextLengthExceeded(DiptychError):
         bound = "at least " if at_least else ""
         message = (
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{bound}{prompt_tokens + max_tokens} tokens ({bound}{prompt_tokens} in the messages, {max_tokens} in "
-            "the completion). Please reduce the length of the messages or completion."
+            f"{bound}{prompt_tokens + max_tokens} tokens ({bound}{prompt_tokens} in the messages, "
+            f"{max_tokens} in the completion). Please reduce the length of the messages or completion."
         )
         super().__init__(
             message,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
@@ -12,7 +13,7 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
-from gateway.request.structured_output import Constraint, check_size, read_schema
+from gateway.request.structured_output import Constraint, check_size, lenient_schema, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
@@ -51,12 +52,19 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
     return Toolbox(tools, mode, choice.name if mode is Mode.NAMED else "", single)
 
 
-def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
-    """Return what the output must match: required calls, else what was ``asked`` beside the tools."""
+def constraint_of(
+    tools: Toolbox | None, support: ToolSupport, asked: Constraint | None, *, lenient: bool = False
+) -> Constraint | None:
+    """Return what the output must match: required calls, else what was ``asked`` beside the tools.
+
+    ``lenient``: as in `structured_output`.
+    """
     if tools is None or support.call_format is None or not tools.forced:
         return asked
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
+    if lenient:
+        tools = replace(tools, tools=tuple(map(_lenient, tools.tools)))
     many = tools.mode is Mode.REQUIRED and not tools.single
     grammar = support.call_format.grammar(tools.callable, many=many)
     parts = tuple(
@@ -68,6 +76,10 @@ def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint
         if tool in tools.callable
     )
     return Constraint("chat.tool_choice", grammar, parts)
+
+
+def _lenient(tool: Tool) -> Tool:
+    return replace(tool, parameters=lenient_schema(tool.arguments_schema))
 
 
 def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tuple[ToolCall, ...]:

@@ -89,10 +89,14 @@ class JsonSchemaFormat(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """Form of an answer: ``text``, ``json_object`` or ``json_schema``."""
+    """Form of an answer: ``text``, ``json_object`` or ``json_schema``.
+
+    Some clients write the schema beside the type, with either of the last two.
+    """
 
     type: Text
     json_schema: JsonSchemaFormat | None = None
+    schema_: Raw | None = Field(None, alias="schema")
 
 
 class StructuredOutputs(BodyModel):

@@ -291,6 +291,8 @@ def test_structure_in_all_its_spellings() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for members in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"response_format": {"type": "json_schema", "schema": schema}},
         {"guided_json": schema},
         {"guided_json": json.dumps(schema)},
         {"json_schema": json.dumps(schema)},

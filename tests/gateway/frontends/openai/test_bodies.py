@@ -153,6 +153,8 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
     (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format.schema"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (
         CHAT,

@@ -334,3 +334,15 @@ async def test_a_header_gives_way_to_a_name_that_is_asked_for(bundled: ServedMod
         await second.close()
         first.cancel()
         await stack.until_idle()
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+async def test_lenient_json_schema_leaves_out_what_cannot_be_held(
+    bundled: ServedModel, redis_url: str, lenient: bool
+) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": "^(?!a)"}, "uniqueItems": True}
+    body = {"model": bundled.card.name, "prompt": "a", "max_tokens": 32, "guided_json": schema}
+    async with gateway_api(bundled, redis_url, lenient_json_schema=lenient) as (stack, _, _):
+        status, answer, _ = await post(stack, "/v1/completions", body)
+        assert status == (200 if lenient else 400)
+        assert lenient or answer["error"]["param"] == "guided_json"
