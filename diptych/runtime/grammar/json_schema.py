@@ -48,7 +48,8 @@ def is_lenient(schema: Mapping[str, object]) -> bool:
 
 def prepare_schema(schema: Mapping[str, Any]) -> Schema:
     """Return a schema of the same meaning that llguidance compiles, where there is one."""
-    return _Preparer(schema, lenient=is_lenient(schema)).prepare(dict(schema))
+    prepared: Schema = _Preparer(schema, lenient=is_lenient(schema)).prepare(dict(schema))
+    return prepared
 
 
 def place_of(schema: Mapping[str, Any], is_at_fault: Callable[[Mapping[str, Any]], bool]) -> str:
