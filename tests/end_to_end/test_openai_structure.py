@@ -96,6 +96,20 @@ def test_everyday_schemas_hold(client: openai.OpenAI, model: str) -> None:
     assert "uniqueItems, at properties.phone" in str(refused.value)
 
 
+def test_fault_of_a_tool_has_the_path_that_the_client_wrote(client: openai.OpenAI, model: str) -> None:
+    for function, param in (
+        ({"name": "no good"}, "tools[0].function.name"),
+        ({"name": "f", "parameters": {"type": "string"}}, "tools[0].function.parameters"),
+    ):
+        tools: Any = [{"type": "function", "function": function}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=model, messages=USER, tools=tools)
+        assert refused.value.param == param
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, extra_body={"session_id": "a"})
+    assert refused.value.param == "session_id"
+
+
 def test_a_bad_schema_is_named_as_the_client_wrote_it(client: openai.OpenAI, model: str) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nothing"}}}
     with pytest.raises(openai.BadRequestError) as refused:

@@ -15,11 +15,11 @@ from diptych.parameters import PARAMETERS
 from gateway import limits
 from gateway.frontends.openai.body_model import (
     BodyModel,
-    Count,
     Raw,
     Text,
     absent,
     at_most,
+    count_of,
     either,
     parameter_fields,
     tagged,
@@ -188,6 +188,11 @@ ToolChoice = Annotated[
 ]
 
 
+_MaxTokens = count_of(PARAMETERS["max_tokens"])
+_CompletionMaxTokens = count_of(PARAMETERS["max_tokens"], ", or 0 with echo")
+_Logprobs = count_of(PARAMETERS["logprobs"])
+
+
 class CommonMembers(BodyModel):
     """Members of both bodies that are no rows of the table."""
 
@@ -195,7 +200,7 @@ class CommonMembers(BodyModel):
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = _described("beam_width")
-    max_tokens: Count | None = _described("max_tokens")
+    max_tokens: _MaxTokens = _described("max_tokens")
     return_token_ids: bool | None = _described("return_token_ids")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -218,7 +223,8 @@ class CompletionsMembers(CommonMembers):
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     echo: bool | None = _described("echo")
-    logprobs: Count | None = _described("logprobs")
+    max_tokens: _CompletionMaxTokens = _described("max_tokens")
+    logprobs: _Logprobs = _described("logprobs")
     suffix: Annotated[Any, absent("")] = None
     add_special_tokens: Annotated[Any, absent(True)] = None
 
@@ -227,9 +233,9 @@ class ChatMembers(CommonMembers):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatTurn], at_most(limits.MAX_MESSAGES)]
-    max_completion_tokens: Count | None = _described("max_tokens")
+    max_completion_tokens: _MaxTokens = _described("max_tokens")
     logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
-    top_logprobs: Count | None = _described("logprobs")
+    top_logprobs: _Logprobs = _described("logprobs")
     tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -18,12 +19,18 @@ _RENAMED: Final[Mapping[str, str]] = {
     "token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
     "request": "body",
+    "chat.tool_choice.mode": "tool_choice",
+    "chat.tool_choice.parallel": "parallel_tool_calls",
     **{row.wire: row.http for row in PARAMETERS.values() if row.http},
 }
 _GROUPS: Final = ("sampling.", "stopping.", "response.", "chat.")
-_PARTS: Final[Mapping[str, str]] = {
-    ".arguments_json": ".function.arguments",
-    ".parameters_json_schema": ".function.parameters",
+# Of tools, calls and a named choice: members of the object "function" in OpenAI's form.
+_OF_FUNCTION: Final = re.compile(
+    r"^(.*\b(?:tools|tool_calls)\[\d+\]|tool_choice)\.(name|description|arguments_json|parameters_json_schema)"
+)
+_FUNCTION: Final[Mapping[str, str]] = {
+    "arguments_json": "arguments",
+    "parameters_json_schema": "parameters",
 }
 
 
@@ -122,6 +129,4 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
         if path.startswith(group):
             path = path[len(group) :]
             break
-    for part, param in _PARTS.items():
-        path = path.replace(part, param)
-    return path
+    return _OF_FUNCTION.sub(lambda found: f"{found[1]}.function.{_FUNCTION.get(found[2], found[2])}", path)

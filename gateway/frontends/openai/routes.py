@@ -214,6 +214,7 @@ class OpenAIRoutes:
         name = request.path.removeprefix(f"{_MODELS}/")
         try:
             with self._calls.account(call):
+                call.names = {}
                 found = await self._text.get_model(pb.GetModelRequest(model=name))
                 return _json(json.dumps(self._describe(found.model)).encode())
         except DiptychError as error:

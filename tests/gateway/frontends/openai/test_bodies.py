@@ -152,6 +152,12 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"logprobs": 3}, "logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    # Members that have a field of the core for a namesake.
+    (CHAT, {"session_id": "a"}, "session_id"),
+    (CHAT, {"text": "a"}, "text"),
+    (COMPLETIONS, {"request": {}}, "request"),
+    (COMPLETIONS, {"token_ids": [1]}, "token_ids"),
+    (COMPLETIONS, {"sampling": {}}, "sampling"),
     (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
     (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format.schema"),
