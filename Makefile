@@ -7,6 +7,7 @@
 #   make sanitize   the native step under AddressSanitizer and UBSan, its threads under ThreadSanitizer
 #   make check      lint, types, import arrows, words, stubs current, protocol lint
 #   make dist       sdist and wheel into dist/    make dist-check   install them into empty environments and use them
+#   make docs       the site into build/docs, strict; its references are made from the code
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
@@ -44,10 +45,10 @@ PROTOS := $(shell find protos -name '*.proto')
 SANITIZED := build/sanitized
 .PHONY: help install torch clients demo serve test test-quick test-full test-gpu fuzz fuzz-coverage known-bugs museum
 .PHONY: test-lm-eval sanitize check lint types arrows words stubs stubs-check protos-lint dist dist-check faults format
-.PHONY: peers simulate
+.PHONY: peers simulate docs references-check
 
 help:
-	@sed -n '2,19s/^# \{0,1\}//p' Makefile
+	@sed -n '2,20s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -91,9 +92,13 @@ serve: install
 test: install clients
 	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m tests.suite $(ARGS)
 
-# One of each kind: pure protocols, schedulers and retries, the engine's tokens, the client, a system of processes.
-QUICK := tests/kvtransfer/protocol tests/gateway/session tests/gateway/admission tests/diptych/client \
-	tests/diptych/engine/kv tests/diptych/engine/sampling tests/end_to_end/test_one_trace.py
+# Some of every package: protocols, schedulers and retries, the engine's tokens, the client, a system of processes.
+QUICK := tests/kvtransfer/protocol tests/gateway/session tests/gateway/admission tests/gateway/output \
+	tests/prefill_worker/test_prefill_scheduler.py tests/decode_worker/test_decode_scheduler.py \
+	tests/diptych/worker_process/test_attempt_telemetry.py tests/diptych/client tests/diptych/engine/kv \
+	tests/diptych/engine/sampling tests/diptych/runtime/test_metrics.py tests/diptych/runtime/test_telemetry.py \
+	tests/diptych/cli/test_restart_policy.py tests/diptych/bench/test_figures.py tests/kernels/test_rms_norm.py \
+	tests/kernels/cpu/test_step_queue.py tests/end_to_end/test_one_trace.py
 
 test-quick: install
 	$(BIN)/python -m pytest $(QUICK) $(ARGS)
@@ -174,7 +179,7 @@ sanitize: install
 		ASAN_OPTIONS=detect_leaks=0 DIPTYCH_NATIVE_LIBRARY="$$PWD/$(SANITIZED)/kernels/cpu/_step.so" \
 		$(BIN)/python -m pytest tests/kernels/cpu --timeout 1200 --ignore tests/kernels/cpu/test_batch_invariance.py $(ARGS)
 
-check: lint types arrows words stubs-check protos-lint
+check: lint types arrows words stubs-check references-check protos-lint
 
 lint: install
 	$(BIN)/ruff check .
@@ -185,6 +190,14 @@ types: install
 
 arrows: install
 	$(BIN)/lint-imports
+
+docs: install
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "build/docs/index.html"
+
+references-check: install
+	$(BIN)/python docs/generate.py --check
 
 words: install
 	$(BIN)/python -m tests.vocabulary

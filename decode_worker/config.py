@@ -31,8 +31,8 @@ class DecodeSettings(WorkerSettings):
     )
     decode_pacing: Annotated[float, Field(ge=1, le=10)] = setting(
         1.3,
-        "Time from one decode step to the next, in lengths of the step, while prompts queue for cores that "
-        "they share with this worker; 1 starts the next step at once.",
+        "Time between starts of decode steps, in lengths of a step, while prompts queue for shared cores; "
+        "1 starts the next step at once.",
         section="Scheduling",
     )
     decode_pacing_max: Annotated[float, Field(ge=1, le=10)] = setting(

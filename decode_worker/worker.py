@@ -45,6 +45,8 @@ class DecodeWorker:
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
+        transports = registry.transports_for(settings.transport, memory.memory.data.device)
+        self._metrics.create_transport_series(transports)
         self._pool = BlockPool(memory.memory.num_blocks)
         self._loop = EngineLoop(
             engine.runner,
@@ -61,7 +63,7 @@ class DecodeWorker:
             fingerprint=engine.fingerprint,
             memory=memory,
             pool=self._pool,
-            transports=registry.transports_for(settings.transport, memory.memory.data.device),
+            transports=transports,
             running=lambda: self._loop.num_running,
             on_ready=self._loop.requests.on_ready,
             on_failed=self._loop.requests.on_failed,
@@ -131,8 +133,7 @@ class DecodeWorker:
             metrics.prefix_cache_hits.inc(times.cached_tokens)
             for phase in ("decode_queue", "decode"):
                 if times.HasField(phase):
-                    seconds = getattr(times, phase).ToNanoseconds() / 1e9
-                    metrics.phase_duration.labels(phase).observe(seconds)
+                    metrics.phases[phase].observe(getattr(times, phase).ToNanoseconds() / 1e9)
         if self._telemetry.enabled and (span := attempt_span(request)) is not None:
             self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])
 

@@ -5,6 +5,8 @@
 | api/grpc.md | the comments and fields of protos/diptych/v1 |
 | api/parameters.md | the table of diptych.parameters |
 | api/python.md | signatures and docstrings of diptych.client |
+| api/http.md | the OpenAPI document of the gateway |
+| configuration.md | the settings of `up` and of each program |
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_type_hints
 
+from generate_settings import configuration_page, http_page
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     FieldDescriptorProto,
@@ -191,6 +194,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "api/grpc.md": grpc_page,
     "api/parameters.md": parameters_page,
     "api/python.md": python_page,
+    "api/http.md": http_page,
+    "configuration.md": configuration_page,
 }
 
 

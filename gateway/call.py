@@ -32,33 +32,39 @@ would count as a bug.
 **Deadlines**: ``time_left_s`` counts from ``received_at``. The core ends the request with `DeadlineExceeded`
 when it passes; a protocol that also cancels the task by itself at that time (gRPC) is fine too.
 
-**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message. A request holds at
-most its own max_tokens.
+**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message, or a few. A
+``write`` that waits is cancelled when its limits are exceeded (`gateway.slow_readers`) or its request has
+failed; then `SlowReader`, or the request's error, comes out of the generator, with all that the request had
+given back. The frontend sends it without waiting for long, since such a client takes nothing, and ends the
+stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
 import grpc
 
-from diptych.runtime.errors import DiptychError, Internal
+from diptych.runtime.errors import REJECTIONS, DiptychError, Internal, QueueFull
+from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
 from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb
+from gateway import limits
 from gateway.access.access import Access, Caller
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
+from gateway.admission.queue import FIRST_RETRY_S
 from gateway.request.field_checks import id_from_header
 
-REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
-"""Codes of a request that the server could not serve and of which nothing was delivered."""
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # some versions of gRPC give "infinite" as a very large number
 _CLOCK_SKEW_S = 0.02  # a protocol's own timer differs from this clock by a few milliseconds
 _log = logging.getLogger(__name__)
@@ -124,6 +130,11 @@ class Call(ABC):
     async def write(self, message: pb.GenerateResponse) -> None:
         """Send one message of a stream. May wait for a slow client; see the module on disconnects."""
 
+    @property
+    def response_id(self) -> str:
+        """The id of the answer as the client sees it; by default the request's."""
+        return self.request_id
+
     def on_request_id(self, request_id: str) -> None:  # noqa: B027
         """Handle the request's id, before any message: for headers or trailers. Default: nothing."""
 
@@ -162,6 +173,27 @@ class Call(ABC):
         return grpc.StatusCode.DEADLINE_EXCEEDED if passed else grpc.StatusCode.CANCELLED
 
 
+class RefusalLog:
+    """Log of refused requests: the first one at once, then a line with their number every `EVERY_S`."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts: Counter[str] = Counter()
+        self._logged_at = -math.inf
+
+    def add(self, reason: str) -> None:
+        """Count a refusal, and log those since the last line if it is time."""
+        self._counts[reason] += 1
+        now = self._clock()
+        if now - self._logged_at >= self.EVERY_S:
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(self._counts.items()))
+            _log.warning("requests refused since the last such line: %s", counts)
+            self._counts.clear()
+            self._logged_at = now
+
+
 class Calls:
     """Authentication, accounting and tracing around every call of a frontend.
 
@@ -169,6 +201,7 @@ class Calls:
         access: the callers by API key.
         scope: required of the callers of this frontend's services.
         alive: returns whether a live request of (tenant, id) exists.
+        write_timeout_s: in which a client must take what is sent to it.
     """
 
     def __init__(
@@ -179,13 +212,17 @@ class Calls:
         access: Access,
         scope: Scope = Scope.INFERENCE,
         alive: Callable[[str, str], bool] = lambda tenant, name: False,
+        write_timeout_s: float = 60.0,
     ) -> None:
+        self.write_timeout_s = write_timeout_s
+        self.heap = HeapTrim()
         self._telemetry = telemetry
         self._metrics = metrics
         self._access = access
         self._scope = scope
         self.clock = clock
         self.running = 0
+        self._refusals = RefusalLog(clock)
         self._alive = alive
         self._header_ids: set[tuple[str, str]] = set()
         """(tenant, id) of running calls with an id from a header."""
@@ -222,6 +259,8 @@ class Calls:
         self.running += 1
         self._idle.clear()
         try:
+            if self.running > limits.MAX_CALLS and call.counts:
+                raise QueueFull(FIRST_RETRY_S)
             call.admit(self._access, self._scope)
             with self._named(call):
                 yield
@@ -238,6 +277,7 @@ class Calls:
         finally:
             if reason is not None and code in REJECTIONS and call.counts:
                 self._metrics.rejections.labels(reason).inc()
+                self._refusals.add(reason)
             answer = call.ended(self._metrics, code, self.clock() - call.received_at)
             call.span.end(code, reason, answer)
             self.running -= 1

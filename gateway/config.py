@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diptych.runtime.settings import Port, ProgramSettings, setting
+from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
 from gateway.session.retry_policy import WORKER_WAIT_S
@@ -111,6 +111,22 @@ class GatewaySettings(ProgramSettings):
         False,
         "Leave the keywords and patterns of JSON schemas out that outputs cannot be held to, instead of "
         "refusing the request.",
+        section="Admission",
+    )
+    workers_fd: int | None = internal(None, "File with the workers that `diptych up` has started.")
+    write_timeout: Annotated[float, Field(gt=0, le=3600)] = setting(
+        60.0,
+        "Seconds in which a client must take a message of its stream; then it ends with SLOW_READER.",
+        section="Admission",
+    )
+    stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = setting(
+        64,
+        "MiB of output that may wait for one stream's reader; beyond, it ends likewise.",
+        section="Admission",
+    )
+    total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        256,
+        "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
     )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(

@@ -7,8 +7,9 @@
 5. **Drive** (`gateway.session`): `RequestDriver` routes the choices to a prefill and a decode worker each,
    retries lost attempts, and feeds their tokens to one `OutputStream` per choice (`gateway.output`).
 6. **Write** (`gateway.responses`): one message per piece of output, the last one with usage and timings.
-7. **Release**, whatever ended the call: the `finally` blocks close the driver, which cancels on both workers,
-   give back the place in the queue and the id, settle the quota, and emit spans and metrics.
+7. **Release**: each choice gives its place back with the workers' terminal message, read or not. Whatever
+   ended the call, the `finally` blocks close the driver, which cancels on both workers, give back the other
+   places and the id, settle the quota, and emit spans and metrics.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Final, NoReturn
 
-from diptych.runtime.errors import DiptychError, Draining, Interrupted, InvalidParameter, NoReadyWorker
+from diptych.runtime.errors import (
+    REJECTIONS,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DiptychError,
+    Draining,
+    Interrupted,
+    InvalidParameter,
+    NoReadyWorker,
+)
 from diptych.runtime.failpoints import reach
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
@@ -27,7 +38,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import Ticket
 from gateway.attempt.work import Job, TraceParent, new_work_id
-from gateway.call import REJECTIONS, Call
+from gateway.call import Call
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, Utf8Text, text_after
 from gateway.output.logprobs import best_outputs
@@ -43,7 +54,10 @@ from gateway.session.events import Admitted
 from gateway.session.live_requests import LiveRequests
 from gateway.session.request_driver import RequestDriver
 from gateway.session.retry_policy import RetryLimits
+from gateway.slow_readers import ALTERNATIVE_BYTES, TOKEN_BYTES, StreamWriter, UnreadOutput, unread_bytes
 from gateway.worker_pool.worker_pool import WorkerPool
+
+MESSAGE_BYTES: Final = 256 << 10  # of a message's output, estimated: a slow reader is to take it in time
 
 
 class Generator:
@@ -56,6 +70,7 @@ class Generator:
         live: LiveRequests,
         gate: AdmissionGate,
         parser: RequestParser,
+        unread: UnreadOutput,
         *,
         retry_limits: RetryLimits,
         tokens: ResumeTokens,
@@ -69,6 +84,7 @@ class Generator:
         self._live = live
         self._gate = gate
         self._parser = parser
+        self._unread = unread
         self._retry_limits = retry_limits
         self._tokens = tokens
         self._telemetry = telemetry
@@ -144,9 +160,7 @@ class Generator:
         request = job.request
         if self.draining:
             raise Draining()
-        missing = self._worker_pool.registry.missing_role()
-        if missing is not None:
-            raise NoReadyWorker(missing.value)
+        job = await self._require_workers(job, call)
         self._live.reserve(job.tenant, request.request_id)
         ticket: Ticket | None = None
         driver: RequestDriver | None = None
@@ -159,6 +173,8 @@ class Generator:
             )
             driver.resume_token = resume_token
             driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
+            driver.on_choice_end = lambda choice: self._end_choice(driver, ticket, choice)
+            driver.on_token_latency = self._metrics.token_latency.observe
             record.driver = driver
             self._live.add(driver)
             reach("gateway.admitted")
@@ -166,6 +182,7 @@ class Generator:
                 self._worker_pool.tokens_to_compute(driver.job),
                 max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
+                together=request.beam_width is not None,
                 priority=request.priority,
                 tenant=job.tenant,
                 time_left_s=call.time_left_s(self._clock()),
@@ -182,6 +199,38 @@ class Generator:
             if ticket is not None and driver is not None:
                 self._gate.leave(ticket, driver.billed / len(driver.outputs))
             self._live.release(job.tenant, request.request_id)
+
+    async def _require_workers(self, job: Job, call: Call) -> Job:
+        """Return ``job`` when there are workers, after a short wait for them.
+
+        Its output is bounded by their memory, which was not known before they came.
+        Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
+        """
+        registry = self._worker_pool.registry
+        if registry.missing_role() is None:
+            return job
+        await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
+        if self.draining:
+            raise Draining()
+        if (missing := registry.missing_role()) is not None:
+            if call.time_left_s(self._clock()) == 0:
+                raise DeadlineExceeded("routing")
+            raise NoReadyWorker(missing.value)
+        limit = registry.token_limit() or self._context
+        if job.worst_case_tokens <= limit:
+            return job
+        if job.request.max_tokens is not None or limit <= job.prompt_tokens:
+            raise ContextLengthExceeded(job.prompt_tokens, job.max_tokens, limit)
+        return replace(job, max_tokens=limit - job.prompt_tokens)
+
+    def _end_choice(self, driver: RequestDriver | None, ticket: Ticket | None, choice: int) -> None:
+        """Give back the place of a choice, or with the last one what is left of the request's places."""
+        if driver is None or ticket is None:
+            return
+        if driver.state.over:
+            self._gate.leave(ticket, driver.outputs[choice].billed)
+        else:
+            self._gate.end_choice(ticket, choice, driver.outputs[choice].billed)
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
         return Job(
@@ -230,34 +279,48 @@ class Generator:
             want_scores=request.logprobs is not None,
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
+            unfinished=self._model.tools.unfinished(request.tools),
             piece_names=_tool_names(request) if call_pieces else None,
         )
 
     async def _answer(self, driver: RequestDriver, call: Call, *, one_message: bool) -> pb.GenerateResponse:
         """Write pieces until the end; return the last message (written already, unless ``one_message``)."""
+        writer = StreamWriter(call, self._unread)
         output_buffer, first = driver.output_buffer, True
-        while True:
-            await output_buffer.ready()
-            if output_buffer.error is not None:
-                await self._write_rest_and_raise(driver, call, first=first)
-            if output_buffer.complete:
-                break
-            await call.write(await self._responses.message(driver, output_buffer.take(), first=first))
-            first = False
-        message = await self._last_message(driver, first=first)
-        add_usage(message, driver, call.received_at)
-        if not one_message:
-            await call.write(message)
-        return message
+        if not output_buffer.held:
+            driver.on_output = lambda new: writer.produced(unread_bytes(new.token_ids, new.logprobs))
+            output_buffer.on_error = writer.fail
+        try:
+            while True:
+                await output_buffer.ready()
+                if output_buffer.error is not None:
+                    await self._write_rest_and_raise(driver, writer, first=first)
+                choices = _due(driver)
+                if output_buffer.complete and not output_buffer.due:
+                    break
+                await writer.write(await self._responses.message(driver, choices, first=first))
+                first = False
+            message = await self._last_message(driver, choices, first=first)
+            add_usage(message, driver, call.received_at)
+            if not one_message:
+                await writer.write(message)
+            return message
+        finally:
+            driver.on_output = output_buffer.on_error = None
+            writer.close()
 
-    async def _last_message(self, driver: RequestDriver, *, first: bool) -> pb.GenerateResponse:
+    async def _last_message(
+        self, driver: RequestDriver, choices: list[int], *, first: bool
+    ) -> pb.GenerateResponse:
         request = driver.job.request
         if request.best_of is None:
-            return await self._responses.message(driver, driver.output_buffer.take(), first=first)
+            return await self._responses.message(driver, choices, first=first)
         ranked = best_outputs([output.logprob for output in driver.outputs], request.n)
         return await self._responses.best_message(driver, ranked)
 
-    async def _write_rest_and_raise(self, driver: RequestDriver, call: Call, *, first: bool) -> NoReturn:
+    async def _write_rest_and_raise(
+        self, driver: RequestDriver, writer: StreamWriter, *, first: bool
+    ) -> NoReturn:
         """Write the output that counts as delivered, unless it was held back; raise the request's error."""
         output_buffer = driver.output_buffer
         if output_buffer.error is None:
@@ -268,17 +331,29 @@ class Generator:
             raise output_buffer.error
         pending = [index for index, output in enumerate(driver.outputs) if output.pending]
         if pending:
-            await call.write(await self._responses.message(driver, pending, first=first))
+            await writer.write(await self._responses.message(driver, pending, first=first))
         raise output_buffer.error
+
+
+def _admit(driver: RequestDriver, call: Call, sequences: tuple[int, ...]) -> None:
+    """Start the choices with these indices; a beam search, whose sequences are its beams, as a whole."""
+    driver.feed(Admitted(() if driver.job.request.beam_width is not None else sequences))
+    call.on_admitted()
+
+
+def _due(driver: RequestDriver) -> list[int]:
+    """Take the choices with output to send: all of them, or as many as one message has room for."""
+    if driver.output_buffer.held or len(driver.outputs) == 1:
+        return driver.output_buffer.take()
+    sizes = [
+        TOKEN_BYTES * output.pending + ALTERNATIVE_BYTES * output.pending_alternatives
+        for output in driver.outputs
+    ]
+    return driver.output_buffer.take(sizes, MESSAGE_BYTES)
 
 
 def _tool_names(request: ParsedRequest) -> frozenset[str] | None:
     return None if request.tools is None else frozenset(tool.name for tool in request.tools.callable)
-
-
-def _admit(driver: RequestDriver, call: Call) -> None:
-    driver.feed(Admitted())
-    call.on_admitted()
 
 
 def _required(ticket: Ticket | None) -> Ticket:

@@ -15,6 +15,8 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024  # gRPC itself answers RESOURCE_EXHAU
 # larger one in a thread.
 INLINE_PARSE_BYTES: Final = 2 * 1024
 
+MAX_CALLS: Final = 8192  # at once, waiting ones included; gRPC's own limits on calls lie above
+
 # --- JSON over HTTP ------------------------------------------------------------------------------
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
 MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers
@@ -38,6 +40,8 @@ MAX_MESSAGES: Final = 2048
 MAX_MESSAGE_NAME_CHARS: Final = 64
 MAX_RENDERED_CHARS: Final = 4 * MAX_PROMPT_BYTES  # of a rendered chat template
 MAX_RENDER_SECONDS: Final = 2.0
+MAX_TEMPLATE_KWARGS_DEPTH: Final = 16  # objects and arrays inside one another
+MAX_TEMPLATE_REFUSAL_CHARS: Final = 200  # of a template's own words in an error
 MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; a larger one is a mistake
 
 # --- tokenize and detokenize ---------------------------------------------------------------------

@@ -11,9 +11,11 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
+from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
+from diptych.runtime.model_files import checked_model
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from diptych.runtime.settings import StartupError
@@ -36,8 +38,10 @@ from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
+from gateway.request_telemetry import create_series
 from gateway.session.live_requests import LiveRequests
 from gateway.session.retry_policy import RetryBudget, RetryLimits
+from gateway.slow_readers import ReaderLimits, UnreadOutput
 from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
@@ -60,6 +64,7 @@ class Gateway:
         self._digest = digest
         self.registry: CollectorRegistry = new_registry()
         self.metrics = GatewayMetrics(self.registry)
+        create_series(self.metrics)
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
@@ -68,14 +73,30 @@ class Gateway:
         )
         self._changed = asyncio.Event()
         self.worker_pool = WorkerPool(
-            self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
+            self.mirror,
+            self.live,
+            identity,
+            clock=time.monotonic,
+            on_change=self._workers_changed,
+            arrival_wait_s=settings.worker_wait_timeout,
+            local_workers=WorkerFileReader(settings.workers_fd).workers,
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
+        self._access = Access(settings.api_keys_file)
         self.gate = AdmissionGate(
-            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, max_delay=max_delay),
+            AdmissionQueue(
+                settings.max_inflight,
+                settings.max_queued_tokens,
+                max_delay=max_delay,
+                tenants=self._access.tenants,
+            ),
             time.monotonic,
         )
+        reader_limits = ReaderLimits(
+            settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
+        )
+        self.unread_output = UnreadOutput(reader_limits, self.metrics)
         self.tokenizer_pool = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
         self.request_parser = RequestParser(
@@ -91,6 +112,7 @@ class Gateway:
             self.live,
             self.gate,
             self.request_parser,
+            self.unread_output,
             tokens=tokens,
             retry_limits=RetryLimits(RetryBudget(settings.max_inflight), settings.worker_wait_timeout),
             telemetry=self.telemetry,
@@ -104,7 +126,6 @@ class Gateway:
             token_limit=self.worker_pool.registry.token_limit,
             block_size=self.worker_pool.registry.block_size,
         )
-        self._access = Access(settings.api_keys_file)
         self.calls = self._calls(Scope.INFERENCE)
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
@@ -124,7 +145,10 @@ class Gateway:
 
     def why_not_ready(self) -> str:
         """Return the reason in a line; empty while the gateway is ready."""
-        return "shutting down" if self._shutting_down else self.worker_pool.registry.why_not_ready()
+        if self._shutting_down:
+            return "shutting down"
+        why, outage = self.worker_pool.registry.why_not_ready(), self.mirror.outage
+        return f"{why}; {outage}" if why and outage else why
 
     def _gives_work(self, worker_id: str) -> bool:
         return any(
@@ -189,6 +213,7 @@ class Gateway:
             await self._stop_listening()
         else:
             self.generator.draining = True
+            self.worker_pool.arrivals.release()
         try:
             await asyncio.wait_for(self._all_answered(), self._settings.shutdown_timeout)
         except TimeoutError:
@@ -258,7 +283,13 @@ class Gateway:
 
     def _calls(self, scope: Scope) -> Calls:
         return Calls(
-            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.is_reserved
+            self.telemetry,
+            self.metrics,
+            time.monotonic,
+            self._access,
+            scope,
+            alive=self.live.is_reserved,
+            write_timeout_s=self._settings.write_timeout,
         )
 
     def _operations(self) -> Operations:
@@ -276,6 +307,7 @@ class Gateway:
         queue = self.gate.queue
         self.metrics.running.set_function(lambda: queue.running)
         self.metrics.waiting.set_function(lambda: queue.waiting)
+        self.metrics.unread_output.set_function(lambda: self.unread_output.bytes)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":
             name, workers = self._model.card.name, self.worker_pool.registry
@@ -294,7 +326,8 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
-        path = settings.model_path
-        return ServedModel.load(path, settings.model_name), model_digest(path)
+        path = checked_model(settings.model)
+        model = ServedModel.load(path, settings.model_name, settings.max_model_len)
+        return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

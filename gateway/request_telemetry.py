@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.errors import Cancelled, DeadlineExceeded
+from diptych.runtime.metrics import PROVIDER, GatewayMetrics
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
+from gateway.attempt.types import Cause, FinishReason
 from gateway.call import Call
 from gateway.responses import decode_s
 from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
+from gateway.worker_pool.router import POLICIES, REASONS
 
 OPERATION_KEY = "operation"
+CANCELLED = FinishReason.CANCELLED.value
+FAILED = "error"
+"""Values of `reason` of choices that did not finish."""
+_BY_CLIENT = frozenset({Cancelled.reason, DeadlineExceeded.reason})
 
 
 @dataclass(slots=True)
@@ -76,7 +83,7 @@ class RequestTelemetry:
     def _attributes(self, now: float) -> dict[str, AttributeValue]:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": self.operation,
-            "gen_ai.provider.name": "diptych",
+            "gen_ai.provider.name": PROVIDER,
         }
         if self.model:
             attributes["gen_ai.request.model"] = self.model
@@ -85,7 +92,7 @@ class RequestTelemetry:
             return attributes
         request, phases = driver.job.request, driver.phases
         attributes |= {
-            "gen_ai.response.id": request.request_id,
+            "gen_ai.response.id": self.call.response_id,
             "gen_ai.response.model": self.model,
             "gen_ai.request.max_tokens": driver.job.max_tokens,
             "gen_ai.request.temperature": request.sampling.temperature,
@@ -113,32 +120,66 @@ class RequestTelemetry:
         return attributes
 
     def _count(self, metrics: GatewayMetrics, driver: RequestDriver, error: str | None, now: float) -> None:
-        generated = driver.generated
-        metrics.request_duration.labels(self.operation, self.model, error or "").observe(
-            now - self.call.received_at
-        )
+        request = self.operation, PROVIDER, self.model
+        metrics.request_duration.labels(*request, error or "").observe(now - self.call.received_at)
         # Under overload most requests are refused on arrival; hit rate and waits describe the others.
         if any(route.placement is not None for route in driver.routes):
             metrics.input_tokens.inc(driver.job.prompt_tokens)
+            metrics.prompt_length.observe(driver.job.prompt_tokens)
+            _count_phases(metrics, driver)
         metrics.cached_input_tokens.inc(driver.cached_tokens or 0)
-        metrics.output_tokens.inc(generated)
+        metrics.output_tokens.inc(driver.generated)
         if self.queued:
-            metrics.phase_duration.labels("admission").observe(driver.admission_s)
+            metrics.phases["admission"].observe(driver.admission_s)
+            _count_choices(metrics, driver, error)
         first, last = driver.first_token_at, driver.last_token_at
         if first is not None and last is not None:
-            metrics.time_to_first_token.labels(self.operation, self.model).observe(
-                first - self.call.received_at
-            )
-            per_output = generated / len(driver.outputs)
+            metrics.time_to_first_token.labels(*request).observe(first - self.call.received_at)
+            per_output = driver.generated / len(driver.outputs)
             if per_output > 1:
-                per_token = (last - first) / (per_output - 1)
-                metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
+                metrics.time_per_output_token.labels(*request).observe((last - first) / (per_output - 1))
         for cause, count in driver.state.retries.items():
             metrics.retries.labels(cause.value).inc(count)
         for route in driver.routes:
             if route.placement is not None:
                 metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
                 metrics.predicted_hits.inc(route.placement.predicted_tokens)
+
+
+def _count_phases(metrics: GatewayMetrics, driver: RequestDriver) -> None:
+    """Count the phases that the workers measured; one that never ran has no time."""
+    phases = driver.phases
+    metrics.queue_duration.observe(driver.admission_s + phases.prefill_queue + phases.grant_wait)
+    for name, seconds in (
+        ("queue", phases.prefill_queue),
+        ("kv_alloc_wait", phases.grant_wait),
+        ("prefill", phases.prefill),
+        ("kv_transfer", phases.kv_send + phases.kv_receive),
+        ("decode_queue", phases.decode_queue),
+        ("decode", decode_s(driver, phases)),
+    ):
+        if seconds > 0:
+            metrics.phases[name].observe(seconds)
+
+
+def _count_choices(metrics: GatewayMetrics, driver: RequestDriver, error: str | None) -> None:
+    """Count the ends of the choices: those that did not finish were cancelled or failed with the request."""
+    unfinished = CANCELLED if error in _BY_CLIENT else FAILED
+    for choice, output in enumerate(driver.outputs):
+        reason = driver.output_buffer.finished.get(choice)
+        metrics.choices_ended.labels(unfinished if reason is None else reason.value).inc()
+        metrics.output_length.observe(output.billed)
+
+
+def create_series(metrics: GatewayMetrics) -> None:
+    """Create the series whose labels are known before the first event."""
+    for cause in Cause:
+        metrics.retries.labels(cause.value)
+    for policy in POLICIES:
+        for reason in REASONS:
+            metrics.route_decisions.labels(policy, reason)
+    for end in (*(reason.value for reason in FinishReason), FAILED):
+        metrics.choices_ended.labels(end)
 
 
 def operation_of(request: pb.GenerateRequest) -> str:

@@ -90,6 +90,7 @@ class TokenizerService:
                 priority=True,
                 cache_salt=True,
                 chat=card.has_chat_template,
+                tool_calls=self._model.tools.call_format.name if self._model.tools.call_format else "",
             ),
             tokenizer_digest=card.tokenizer_digest,
             default_sampling=_default_sampling(card),

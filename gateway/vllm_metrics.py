@@ -1,9 +1,8 @@
 """Metrics of the gateway under vLLM's names, for dashboards and inference gateways that read those.
 
 Only metrics of the same meaning are exported (docs.vllm.ai, "Production Metrics"): the whole system is one
-engine; running requests are those with the workers, waiting ones those still in the gateway. There is no
-`vllm:inter_token_latency_seconds`: nothing is recorded per token. The mean of each request is exported as
-`vllm:request_time_per_output_token_seconds`.
+engine; running requests are those with the workers, waiting ones those still in the gateway. As there, the
+lengths of outputs, their ends and the time between tokens are of each choice.
 """
 
 from __future__ import annotations
@@ -11,14 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from diptych.runtime.metrics import GatewayMetrics
-from gateway.attempt.types import Cause
+from gateway.attempt.types import Cause, FinishReason
 from gateway.worker_pool.registry import Worker
+
+_REASONS = {FinishReason.CANCELLED.value: "abort", FinishReason.TIME_LIMIT.value: "abort"}
+"""vLLM's word for a reason of ours; the others are the same. What a client ends is an abort."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -32,7 +34,8 @@ class VllmMetrics(Collector):
         """``model`` is the value of the label ``model_name``; ``decode_workers`` returns those connected."""
         self._labels = {"model_name": model, "engine": "0"}
         self._decode_workers = decode_workers
-        self._sources: dict[str, MetricWrapperBase] = {
+        self._ends = metrics.choices_ended
+        self._sources: dict[str, MetricWrapperBase | Collector] = {
             "vllm:num_requests_running": metrics.running,
             "vllm:num_requests_waiting": metrics.waiting,
             "vllm:prompt_tokens": metrics.input_tokens,
@@ -42,7 +45,13 @@ class VllmMetrics(Collector):
             "vllm:num_preemptions": metrics.retries.labels(Cause.PREEMPTED.value),
             "vllm:time_to_first_token_seconds": metrics.time_to_first_token,
             "vllm:request_time_per_output_token_seconds": metrics.time_per_output_token,
+            "vllm:inter_token_latency_seconds": metrics.token_latency,
             "vllm:e2e_request_latency_seconds": metrics.request_duration,
+            "vllm:request_queue_time_seconds": metrics.queue_duration,
+            "vllm:request_prefill_time_seconds": metrics.phases["prefill"],
+            "vllm:request_decode_time_seconds": metrics.phases["decode"],
+            "vllm:request_prompt_tokens": metrics.prompt_length,
+            "vllm:request_generation_tokens": metrics.output_length,
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -52,6 +61,7 @@ class VllmMetrics(Collector):
         )
         usage.add_metric(list(self._labels.values()), kv_cache_usage(self._decode_workers()))
         yield usage
+        yield self._success()
         for name, source in self._sources.items():
             for family in source.collect():
                 yield self._renamed(family, name)
@@ -59,6 +69,22 @@ class VllmMetrics(Collector):
     def describe(self) -> Iterable[Metric]:
         """Return no descriptions: otherwise a registry would collect from gauges that are not bound yet."""
         return ()
+
+    def _success(self) -> Metric:
+        """Return the ended choices by vLLM's reasons, all of which are there from the start."""
+        counts = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
+        for family in self._ends.collect():
+            for sample in family.samples:
+                reason = sample.labels["reason"]
+                counts[_REASONS.get(reason, reason)] += sample.value
+        success = CounterMetricFamily(
+            "vllm:request_success",
+            "Choices that have ended, by reason",
+            labels=[*self._labels, "finished_reason"],
+        )
+        for reason, value in counts.items():
+            success.add_metric([*self._labels.values(), reason], value)
+        return success
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         """Return `family` under another name, its samples summed over all labels but a histogram's own."""

@@ -44,6 +44,8 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
+        transports = registry.transports_for(settings.transport, engine.model.device)
+        self._metrics.create_transport_series(transports)
         device_type = engine.model.device.type
         chunk = settings.chunk_tokens(device_type)
         self._loop = EngineLoop(
@@ -60,7 +62,7 @@ class PrefillWorker:
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
             layout=engine.layout,
-            transports=registry.transports_for(settings.transport, engine.model.device),
+            transports=transports,
             device=engine.model.device,
             scratch=self._scratch,
             on_abort=self._loop.requests.on_abort,
@@ -112,7 +114,7 @@ class PrefillWorker:
             ("prefill", "prefill"),
         ):
             if times.HasField(field):
-                metrics.phase_duration.labels(phase).observe(getattr(times, field).ToNanoseconds() / 1e9)
+                metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
         if outcome == "committed" and request.granted is not None:
             transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)

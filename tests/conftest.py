@@ -9,18 +9,35 @@ a machine shared with other work any of them can take any time, and pytest-timeo
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import sys
 from pathlib import Path
 
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a line for every server that ends under its clients
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def _close_stderr_of_triton() -> None:
+    """Point standard error at nothing once all else has ended, if Triton was loaded.
+
+    Its bindings (nanobind, without a switch that Python could reach) list hundreds of "leaked" functions as
+    the interpreter goes down. The programs of the product end before that (`diptych.runtime.process.leave`).
+    """
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+atexit.register(_close_stderr_of_triton)  # the first one here, so the last one to run
 
 
 def pytest_collection_finish() -> None:

@@ -53,6 +53,24 @@ def test_ignore_files_cover_every_venv(ignore: str) -> None:
     assert not [venv for venv in venvs if not any(fnmatch.fnmatch(venv, pattern) for pattern in patterns)]
 
 
+def test_quick_suite_has_tests_of_every_package() -> None:
+    variable = re.search(r"^QUICK := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert variable is not None
+    chosen = variable[1].replace("\\\n", " ").split()
+    assert [path for path in chosen if not (ROOT / path).exists()] == []
+    generated = {"v1", "worker", "kserve"}
+    packages = ["gateway", "prefill_worker", "decode_worker", "kvtransfer", "kernels"]
+    packages += [
+        f"diptych/{folder.parent.name}"
+        for folder in (ROOT / "diptych").glob("*/__init__.py")
+        if folder.parent.name not in generated
+    ]
+    assert len(packages) >= 11
+    assert [
+        name for name in packages if not any(f"{path}/".startswith(f"tests/{name}/") for path in chosen)
+    ] == []
+
+
 def make_torch(tmp_path: Path, *variables: str) -> tuple[list[str], str]:
     """Run `make torch` with a Python that records what pip is asked for; returns the words and stderr."""
     python, log = tmp_path / "venv" / "bin" / "python", tmp_path / "log"

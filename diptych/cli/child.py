@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diptych.runtime.settings import CANNOT_START
+
 Announcement = Mapping[str, int | str]
 """Values that a process announces once it serves: grpc_port, http_port, worker_id (gateway: admin_port;
 Valkey: port).
@@ -25,6 +27,7 @@ Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
+_USAGE_STATUS = 2  # of argument parsers
 _MAX_DEATHS = 8  # the last ones: more than any request is given
 _ID_BYTES = 4  # of several systems that share a directory each has a `decode-0`
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
@@ -39,8 +42,9 @@ others had their turn, took up to 39 seconds to load a model instead of five.
 class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
-    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd". "worker_id" begins with
-    the process's name and is another one at each start; "replaces" are the ids of those that died there.
+    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
+    "worker_id" begins with the process's name and is another one at each start; "replaces" are the ids of
+    those that died there.
     """
 
     name: str
@@ -49,11 +53,13 @@ class Slot:
 @dataclass(frozen=True)
 class Inherited:
     """Descriptors that every child shares with the supervisor: the read end of the pipe whose end of file
-    tells it that the supervisor died, and the file on whose bytes workers lend each other cores.
+    tells it that the supervisor died, the file on whose bytes workers lend each other cores, and the one that
+    lists the workers for gateways.
     """
 
     death_fd: int
     cores_fd: int
+    workers_fd: int
 
 
 class ChildFailed(Exception):
@@ -62,6 +68,12 @@ class ChildFailed(Exception):
     def __init__(self, name: str, reason: str, last_lines: tuple[str, ...] = ()) -> None:
         super().__init__(f"{name} {reason}")
         self.name, self.reason, self.last_lines = name, reason, last_lines
+
+    @property
+    def is_final(self) -> bool:
+        """True if the process itself gave a reason that another start cannot mend: bad flags, a bad model."""
+        usage = self.reason.endswith(f"({describe(_USAGE_STATUS)})")
+        return usage or any(CANNOT_START in line for line in self.last_lines)
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,12 @@ class Child:
         """Start the process. Raises OSError when the program cannot be run."""
         ready_read, ready_write = os.pipe()
         try:
-            fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
+            fds = {
+                "death_fd": inherited.death_fd,
+                "cores_fd": inherited.cores_fd,
+                "workers_fd": inherited.workers_fd,
+                "ready_fd": ready_write,
+            }
             names = {
                 **spec.values,
                 **fds,

@@ -3,12 +3,12 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from diptych import __version__
 from diptych.cli.preflight import BadOptions, Program, read_programs, settable_fields
 from diptych.cli.stack import OWNED_FLAGS
 from diptych.cli.stack_options import FLAG_FIELDS, StackOptions
@@ -44,14 +44,14 @@ def print_config(options: StackOptions, *, as_json: bool) -> int:
     sections = {role: _section(options, one) for role, one in _one_a_role(programs).items()}
     if as_json:
         described = {
-            "version": version("diptych"),
+            "version": __version__,
             "digest": digest,
             **_as_json(common),
             **{role: _as_json(section) for role, section in sections.items()},
         }
         print(json.dumps(described, indent=1))
         return 0
-    print(f"# diptych {version('diptych')}, configuration {digest}")
+    print(f"# diptych {__version__}, configuration {digest}")
     for line in _lines(common):
         print(line)
     for role, section in sections.items():

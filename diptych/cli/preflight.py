@@ -20,8 +20,11 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
+from diptych.runtime.model_context import check_max_model_len
+from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_name import model_names
 from diptych.runtime.python_module import module_arguments
-from diptych.runtime.settings import ProgramSettings, resolve_model
+from diptych.runtime.settings import ProgramSettings, StartupError
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
@@ -64,12 +67,24 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> list
 def read_programs(options: StackOptions) -> list[Program]:
     """Return each process as it will be started. Raises BadOptions for options that none could start with."""
     try:
-        resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
-    except (FileNotFoundError, UnsafeBindError) as error:
+    except UnsafeBindError as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
-    return _read_programs(options)
+    programs = _read_programs(options)
+    _check_models(one.settings for one in programs)
+    return programs
+
+
+def _check_models(settings: Iterable[ProgramSettings]) -> None:
+    """Look at the files of every program's model, which --set may choose, without reading weights."""
+    try:
+        for model, name, tokens in {(one.model, one.model_name, one.max_model_len) for one in settings}:
+            path = checked_model(model)
+            model_names(path, name)
+            check_max_model_len(path, tokens)
+    except StartupError as error:
+        raise BadOptions(str(error)) from None
 
 
 def settable_fields(role: str) -> list[str]:

@@ -90,7 +90,8 @@ def account(shared: SharedSecrets, processes: Sequence[Running]) -> dict[str, An
     """Return the content of the file."""
     by_role: dict[str, list[dict[str, Any]]] = {"valkey": [], "gateway": [], "prefill": [], "decode": []}
     for one in processes:
-        entry = {"name": one.name, "pid": one.pid, "restarts": one.restarts, **(one.announced or {})}
+        announced = {name: value for name, value in (one.announced or {}).items() if name != "record"}
+        entry = {"name": one.name, "pid": one.pid, "restarts": one.restarts, **announced}
         by_role[one.role].append(entry)
     return {
         "pid": os.getpid(),

@@ -22,6 +22,7 @@ _GPU_UTILIZATION = 0.9
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
+        "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
     }
 )
@@ -127,6 +128,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),
+            "workers-fd": Slot("workers_fd"),
         },
         admin_port=admin_port_beside(options.grpc_port, options.admin_port),
         grpc_port=options.grpc_port,
@@ -203,6 +205,7 @@ def _spec(
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
+        "max-model-len": options.max_model_len,
         "dtype": "auto" if decides else options.dtype,
         "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,

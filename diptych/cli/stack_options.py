@@ -41,7 +41,13 @@ class StackOptions:
     model: Annotated[
         str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
     ] = "bundled"
-    model_name: Annotated[str | None, _option("Name the model is served under.", "Model")] = None
+    model_name: Annotated[
+        str | None,
+        _option("Name the model is served under; default: that of its folder or file.", "Model"),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
+    ] = None
     dtype: Annotated[
         str,
         _option(

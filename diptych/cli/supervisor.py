@@ -3,7 +3,8 @@
 The life of a supervised process:
 
     start -> LOADING -ready-> SERVING -ended, or silent and killed-> WAITING -backoff-> LOADING …
-                \\_ended or silent: the first time the start fails, later it counts as one more failure
+                \\_ended or silent: one more failure; at the first start of a system that does not serve
+                   without the process, or when it says that it cannot start, the start fails
 
 `stop` ends them by role, the gateway first: SIGTERM, a grace period, SIGKILL. Should this process be
 killed itself, the death pipe and the kernel's parent-death signal end all the others.
@@ -22,8 +23,10 @@ from typing import Any
 from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
 from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
+from diptych.runtime.discovery.worker_file import WorkerFile
 
 _KEPT_LINES = 40
+ServesWithout = Callable[[ChildSpec], Awaitable[bool]]
 _LAST_LINES_S = 1.0  # a process's own child may hold its output open for ever
 
 
@@ -77,14 +80,21 @@ class Supervisor:
         self._stopping = False
         # Children inherit the read end alone: the write end closes with this process, however it ends.
         death_read, self._death_write = os.pipe()
-        self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
+        self.workers = WorkerFile()
+        self._inherited = Inherited(
+            death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC), self.workers.fd
+        )
 
-    async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
-        """Start processes at once and waits until all serve. Raises ChildFailed for the first that does not.
+    async def start(
+        self, specs: Sequence[ChildSpec], *, serves_without: ServesWithout | None = None
+    ) -> list[Announcement | None]:
+        """Start processes at once and wait until all serve. Raises ChildFailed for the first that does not.
 
-        After a failure the others are left as they are: the caller is to stop them all.
+        After a failure the others are left as they are: the caller is to stop them all. Where
+        `serves_without` returns True for a process that failed, that one is started again as after a death,
+        and its announcement is None; but not if it said itself that it cannot start.
         """
-        starts = [asyncio.ensure_future(self._first_start(spec)) for spec in specs]
+        starts = [asyncio.ensure_future(self._first_start(spec, serves_without)) for spec in specs]
         try:
             return list(await asyncio.gather(*starts))
         finally:
@@ -162,6 +172,7 @@ class Supervisor:
             await _cancel(self._tasks)
         for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
             os.close(fd)
+        self.workers.close()
 
     def kill(self) -> None:
         """End every process at once, without grace. `stop` is still to be awaited."""
@@ -169,21 +180,26 @@ class Supervisor:
             if kept.child is not None:
                 kept.child.send(signal.SIGKILL)
 
-    async def _first_start(self, spec: ChildSpec) -> Announcement:
+    async def _first_start(
+        self, spec: ChildSpec, serves_without: ServesWithout | None
+    ) -> Announcement | None:
         kept = self._kept[spec.name] = _Kept(spec)
         born = time.monotonic()
+        announced, reason = None, ""
         try:
             announced = await self._launch(kept)
-        except ChildFailed:
-            del self._kept[spec.name]
-            raise
-        kept.keeper = asyncio.create_task(self._keep(kept, born), name=f"keep {spec.name}")
+        except ChildFailed as failure:
+            if serves_without is None or failure.is_final or not await serves_without(spec):
+                del self._kept[spec.name]
+                raise
+            reason = failure.reason
+        kept.keeper = asyncio.create_task(self._keep(kept, born, reason), name=f"keep {spec.name}")
         return announced
 
-    async def _keep(self, kept: _Kept, born: float) -> None:
-        """Wait for the end of a serving process and starts it again, for ever."""
+    async def _keep(self, kept: _Kept, born: float, reason: str = "") -> None:
+        """Wait for the end of a serving process and start it again, for ever. `reason`: it has ended."""
         failures = 0
-        reason = await self._end_of(kept)
+        reason = reason or await self._end_of(kept)
         while True:
             failures = self._policy.failures(failures, time.monotonic() - born)
             delay_s = self._policy.delay_s(failures)
@@ -207,6 +223,7 @@ class Supervisor:
             await _cancel([watch])
         kept.spec = kept.spec.after_death(kept.announced)
         kept.announced = None
+        self._list_workers()
         silent = not watch.cancelled() and watch.result()
         return "stopped answering and was killed" if silent else f"ended: {describe(status)}"
 
@@ -235,9 +252,15 @@ class Supervisor:
             await child.exited()
             await asyncio.wait({lines}, timeout=_LAST_LINES_S)  # they explain the failure
             raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
+        self._list_workers()
         kept.again.set()
         self._observe(Serving(kept.spec.name, time.monotonic() - born))
         return kept.announced
+
+    def _list_workers(self) -> None:
+        """Write the workers that serve, successors included, to the file that gateways read."""
+        announced = [kept.announced for kept in self._kept.values() if kept.announced is not None]
+        self.workers.write([str(one["record"]) for one in announced if "record" in one])
 
     def _wrote(self, kept: _Kept, line: str) -> None:
         kept.last_lines.append(line)

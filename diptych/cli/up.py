@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.child import ChildFailed
+from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
@@ -101,8 +102,13 @@ async def running_stack(
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
         shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
-        announced = await supervisor.start(program_specs(options, shared, usable_cores()))
+        announced = await supervisor.start(
+            program_specs(options, shared, usable_cores()),
+            serves_without=partial(_serves_without, supervisor, options),
+        )
         gateway = announced[0]
+        if gateway is None:
+            raise ChildFailed("gateway", "did not start")
         stack = Stack(
             supervisor,
             shared,
@@ -121,6 +127,27 @@ async def running_stack(
         if file is not None:
             file.remove()
         await _stop(supervisor, stack, observe, timeouts.requests_s)
+
+
+async def _serves_without(supervisor: Supervisor, options: StackOptions, failed: ChildSpec) -> bool:
+    """Return whether the system serves without a worker that did not start; waits for those that load still.
+
+    At once False for the gateway, and when no other worker of the role is alive.
+    """
+    settled_at: float | None = None
+    while any(one.role == failed.role and one.pid for one in supervisor.running()):
+        alive = [one for one in supervisor.running() if one.pid is not None]
+        gateway = next((one.announced for one in alive if one.role == "gateway" and one.announced), None)
+        tls = options.tls_cert is not None
+        host = reachable(options.host)
+        if gateway and await http_status(host, int(gateway["http_port"]), "/ready", tls=tls) == 200:
+            return True
+        loading = any(one.announced is None for one in alive)
+        settled_at = None if loading else settled_at or time.monotonic()
+        if settled_at is not None and time.monotonic() - settled_at > _ROUTABLE_TIMEOUT_S:
+            return False
+        await asyncio.sleep(_ROUTABLE_PAUSE_S)
+    return False
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:

@@ -24,6 +24,7 @@ class Message(TypedDict, total=False):
     name: str
     tool_calls: Sequence[ToolCall]
     tool_call_id: str
+    reasoning_content: str
 
 
 Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]

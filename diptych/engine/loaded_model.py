@@ -1,9 +1,9 @@
-"""A loaded model: its shape, its stop tokens and the backend that computes it."""
+"""A loaded model: its shape and the backend that computes it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,6 @@ class Model:
     precision: Precision
     dtype: torch.dtype
     """Of keys and values."""
-    eos_token_ids: tuple[int, ...]
     backend: Backend
     backend_name: BackendName
     device: torch.device = _CPU
@@ -67,13 +66,15 @@ def load_model(
     backend: BackendChoice = "auto",
     device: torch.device | str = "cpu",
     kv_cache: KVCacheDtype = "auto",
+    max_context: int | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 
     A torch dtype means the precision that stores everything in it.
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
-    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept.
+    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept;
+    `max_context` lowers the context to so many tokens, for all that is sized by it.
 
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
@@ -83,6 +84,8 @@ def load_model(
     _check_kv_cache(kv_cache, backend, where)
     checkpoint = read_checkpoint(path, chosen)
     shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
+    if max_context is not None:
+        shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     made: Backend
     name: BackendName
@@ -95,7 +98,14 @@ def load_model(
         where = made.device
     else:
         made, name = _make_backend(shape, weights, dtype, backend, scales)
-    return Model(shape, chosen, dtype, checkpoint.eos_token_ids, made, name, where)
+    return Model(shape, chosen, dtype, made, name, where)
+
+
+def _lowered(limit: int, chosen: int) -> int:
+    """Return `chosen`. Raises UnsupportedModel if the model reads fewer tokens."""
+    if chosen > limit:
+        raise UnsupportedModel(f"a context of {chosen} tokens: the model reads {limit}")
+    return chosen
 
 
 def _check_choice(precision: Precision, backend: BackendChoice, device: torch.device) -> None:

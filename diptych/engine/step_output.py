@@ -39,5 +39,5 @@ class Launched(Protocol):
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:
-    """Return the row if a device can sample it; else None: the host samples, or more than a token is asked."""
+    """Return the row if a device can sample it; else None: the host has to, or more is asked for."""
     return row if row.params.on_device and not row.ruled else None

@@ -20,6 +20,7 @@
     ├── ShutDown                  ABORTED              output went out; before that it is Draining
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
+    ├── SlowReader                ABORTED              the client does not read its stream
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
     ├── Cancelled                 CANCELLED
     └── Internal                  INTERNAL             a bug; fixed text
@@ -39,6 +40,9 @@ import grpc
 
 RETRY_AFTER_S = 1.0
 """Retry hint where no estimate exists: about the time in which a worker restarts or a lease expires."""
+
+REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
+"""Codes of a request that the server could not serve and of which nothing was delivered."""
 
 _MAX_NAME = 128
 
@@ -281,6 +285,17 @@ class KvTransferFailed(Interrupted):
     explanation = "the handoff of the prompt's KV blocks failed"
 
 
+class SlowReader(DiptychError):
+    """The client does not read its stream; ``limit`` is the bound that was exceeded."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SLOW_READER"
+
+    def __init__(self, limit: str) -> None:
+        super().__init__("the output was not read in time", metadata={"limit": limit})
+        self.limit = limit
+
+
 class DeadlineExceeded(DiptychError):
     """`phase` is where the request was: admission, queue, prefill, kv_transfer, decode, …"""
 
@@ -314,13 +329,29 @@ class Cancelled(DiptychError):
 
 
 class Internal(DiptychError):
-    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log."""
+    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log.
+
+    ``why`` is for that log alone; it holds no text and no token of the request.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self) -> None:
+    def __init__(self, why: str = "") -> None:
         super().__init__("internal error; the server's log has the details under this request id")
+        self.why = why
+
+
+def rejection_reasons() -> list[str]:
+    """Return the reasons of all errors with which a request may be refused before any output."""
+    reasons, classes = set(), [DiptychError]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        refused = kind.code in REJECTIONS or issubclass(kind, Interrupted)
+        if refused and "reason" in vars(kind):
+            reasons.add(kind.reason)
+    return sorted(reasons)
 
 
 def printable(name: str) -> str:

@@ -10,29 +10,28 @@ and all other requests get a 503 with Retry-After.
 """
 
 import asyncio
-import importlib.metadata
 import json
 import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from diptych import __version__
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
+from diptych.runtime.descriptors import ConnectionLimits, connection_limits
 from diptych.runtime.tls import BadTlsFiles, TlsFiles
 
 IDLE_S = 30.0
 """Seconds for the head of a request, and between two requests on one connection."""
 STALL_S = 60.0
 """A client that takes nothing of what is there for it for so long is gone, and the kernel (Linux) says so."""
-_MAX_CONNECTIONS = 1024
-_SPARE_CONNECTIONS = 64  # beyond these; each for one request
 _SPARE_S = 5.0  # that one of them may last
 _RETRY_AFTER_S = 1
 _MAX_BODY_BYTES = 64 << 10
@@ -117,7 +116,7 @@ class HttpEdge:
             certificates=certificates,
             config_digest=config_digest,
         )
-        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
+        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes, connection_limits())
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
@@ -215,9 +214,7 @@ class HttpEdge:
         )
 
     def _version(self, _: web.BaseRequest) -> web.Response:
-        body = json.dumps(
-            {"version": importlib.metadata.version("diptych"), "config_digest": self._config_digest}
-        )
+        body = json.dumps({"version": __version__, "config_digest": self._config_digest})
         return web.Response(text=body, content_type="application/json")
 
 
@@ -247,6 +244,13 @@ class _Request(web.BaseRequest):
         return super().keep_alive and not self.ends_connection(self.protocol)
 
 
+class _Spare(NamedTuple):
+    """A connection beyond the limit, and the timer that ends it."""
+
+    transport: asyncio.Transport
+    timer: asyncio.TimerHandle
+
+
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
     """aiohttp's log. Port scanners and gRPC clients at the wrong port cost one line, without their bytes."""
 
@@ -263,7 +267,13 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: HttpApi, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        handler: HttpApi,
+        ends_connection: Callable[[Any], bool],
+        max_body_bytes: int,
+        limits: ConnectionLimits,
+    ) -> None:
         super().__init__(
             handler,
             request_factory=self._request,
@@ -277,7 +287,8 @@ class _Server(web.Server):
         )
         self._ends_connection = ends_connection
         self._max_body_bytes = max_body_bytes
-        self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
+        self._limits = limits
+        self._spare: dict[Any, _Spare] = {}  # those beyond the limit, the oldest first
 
     def is_spare(self, handler: Any) -> bool:
         """Return whether it came when clients had all connections."""
@@ -285,22 +296,32 @@ class _Server(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        beyond = len(self.connections) - _MAX_CONNECTIONS
+        beyond = len(self.connections) - self._limits.http
         if beyond > 0:
             _log.debug("too many HTTP connections")
-            if beyond > _SPARE_CONNECTIONS:
+            if beyond > self._limits.spare and not self._end_silent_spare():
                 transport.abort()
                 return
-            self._spare[handler] = self._loop.call_later(_SPARE_S, transport.abort)
+            self._spare[handler] = _Spare(transport, self._loop.call_later(_SPARE_S, transport.abort))
         tcp = transport.get_extra_info("socket")
         if tcp is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STALL_S * 1000))
 
+    def _end_silent_spare(self) -> bool:
+        """End the oldest spare connection without a request: a probe sends one at once. False without one."""
+        for handler, spare in self._spare.items():
+            if handler._current_request is None:
+                del self._spare[handler]
+                spare.timer.cancel()
+                spare.transport.abort()
+                return True
+        return False
+
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        timer = self._spare.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
+        spare = self._spare.pop(handler, None)
+        if spare is not None:
+            spare.timer.cancel()
 
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"

@@ -6,12 +6,25 @@ times in seconds. Labels have few values by construction: never the id of a requ
 collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker, and
 `gateway.vllm_metrics`.
 
-Values are recorded at the end of a request or of an engine step, never per token; gauges of state
-that exists anyway are best bound with `set_function` and then cost something only when scraped.
+Values are recorded at the end of a request or of an engine step; only `TokenLatency` is recorded with the
+tokens. Gauges of state that exists anyway are best bound with `set_function` and then cost something only
+when scraped. A series whose labels are known beforehand exists from the start, with the value 0: the first
+event is then an increase that `rate` sees.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from diptych.runtime.errors import rejection_reasons
+
+PROVIDER = "diptych"
+"""Value of `gen_ai.provider.name`, which the GenAI conventions require."""
 
 # A `_created` series beside every counter and histogram doubles the page without a reader.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -23,6 +36,8 @@ _FIRST_TOKEN = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+# Powers of four of tokens, as the GenAI conventions advise for token usage.
+_TOKENS = tuple(4**power for power in range(14))
 _PHASE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -33,17 +48,55 @@ def new_registry() -> CollectorRegistry:
     return registry
 
 
-class RoleMetrics:
-    """Metrics of every role. The load gauges carry the role ("gateway", "prefill", "decode") as a label."""
+class TokenLatency(Collector):
+    """Histogram `diptych_inter_token_latency_seconds`, recorded by one thread while tokens flow.
 
-    def __init__(self, registry: CollectorRegistry, role: str) -> None:
-        self.phase_duration = Histogram(
+    A bisection and two additions: a fifth of the cost of `Histogram.observe`, which takes locks and walks
+    over the buckets.
+    """
+
+    name = "diptych_inter_token_latency_seconds"
+    documentation = (
+        "Time between two tokens of a choice; that of tokens that came together is divided by them"
+    )
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts = [0] * (len(_PER_TOKEN) + 1)  # the last one is of longer times
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Record `tokens` that came together, `seconds` after the choice's token before them."""
+        self._counts[bisect_left(_PER_TOKEN, seconds / tokens)] += tokens
+        self._sum += seconds
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Return the family without samples, for its name."""
+        return (HistogramMetricFamily(self.name, self.documentation),)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the one family."""
+        family = HistogramMetricFamily(self.name, self.documentation)
+        bounds = [*(str(bound) for bound in _PER_TOKEN), "+Inf"]
+        family.add_metric([], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family
+
+
+class RoleMetrics:
+    """Metrics of every role. Load and phases carry the role ("gateway", "prefill", "decode") as a label.
+
+    `phases` are the values of the label `phase`, in the order in which a request passes them.
+    """
+
+    def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
+        duration = Histogram(
             "diptych_request_phase_duration_seconds",
-            "Time of requests in a phase (queue, kv_alloc_wait, prefill, decode_queue, decode, …)",
-            ["phase"],
+            "Time of requests in a phase (queue, kv_alloc_wait, prefill, kv_transfer, decode, …)",
+            ["role", "phase"],
             buckets=_PHASE,
             registry=registry,
         )
+        self.phases = {phase: duration.labels(role, phase) for phase in phases}
         self.running = Gauge(
             "diptych_requests_running", "Requests being worked on", ["role"], registry=registry
         ).labels(role)
@@ -59,8 +112,9 @@ class GatewayMetrics(RoleMetrics):
     """The gateway's: latency as clients see it, routing, refusals."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "gateway")
-        request = ["gen_ai_operation_name", "gen_ai_request_model"]
+        phases = ("admission", "queue", "kv_alloc_wait", "prefill", "kv_transfer", "decode_queue", "decode")
+        super().__init__(registry, "gateway", phases)
+        request = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
         self.request_duration = Histogram(
             "gen_ai_server_request_duration_seconds",
             "Request received to last token sent; error_type is empty for requests that succeeded",
@@ -80,6 +134,31 @@ class GatewayMetrics(RoleMetrics):
             "Mean time between a request's tokens after the first",
             request,
             buckets=_PER_TOKEN,
+            registry=registry,
+        )
+        self.token_latency = TokenLatency(registry)
+        self.queue_duration = Histogram(
+            "diptych_request_queue_duration_seconds",
+            "Waiting time of a request in all queues: admission, queue, kv_alloc_wait",
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.prompt_length = Histogram(
+            "diptych_request_input_tokens",
+            "Prompt tokens of a request that was given to workers",
+            buckets=_TOKENS,
+            registry=registry,
+        )
+        self.output_length = Histogram(
+            "diptych_request_output_tokens",
+            "Tokens of a choice that has ended",
+            buckets=_TOKENS,
+            registry=registry,
+        )
+        self.choices_ended = Counter(
+            "diptych_choices_ended",
+            "Choices of requests that were queued, by end",
+            ["reason"],
             registry=registry,
         )
         self.call_duration = Histogram(
@@ -114,6 +193,17 @@ class GatewayMetrics(RoleMetrics):
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )
+        self.slow_readers = Counter(
+            "diptych_slow_readers",
+            "Streams ended because the client did not read them, by the limit that was exceeded",
+            ["limit"],
+            registry=registry,
+        )
+        self.unread_output = Gauge(
+            "diptych_unread_output_bytes", "Output that waits for slow readers", registry=registry
+        )
+        for reason in rejection_reasons():
+            self.rejections.labels(reason)
         self.retries = Counter(
             "diptych_retries", "Attempts after a request's first, by cause", ["cause"], registry=registry
         )
@@ -125,17 +215,18 @@ class GatewayMetrics(RoleMetrics):
 class WorkerMetrics(RoleMetrics):
     """Metrics of both workers: the engine's steps and the handoff."""
 
-    def __init__(self, registry: CollectorRegistry, role: str) -> None:
-        super().__init__(registry, role)
+    def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
+        super().__init__(registry, role, phases)
         self.step_duration = Histogram(
             "diptych_engine_step_duration_seconds",
             "Duration of one forward pass",
+            ["role"],
             buckets=_PHASE,
             registry=registry,
-        )
+        ).labels(role)
         self.step_tokens = Counter(
-            "diptych_engine_step_tokens", "Tokens computed by engine steps", registry=registry
-        )
+            "diptych_engine_step_tokens", "Tokens computed by engine steps", ["role"], registry=registry
+        ).labels(role)
         self.kv_transfer_duration = Histogram(
             "diptych_kv_transfer_duration_seconds",
             "Prefill: last chunk computed to commit sent. Decode: commit received to verified",
@@ -156,17 +247,27 @@ class WorkerMetrics(RoleMetrics):
             registry=registry,
         )
 
+    def create_transport_series(self, transports: Iterable[str]) -> None:
+        """Create the series of `transports`, which this worker may use, and of failures without one."""
+        for transport in transports:
+            self.kv_transfer_duration.labels(transport)
+            self.kv_transfer_bytes.labels(transport)
+            self.kv_transfer_failures.labels(transport)
+        self.kv_transfer_failures.labels("none")
+
 
 class PrefillMetrics(WorkerMetrics):
+    """The prefill worker's."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "prefill")
+        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
 
 
 class DecodeMetrics(WorkerMetrics):
     """The decode worker's: it owns the KV blocks and the prefix cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "decode")
+        super().__init__(registry, "decode", ("decode_queue", "decode"))
         self.kv_cache_utilization = Gauge(
             "diptych_kv_cache_utilization", "Share of KV blocks that requests hold, 0 to 1", registry=registry
         )

@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import secrets
 import signal
 import sys
@@ -28,8 +27,9 @@ from typing import NoReturn
 import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
+from diptych.runtime.descriptors import raise_descriptor_limit, shortage
 from diptych.runtime.nonblocking_stderr import NonblockingStream
-from diptych.runtime.settings import ProgramSettings, StartupError
+from diptych.runtime.settings import CANNOT_START, ProgramSettings, StartupError
 
 _PR_SET_PDEATHSIG = 1
 ONE_SIGNAL_S = 0.1
@@ -57,13 +57,15 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     _log.info("configuration %s", settings.digest)
     take_short_turns()
     raise_descriptor_limit()
+    if warning := shortage():
+        _log.warning(warning)
     if settings.death_fd is not None:
         watch_parent(settings.death_fd)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(main))
     except StartupError as error:
-        _log.error("cannot start: %s", error, exc_info=settings.log_level == "debug")
+        _log.error(f"{CANNOT_START}%s", error, exc_info=settings.log_level == "debug")
         return 1
     except Exception:
         _log.exception("stopped by an error")
@@ -78,16 +80,6 @@ def exit_on_sigterm() -> None:
     has no handler for. It would start, serve, and be killed in the middle of its work when the grace is over.
     """
     signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
-
-
-def raise_descriptor_limit() -> None:
-    """Allow as many open files as the system lets us have: logins and systemd begin with 1,024, which so many
-    idle connections use up, and then there are none for links and probes.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave(status: int) -> NoReturn:
@@ -151,17 +143,18 @@ def watch_parent(death_fd: int) -> None:
     threading.Thread(target=wait_for_eof, name="death-watch", daemon=True).start()
 
 
-def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
+def announce_ready(settings: ProgramSettings, ports: Mapping[str, int], *, record: str = "") -> None:
     """Tell the parent that this process serves: one JSON line on ready_fd, which is then closed.
 
-    The line holds `ports` (grpc_port, http_port) and the worker id. Without ready_fd it is logged. What is on
-    the heap by now stays, and the garbage collector looks at it no more: a full collection stopped a gateway
-    for 80 ms, in which all its streams stood still.
+    The line holds `ports` (grpc_port, http_port), the worker id and, of a worker, its `record` for gateways.
+    Without ready_fd it is logged. What is on the heap by now stays, and the garbage collector looks at it no
+    more: a full collection stopped a gateway for 80 ms, in which all its streams stood still.
     """
     gc.collect()
     gc.freeze()
-    line = json.dumps({**ports, "worker_id": settings.worker_id})
-    _log.info("ready %s", line)
+    announced = {**ports, "worker_id": settings.worker_id}
+    _log.info("ready %s", json.dumps(announced))
+    line = json.dumps({**announced, "record": record} if record else announced)
     if settings.ready_fd is None:
         return
     try:

@@ -6,6 +6,8 @@ What the options are for (all measured against grpcio 1.8x):
   produces no data must not be disconnected for "too many pings".
 - keepalive with `ping_timeout_ms` on links between our own processes: a peer that is stopped but
   whose kernel still answers TCP is noticed after a second, not after gRPC's default of a minute.
+- pending calls: gRPC drops calls at random, without a status, once 1,000 have arrived that the program has
+  not taken yet, and all beyond 3,000. Our own limits on calls lie below, and answer.
 - both metadata limits equal: between the soft and the hard one gRPC rejects at random.
 - `so_reuseport` off unless `share_port`: with gRPC's default two processes bind one port and each gets half
   the calls. Wanted only for the moment in which a process takes over from its predecessor.
@@ -19,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
+from diptych.runtime.descriptors import connection_limits
 
 MAX_MESSAGE_BYTES = 8 << 20
 """The largest message that a peer may send: a prompt of a million tokens fits, a flood does not."""
@@ -26,8 +29,15 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_METADATA_BYTES = 16 << 10
 MAX_CONCURRENT_STREAMS = 1024
 
+_PENDING_CALLS = 1 << 20
+"""Calls that may lie in gRPC's queue until the event loop takes them: more than there can be streams."""
+
 _IDLE_MS = 300_000
 """After which a client's connection without a call is closed; its next call makes another one."""
+_HANDSHAKE_MS = 10_000
+"""In which a connection has to become one of HTTP/2; in gRPC's two minutes silent ones take all places."""
+_FEW_IDLE_MS, _FEW_HANDSHAKE_MS = 10_000, 3000
+"""The same where there are few descriptors: idle connections have to make room for probes soon."""
 _KEEPALIVE_MS = 1000
 _PING_TIMEOUT_MS = 1000
 
@@ -35,7 +45,12 @@ Option = tuple[str, int | str]
 
 
 def server_options(
-    *, internal: bool, max_message_bytes: int, max_concurrent_streams: int, share_port: bool = False
+    *,
+    internal: bool,
+    max_message_bytes: int,
+    max_concurrent_streams: int,
+    share_port: bool = False,
+    max_connections: int | None = None,
 ) -> list[Option]:
     options: list[Option] = [
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -46,9 +61,16 @@ def server_options(
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_concurrent_streams),
+        ("grpc.server.max_pending_requests", _PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
         ("grpc.so_reuseport", int(share_port)),
     ]
-    options += _liveness_options() if internal else [("grpc.max_connection_idle_ms", _IDLE_MS)]
+    limits = connection_limits()
+    constrained = limits.constrained
+    options.append(("grpc.max_allowed_incoming_connections", max_connections or limits.grpc))
+    options.append(("grpc.server_handshake_timeout_ms", _FEW_HANDSHAKE_MS if constrained else _HANDSHAKE_MS))
+    idle_ms = _FEW_IDLE_MS if constrained else _IDLE_MS
+    options += _liveness_options() if internal else [("grpc.max_connection_idle_ms", idle_ms)]
     return options
 
 
@@ -70,11 +92,13 @@ def make_server(
     max_concurrent_streams: int = MAX_CONCURRENT_STREAMS,
     maximum_concurrent_rpcs: int | None = None,
     share_port: bool = False,
+    max_connections: int | None = None,
 ) -> grpc.aio.Server:
     """Return a server on the running loop, neither bound nor started.
 
     `internal`: its clients are our own processes, whose silence for two seconds means death. Beyond
-    `maximum_concurrent_rpcs` (None = no bound) gRPC itself answers RESOURCE_EXHAUSTED.
+    `maximum_concurrent_rpcs` (None = no bound) gRPC itself answers RESOURCE_EXHAUSTED. Connections beyond
+    `max_connections` (default: as many as there are descriptors for) are closed at once.
     """
     return grpc.aio.server(
         interceptors=list(interceptors),
@@ -83,6 +107,7 @@ def make_server(
             max_message_bytes=max_message_bytes,
             max_concurrent_streams=max_concurrent_streams,
             share_port=share_port,
+            max_connections=max_connections,
         ),
         maximum_concurrent_rpcs=maximum_concurrent_rpcs,
     )

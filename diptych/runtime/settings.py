@@ -32,6 +32,9 @@ from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
 
+CANNOT_START = "cannot start: "
+"""Words before a StartupError's message in the log: a supervisor knows that another start would not help."""
+
 
 class StartupError(Exception):
     """A wrong path, a taken port, a missing device: its user can mend it, and needs no traceback."""
@@ -89,7 +92,14 @@ class ProgramSettings(BaseModel):
     model: Annotated[str, Field(min_length=1)] = setting(
         BUNDLED_MODEL, "GGUF file or Hugging Face folder; 'bundled' is the packaged model.", section="Model"
     )
-    model_name: str | None = setting(None, "Name the model is served under.", section="Model")
+    model_name: str | None = setting(
+        None, "Name the model is served under; default: that of its folder or file.", section="Model"
+    )
+    max_model_len: Annotated[int | None, Field(ge=1)] = setting(
+        None,
+        "Most tokens of prompt and output together; default and most: what the model's files say.",
+        section="Model",
+    )
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = setting(
         "auto",
         "Computation type; auto takes the fastest that keeps the quality of the files; fp16 is for GPUs.",
@@ -134,6 +144,13 @@ class ProgramSettings(BaseModel):
     config_digest: str = internal(
         "", "Digest of the configuration that a launcher started this process with."
     )
+
+    @field_validator("model_name")
+    @classmethod
+    def _model_name_is_not_blank(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must not be blank")
+        return value
 
     @field_validator("redis_url")
     @classmethod
@@ -299,12 +316,15 @@ def _faults(error: ValidationError, values: Mapping[str, Value]) -> list[Fault]:
 
 
 def resolve_model(model: str) -> Path:
-    """Return the path of a model given by path or as "bundled". Raises NoModel with what to do."""
+    """Return the absolute path of a model given by path or as "bundled". Raises NoModel with what to do.
+
+    A link at its end stays: it may have the name that its target lacks.
+    """
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
             raise NoModel(_not_there(model, path))
-        return path
+        return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
     # Found without importing: the package's module would load its own inference library.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
 
+from diptych import __version__
 from diptych.runtime import trace_context
 from diptych.runtime.trace_context import NO_TRACE, Headers, ReservedIds
 
@@ -78,13 +79,16 @@ class Telemetry:
     def start(cls, service_name: str, worker_id: str) -> "Telemetry":
         """Tracing is on when the environment names an OTLP endpoint. A collector that is away is no error.
 
-        The names are for want of others in `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`.
+        Name, version and instance are for want of others in `OTEL_SERVICE_NAME` and
+        `OTEL_RESOURCE_ATTRIBUTES`.
         """
         ids = ReservedIds()
         _forget_variables_of_no_effect()
         if not _enabled_by_environment():
             return cls(None, ids)
-        own = Resource({SERVICE_NAME: service_name, "service.instance.id": worker_id})
+        own = Resource(
+            {SERVICE_NAME: service_name, SERVICE_VERSION: __version__, "service.instance.id": worker_id}
+        )
         try:
             exporter = _exporter()
             if exporter is None:

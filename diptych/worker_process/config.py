@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
 """More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
+
+LARGEST_GPU_BLOCK = 128
+"""Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
 class WorkerSettings(ProgramSettings):
@@ -77,3 +82,44 @@ class WorkerSettings(ProgramSettings):
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
             raise ValueError("must be auto, cpu, cuda or cuda:N")
         return value
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> Self:
+        """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
+        device_type = self.device.partition(":")[0]
+        if device_type != "auto" and (why := why_not_together(self, device_type)) is not None:
+            raise ValueError(why)
+        return self
+
+
+def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
+    """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
+    return next(_faults_on_cpu(settings) if device_type == "cpu" else _faults_on_gpu(settings), None)
+
+
+def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
+    here = "and this worker computes on the CPU (--device)"
+    if settings.transport in ("nccl", "cuda_ipc"):
+        yield f"--transport {settings.transport} needs blocks on a GPU, {here}"
+    if settings.backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield f"--backend triton needs a GPU, {here}"
+    if settings.backend != "triton" and settings.dtype == "fp16":
+        yield f"--dtype fp16 is computed on GPUs only, {here}"
+    if settings.kv_cache_dtype == "fp8" and settings.backend in ("auto", "native"):
+        yield (
+            "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
+            "a GPU keeps them in fp8, and so does --backend torch, slowly"
+        )
+
+
+def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
+    here = "and this worker computes on a GPU (--device)"
+    if settings.transport == "shared_memory":
+        yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
+    if settings.backend in ("native", "torch"):
+        yield f"--backend {settings.backend} computes on CPUs, {here}"
+    if settings.quantization != "auto":
+        yield f"--quantization {settings.quantization} is computed on CPUs only, {here}"
+    tokens = settings.block_size
+    if tokens & (tokens - 1) or tokens > LARGEST_GPU_BLOCK:  # splits of a context are whole blocks
+        yield f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_GPU_BLOCK}"

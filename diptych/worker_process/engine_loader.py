@@ -22,16 +22,17 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
+from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
+from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features
-from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.transports.registry import transports_for
 
 log = logging.getLogger(__name__)
-
-LARGEST_BLOCK = 128
-"""Tokens of the largest KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,24 @@ async def load_engine(settings: WorkerSettings) -> LoadedEngine:
 def _load(settings: WorkerSettings) -> LoadedEngine:
     take_long_turns()  # inherited by the threads that the first step starts, which compute later ones too
     started = time.monotonic()
-    path = settings.model_path
     device = choose_device(settings.device)
-    _check_block_size(settings.block_size, device)
+    if (why := why_not_together(settings, device.type)) is not None:
+        raise ImpossibleSettings(why)
+    transports_for(settings.transport, device)  # refused before gigabytes are read
+    path = checked_model(settings.model)
+    model_names(path, settings.model_name)
+    check_max_model_len(path, settings.max_model_len)
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
-    model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
+    model = load_model(
+        path,
+        dtype,
+        backend=settings.backend,
+        device=device,
+        kv_cache=settings.kv_cache_dtype,
+        max_context=settings.max_model_len,
+    )
     cpu = CpuPolicy(
         model.backend,
         settings.threads,
@@ -100,17 +112,8 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     return engine
 
 
-class BlockSizeUnfit(StartupError):
-    """A block size that the device's kernels cannot read."""
-
-
-def _check_block_size(tokens: int, device: torch.device) -> None:
-    """Check that blocks fit the kernels: splits of a context are whole blocks, and tiles of a power of two.
-
-    Raises BlockSizeUnfit.
-    """
-    if device.type == "cuda" and (tokens & (tokens - 1) or tokens > LARGEST_BLOCK):
-        raise BlockSizeUnfit(f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_BLOCK}")
+class ImpossibleSettings(StartupError):
+    """Settings that do not go together on the device of this worker."""
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.discovery.publisher import DirectoryPublisher
-from diptych.runtime.discovery.records import WorkerRecord
+from diptych.runtime.discovery.records import WorkerRecord, record_to_json
 from diptych.runtime.http_edge import HttpEdge
+from diptych.runtime.model_name import model_names
 from diptych.runtime.process import announce_ready, incarnation, leave
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
@@ -108,7 +109,8 @@ class WorkerServer:
         self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._spec.owned_keys)
         await self._publisher.start()
         await health.set_ready(True)
-        announce_ready(settings, {"grpc_port": port, "http_port": http.port})
+        ports = {"grpc_port": port, "http_port": http.port}
+        announce_ready(settings, ports, record=record_to_json(record))
         status = await _until(stop, self._drain_requested, engine, beat)
         self._loop.draining = True
         self._send_heartbeat()  # gateways learn at once that nothing new is taken
@@ -140,7 +142,7 @@ class WorkerServer:
             address=address,
             incarnation=incarnation(),
             model_digest=fingerprint.model_digest,
-            model_name=self._settings.model_name or self._settings.model_path.stem,
+            model_name=model_names(self._settings.model_path, self._settings.model_name).name,
             dtype=fingerprint.dtype,
             kv_dtype=fingerprint.kv_dtype,
             kv_layout=fingerprint.kv_layout,

@@ -82,6 +82,11 @@ class Access:
             raise PermissionDenied(f"this API key lacks the scope {scope.value}")
         return caller
 
+    def tenants(self) -> int:
+        """Return how many tenants there are."""
+        callers = [known.caller for group in self._known.values() for known in group]
+        return len({caller.tenant for caller in callers}) if self._watch is not None else 1
+
     def _find(self, digest: bytes) -> Caller | None:
         # The lookup by prefix may be timed: the first bytes of a digest reveal nothing about a key.
         for known in self._known.get(digest[:_INDEX_BYTES], ()):

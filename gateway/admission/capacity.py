@@ -64,10 +64,18 @@ class KvBudget:
             sequences: outputs computed side by side.
             tenant: whose average output length applies.
         """
+        shared, own = self.parts(prompt_tokens, max_tokens, tenant)
+        return self.clipped(shared + sequences * own)
+
+    def parts(self, prompt_tokens: int, max_tokens: int, tenant: str) -> tuple[int, int]:
+        """Estimate the tokens of KV memory that a request's outputs share, and those that each has alone."""
         output = min(self._mean_output.get(tenant, FIRST_GUESS_TOKENS), max_tokens)
         shared, own = divmod(prompt_tokens, self._block_size)
-        blocks = shared + sequences * -int(-(own + output) // self._block_size)
-        need = blocks * self._block_size
+        blocks = -int(-(own + output) // self._block_size)
+        return shared * self._block_size, blocks * self._block_size
+
+    def clipped(self, need: int) -> int:
+        """Return ``need``, at most the capacity: a request that needs more runs alone."""
         return need if self.capacity is None else min(need, self.capacity)
 
     def fits(self, need: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -52,19 +52,30 @@ class FairQueue(Generic[T]):
         self._arrivals += 1
         self._waiting[item] = tenant, cost
 
-    def head(self) -> T | None:
-        """Return the next item, or None in an empty queue.
+    @property
+    def tenants(self) -> Set[str]:
+        """Tenants with an item in the queue, and possibly some whose last one was discarded."""
+        return self._tenants.keys()
+
+    def head(self, tenants: Collection[str] | None = None) -> T | None:
+        """Return the next item of ``tenants`` (None: of all), or None if they have none.
 
         Repeated calls return the same one until it is popped or discarded, or its tenant's order changes.
         """
-        while self._tenants:
+        for tenant in list(self._tenants):
+            if self._first(self._tenants[tenant]) is None:
+                del self._tenants[tenant]  # and its credit: an idle tenant saves none
+        wanted = [tenant for tenant in self._tenants if tenants is None or tenant in tenants]
+        while wanted:
             tenant, own = next(iter(self._tenants.items()))
+            if tenant not in wanted:
+                self._tenants.move_to_end(tenant)  # without credit: it may not go now
+                continue
             item = self._first(own)
             if item is None:
-                del self._tenants[tenant]  # and its credit: an idle tenant saves none
-                continue
+                raise RuntimeError("a tenant without items was kept")
             cost = self._waiting[item][1]
-            if len(self._tenants) == 1:
+            if len(wanted) == 1:
                 own.credit = max(own.credit, cost)
             if own.credit >= cost:
                 return item
@@ -73,9 +84,9 @@ class FairQueue(Generic[T]):
                 self._tenants.move_to_end(tenant)
         return None
 
-    def pop(self) -> T:
-        """Remove and return the head. Raises LookupError when the queue is empty."""
-        item = self.head()
+    def pop(self, tenants: Collection[str] | None = None) -> T:
+        """Remove and return the head. Raises LookupError when there is none."""
+        item = self.head(tenants)
         if item is None:
             raise LookupError("the queue is empty")
         tenant, cost = self._waiting[item]

@@ -1,4 +1,4 @@
-"""`AdmissionQueue` with a clock, and a callback for each request that is admitted."""
+"""`AdmissionQueue` with a clock, and a callback whenever choices of a request are admitted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import Capacity
 from gateway.admission.queue import AdmissionQueue, Ticket
 
+OnAdmitted = Callable[[tuple[int, ...]], None]
+"""Receives the indices of the choices that may start."""
+
 
 class AdmissionGate:
     """Admission of all requests of one gateway."""
@@ -15,7 +18,7 @@ class AdmissionGate:
     def __init__(self, queue: AdmissionQueue, clock: Callable[[], float]) -> None:
         self.queue = queue
         self._clock = clock
-        self._on_admitted: dict[Ticket, Callable[[], None]] = {}
+        self._on_admitted: dict[Ticket, OnAdmitted] = {}
 
     def enter(
         self,
@@ -23,36 +26,39 @@ class AdmissionGate:
         *,
         max_tokens: int,
         sequences: int = 1,
+        together: bool = False,
         priority: int,
         tenant: str = DEFAULT_TENANT,
         time_left_s: float | None,
-        on_admitted: Callable[[], None],
+        on_admitted: OnAdmitted,
     ) -> Ticket:
         """Enqueue a request, as `AdmissionQueue.enqueue` does; `leave` must follow.
 
-        ``on_admitted`` is called once, now or later, unless `leave` comes first.
+        ``on_admitted`` is called now or later, and again for the sequences that start later.
         """
         ticket = self.queue.enqueue(
             prompt_tokens,
             max_tokens=max_tokens,
             sequences=sequences,
+            together=together,
             priority=priority,
             tenant=tenant,
             time_left_s=time_left_s,
             now=self._clock(),
         )
-        if ticket.admitted:
-            on_admitted()
-        else:
-            self._on_admitted[ticket] = on_admitted
-        self._call_back(self.queue.newly_admitted())
+        self._on_admitted[ticket] = on_admitted
+        self._call_back([*([ticket] if ticket.admitted else ()), *self.queue.newly_admitted()])
         return ticket
 
     def prefilled(self, ticket: Ticket) -> None:
         self._call_back(self.queue.prefilled(ticket, self._clock()))
 
+    def end_choice(self, ticket: Ticket, choice: int, output_tokens: float) -> None:
+        """Give the place of one choice back. ``output_tokens``: of its output."""
+        self._call_back(self.queue.end_choice(ticket, choice, self._clock(), output_tokens))
+
     def leave(self, ticket: Ticket, output_tokens: float) -> None:
-        """Give the place back. ``output_tokens``: of one output, on average."""
+        """Give all places back; no change after the first time. ``output_tokens``: of one output."""
         self._on_admitted.pop(ticket, None)
         self._call_back(self.queue.leave(ticket, self._clock(), output_tokens))
 
@@ -63,4 +69,7 @@ class AdmissionGate:
 
     def _call_back(self, admitted: list[Ticket]) -> None:
         for ticket in admitted:
-            self._on_admitted.pop(ticket)()
+            choices = ticket.take_admitted()
+            on_admitted = self._on_admitted.get(ticket)
+            if choices and on_admitted is not None:
+                on_admitted(choices)

@@ -1,8 +1,17 @@
 """Bounded queue of the gateway: admission, waiting and refusal of requests.
 
 `AdmissionQueue` is pure: tickets in, decisions out, time as an argument; `gateway.admission.gate` adds the
-clock and the callbacks. A request counts as running from its admission to its end. Its prompt counts as
-waiting from its arrival to its first token, whether it waits here or at a prefill worker.
+clock and the callbacks. Each sequence of a request counts as running from its admission to its end, whether
+or not its client has read the output. A prompt counts as waiting from its arrival to its first token, whether
+it waits here or at a prefill worker.
+
+**Sequences start as room comes.** Those that find room with the request's first one share its prefill; the
+others start when places become free, after the first token, when the prompt is in a prefix cache. Requests
+that wait for their first sequence and requests that wait for more of them take turns. The places of
+`_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
+
+**Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
+there are several tenants, one that is alone leaves `_reserve` to the others.
 
 Prefill workers get only as many tokens as keep them busy, decode workers only as many requests as their
 memory holds to the end (`gateway.admission.capacity`). The rest waits here, where tenants get fair shares and
@@ -16,6 +25,8 @@ decode steps that share the machine) shortens the queue that is allowed.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
@@ -31,6 +42,8 @@ SMOOTHING = 0.05  # weight of one request in the averages
 FIRST_RETRY_S = 1.0  # the retry hint while no rate was measured
 SHORTEST_RETRY_S = 0.05
 LONGEST_RETRY_S = 30.0
+RESERVE = 8  # one place in so many is for the first sequences of requests, and for tenants below their share
+SMALLEST_SHARED = 4  # places; with fewer there is nothing to reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +61,57 @@ class MaxQueueDelay:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Place of one request in the queue."""
+    """Place of one request in the queue.
+
+    Attributes:
+        sequences: outputs of the request; those that run now are in ``running``, with the times of their
+            starts.
+        together: its sequences step together (a beam search), and start and end together.
+        shared_kv, own_kv: tokens of KV memory that it probably holds at its end, for its prompt and for each
+            sequence.
+        kv_tokens: of these, reserved now.
+    """
 
     tokens: int
     priority: int
-    sequences: int = 1  # computed side by side
+    sequences: int = 1
     tenant: str = DEFAULT_TENANT
-    kv_tokens: int = 0  # of KV memory, probably held at its end
-    admitted: bool = False
+    together: bool = False
+    shared_kv: int = 0
+    own_kv: int = 0
+    kv_tokens: int = 0
+    started: int = 0
     prefilled: bool = False
-    admitted_at: float = field(default=0.0, repr=False)
+    over: bool = False
+    running: dict[int, float] = field(default_factory=dict, repr=False)
+    _announced: int = field(default=0, repr=False)
+
+    @property
+    def admitted(self) -> bool:
+        """True once a sequence may run."""
+        return self.started > 0
+
+    @property
+    def extras(self) -> int:
+        """Running sequences but for the first one."""
+        return 0 if self.together else max(len(self.running) - 1, 0)
+
+    def take_admitted(self) -> tuple[int, ...]:
+        """Return the indices of the sequences that were admitted since the last call."""
+        first, self._announced = self._announced, self.started
+        return tuple(range(first, self.started))
 
 
 class AdmissionQueue:
     """Admission queue: tenants take turns; of one tenant higher priority first, then arrival.
 
     Args:
-        max_running: sequences that may be with the workers at once; a request counts with all of its own. One
-            request is always admitted when nothing runs, however many sequences it has.
+        max_running: sequences that may be with the workers at once. One sequence, or one beam search, is
+            always admitted when nothing runs.
         max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers, shared
             as in `FairShares`. One request is always accepted when nothing waits, however long it is.
         max_delay: bound of the predicted wait; None: no bound.
+        tenants: returns how many tenants the gateway's key file has.
     """
 
     def __init__(
@@ -77,23 +120,30 @@ class AdmissionQueue:
         max_waiting_tokens: int,
         *,
         max_delay: MaxQueueDelay | None = None,
+        tenants: Callable[[], int] = lambda: 1,
     ) -> None:
         self._limit = self._max_running = max_running
         self._shares = FairShares(max_waiting_tokens)
         self._max_delay = max_delay or MaxQueueDelay(seconds=float("inf"))
-        self._queue: FairQueue[Ticket] = FairQueue()
-        self._queued_sequences = 0  # of requests that wait here
-        self._queued_kv_tokens = 0  # likewise
+        self._tenants = tenants
+        self._queue: FairQueue[Ticket] = FairQueue()  # requests without a sequence so far
+        self._more: FairQueue[Ticket] = (
+            FairQueue()
+        )  # requests with a first token that may start more sequences
+        self._turn_of_more = False
+        self._queued_kv_tokens = 0  # of the requests in `_queue`
         self._newly_admitted: list[Ticket] = []
         self._prefill_workers = 1
         self._dead = False  # no workers at all
         self.rate = ThroughputEstimator()  # prompt tokens per second
         self.kv = KvBudget()
         self._mean_tokens: float | None = None  # of a request
-        self._mean_stay_s: float | None = None  # from admission to end
+        self._mean_stay_s: float | None = None  # of a sequence, from admission to end
         self._promised_until = 0.0  # retry hints given so far end then
-        self.running = 0  # requests
-        self.sequences = 0  # of the running requests
+        self.running = 0  # requests with a running sequence
+        self.sequences = 0  # that run
+        self._extras = 0  # of these, beyond the first of each request
+        self._running_of: Counter[str] = Counter()  # sequences that run, by tenant
         self.dispatched_tokens = 0  # of the waiting tokens, those at the workers
         self._dispatched = 0  # requests whose tokens these are
 
@@ -117,7 +167,10 @@ class AdmissionQueue:
         return self._admit(now)
 
     def newly_admitted(self) -> list[Ticket]:
-        """Return, once, the other tickets that `enqueue` admitted: an arrival can change whose turn it is."""
+        """Return, once, the other tickets that `enqueue` admitted: an arrival can change whose turn it is.
+
+        As in all lists of newly admitted tickets, `Ticket.take_admitted` has their sequences.
+        """
         newly_admitted, self._newly_admitted = self._newly_admitted, []
         return newly_admitted
 
@@ -127,6 +180,7 @@ class AdmissionQueue:
         *,
         max_tokens: int = 0,
         sequences: int = 1,
+        together: bool = False,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         time_left_s: float | None = None,
@@ -138,6 +192,7 @@ class AdmissionQueue:
             prompt_tokens: those to compute, without the cached ones.
             max_tokens: bound of each output.
             sequences: outputs computed side by side.
+            together: none of them starts without the others.
             priority: higher ones come first within the tenant.
             tenant: the caller's.
             time_left_s: until the deadline; None: no deadline.
@@ -148,8 +203,9 @@ class AdmissionQueue:
             DeadlineUnattainable: the predicted wait is longer than ``time_left_s``.
         """
         tokens = prompt_tokens + REQUEST_OVERHEAD_TOKENS
-        kv_tokens = self.kv.need(prompt_tokens, max_tokens, sequences, tenant)
-        wait_s = self._predicted_wait_s(tokens, sequences, kv_tokens, tenant)
+        shared_kv, own_kv = self.kv.parts(prompt_tokens, max_tokens, tenant)
+        ticket = Ticket(tokens, priority, sequences, tenant, together, shared_kv, own_kv)
+        wait_s = self._predicted_wait_s(ticket)
         if not self._shares.fits(tenant, tokens):
             raise QueueFull(self._hint_s(tokens, wait_s, now))
         if time_left_s is not None and wait_s > time_left_s:
@@ -159,11 +215,9 @@ class AdmissionQueue:
         mean = self._mean_tokens
         self._mean_tokens = tokens if mean is None else mean + SMOOTHING * (tokens - mean)
         self.rate.begin(now)
-        ticket = Ticket(tokens, priority, sequences, tenant, kv_tokens)
         self._shares.take(tenant, tokens)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
-        self._queued_sequences += sequences
-        self._queued_kv_tokens += kv_tokens
+        self._queued_kv_tokens += self._first_kv(ticket)
         self._newly_admitted += [other for other in self._admit(now) if other is not ticket]
         return ticket
 
@@ -172,37 +226,89 @@ class AdmissionQueue:
         if ticket.prefilled:
             return []
         self._computed(ticket, ticket.tokens, now)
+        if ticket.started < ticket.sequences and not ticket.over:
+            self._more.push(
+                ticket, tenant=ticket.tenant, priority=ticket.priority, cost=REQUEST_OVERHEAD_TOKENS
+            )
+        return self._admit(now)
+
+    def end_choice(
+        self, ticket: Ticket, choice: int, now: float | None = None, output_tokens: float = 0.0
+    ) -> list[Ticket]:
+        """Give back the place of one sequence, if it has one. Return the newly admitted.
+
+        ``now`` updates the average stay, ``output_tokens`` the tenant's average length.
+        """
+        started_at = ticket.running.get(choice)
+        if started_at is None or ticket.together:
+            return []
+        self._learn(ticket, started_at, now, output_tokens)
+        self._set_running(ticket, stop=(choice,))
         return self._admit(now)
 
     def leave(self, ticket: Ticket, now: float | None = None, output_tokens: float = 0.0) -> list[Ticket]:
-        """Remove a request that ended, in any state. Return the newly admitted.
+        """Remove a request that ended, in any state, once. Return the newly admitted.
 
-        ``now`` updates the average stay, ``output_tokens`` (of one output) the tenant's average length.
+        ``now`` and ``output_tokens`` (of one output): as in `end_choice`.
         """
-        if ticket.prefilled and now is not None:
-            stay, mean = now - ticket.admitted_at, self._mean_stay_s
-            self._mean_stay_s = stay if mean is None else mean + SMOOTHING * (stay - mean)
-        if output_tokens:
-            self.kv.learn(ticket.tenant, output_tokens)
+        if ticket.over:
+            return []
+        ticket.over = True
+        if ticket.running:
+            self._learn(ticket, min(ticket.running.values()), now, output_tokens)
         if not ticket.prefilled:
             self._computed(ticket, 0, now)
-        if ticket.admitted:
-            self.running -= 1
-            self.sequences -= ticket.sequences
-            self.kv.release(ticket.kv_tokens)
-        elif ticket in self._queue:
+        if ticket in self._queue:
             self._queue.discard(ticket)
-            self._leave_queue(ticket)
+            self._queued_kv_tokens -= self._first_kv(ticket)
+        self._more.discard(ticket)
+        self._set_running(ticket, stop=tuple(ticket.running))
         return self._admit(now)
 
     def invariants(self) -> None:
         """Raise AssertionError when the counts do not add up; for tests and idle checks."""
-        assert 0 <= self.running <= self.sequences or not self.sequences, "a request runs without a sequence"
+        assert 0 <= self.running <= self.sequences, "a request runs without a sequence"
         assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
+        assert self.sequences == self._running_of.total(), "tenants' sequences do not add up"
+        assert 0 <= self._extras <= self.sequences - self.running, "too many sequences beyond the first"
         assert self.kv.reserved >= 0, "memory was given back twice"
         assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
-        head = self._queue.head()
-        assert head is None or not self._has_room(head), "there is room while requests wait"
+        assert self._next() is None, "there is room while requests wait"
+
+    def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
+        if ticket.prefilled and now is not None:
+            stay, mean = now - started_at, self._mean_stay_s
+            self._mean_stay_s = stay if mean is None else mean + SMOOTHING * (stay - mean)
+        if output_tokens:
+            self.kv.learn(ticket.tenant, output_tokens)
+
+    def _set_running(
+        self, ticket: Ticket, *, start: int = 0, stop: tuple[int, ...] = (), now: float = 0.0
+    ) -> None:
+        """Start the next ``start`` sequences, end those in ``stop``, and count both."""
+        before, extras = len(ticket.running), ticket.extras
+        for index in range(ticket.started, ticket.started + start):
+            ticket.running[index] = now
+        ticket.started += start
+        for index in stop:
+            del ticket.running[index]
+        after = len(ticket.running)
+        self.running += (after > 0) - (before > 0)
+        self.sequences += after - before
+        self._extras += ticket.extras - extras
+        self._running_of[ticket.tenant] += after - before
+        if not self._running_of[ticket.tenant]:
+            del self._running_of[ticket.tenant]
+        kv_tokens = self._kv(ticket, after)
+        self.kv.reserve(kv_tokens - ticket.kv_tokens)
+        ticket.kv_tokens = kv_tokens
+
+    def _kv(self, ticket: Ticket, running: int) -> int:
+        return self.kv.clipped(ticket.shared_kv + running * ticket.own_kv) if running else 0
+
+    def _first_kv(self, ticket: Ticket) -> int:
+        """Return the KV memory that the first sequences of a request need, in tokens."""
+        return ticket.shared_kv + self._at_least(ticket) * ticket.own_kv
 
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
         ticket.prefilled = True
@@ -213,7 +319,7 @@ class AdmissionQueue:
         if now is not None:
             self.rate.done(tokens, now, more=self.waiting_tokens > 0)
 
-    def _predicted_wait_s(self, tokens: int, sequences: int, kv_tokens: int, tenant: str) -> float:
+    def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Predict the seconds until a request's prefill: the longest of the waits for a prefill worker, for a
         place in a batch and for KV memory.
 
@@ -221,13 +327,17 @@ class AdmissionQueue:
         """
         per_s = self.rate.per_s
         queued = self.waiting_tokens - self.dispatched_tokens
-        before = self._queue.cost_before(tenant, tokens)
+        before = self._queue.cost_before(ticket.tenant, ticket.tokens)
         prefill_s = 0.0 if per_s is None else (self.dispatched_tokens + before) / per_s
         if self._mean_stay_s is None or not self.running:
             return prefill_s
         share = min(before / queued, 1.0) if queued else 0.0  # of the queue, before it
-        over = self.sequences + share * self._queued_sequences + sequences - self._limit
-        stays = max(over / self._limit, self.kv.excess(share * self._queued_kv_tokens + kv_tokens))
+        turns = share * len(self._queue)
+        if len(self._more):
+            turns *= 2  # every other turn starts one more sequence of a request that runs
+        over = self.sequences + turns + self._at_least(ticket) - self._limit
+        kv_tokens = share * self._queued_kv_tokens + self.kv.clipped(self._first_kv(ticket))
+        stays = max(over / self._limit, self.kv.excess(kv_tokens))
         return max(prefill_s, stays * self._mean_stay_s)
 
     def _allowed_s(self, tokens: int) -> float:
@@ -247,32 +357,94 @@ class AdmissionQueue:
         self._promised_until = min(at + tokens / per_s, now + LONGEST_RETRY_S)
         return _bounded(at - now)
 
+    @property
+    def _reserve(self) -> int:
+        """Places that only first sequences, and tenants below their share, may take."""
+        return max(self._limit // RESERVE, 1) if self._limit >= SMALLEST_SHARED else 0
+
     def _admit(self, now: float | None) -> list[Ticket]:
         admitted = []
-        while (ticket := self._queue.head()) is not None:
-            if not self._has_room(ticket):
-                break  # no other one passes it: a large request would never be admitted
-            self._queue.pop()
-            self._leave_queue(ticket)
-            ticket.admitted = True
-            ticket.admitted_at = now or 0.0
-            self.running += 1
-            self.sequences += ticket.sequences
-            self.kv.reserve(ticket.kv_tokens)
-            self.dispatched_tokens += ticket.tokens
-            self._dispatched += 1
+        while (chosen := self._next()) is not None:
+            ticket, count = chosen
+            if ticket.started:
+                self._turn_of_more = False
+                if ticket.started + count == ticket.sequences:
+                    self._more.discard(ticket)
+            else:
+                self._turn_of_more = True
+                self._queue.pop({ticket.tenant})
+                self._queued_kv_tokens -= self._first_kv(ticket)
+                self.dispatched_tokens += ticket.tokens
+                self._dispatched += 1
+            self._set_running(ticket, start=count, now=now or 0.0)
             admitted.append(ticket)
         return admitted
 
-    def _leave_queue(self, ticket: Ticket) -> None:
-        self._queued_sequences -= ticket.sequences
-        self._queued_kv_tokens -= ticket.kv_tokens
+    def _next(self) -> tuple[Ticket, int] | None:
+        """Return the request whose turn it is and how many of its sequences may start; None without room."""
+        first = self._head(self._queue)
+        if first is not None and not self._may_dispatch(first):
+            first = None  # it waits for a prefill worker, the others for a place
+        more = self._head(self._more)
+        if more is not None and more.running and self._extras >= self._most_extras:
+            more = None  # what is left is for first sequences
+        turns = (more, first) if self._turn_of_more else (first, more)
+        ticket = turns[0] or turns[1]
+        if ticket is None:
+            return None
+        count = self._room(ticket)
+        return (ticket, count) if count else None  # no other one passes it: it would never be admitted
 
-    def _has_room(self, ticket: Ticket) -> bool:
-        if not self.running:
-            return True
-        if self.sequences + ticket.sequences > self._limit or not self.kv.fits(ticket.kv_tokens):
-            return False
+    def _head(self, queue: FairQueue[Ticket]) -> Ticket | None:
+        """Return the first request of the tenants below their share, or else of those that may have more."""
+        if not len(queue):
+            return None
+        held, waiting = self._running_of, [*queue.tenants]
+        share, most = self._share(), self._most_of_one
+        allowed = [tenant for tenant in waiting if held[tenant] < most]
+        return queue.head([tenant for tenant in allowed if held[tenant] < share]) or queue.head(allowed)
+
+    def _share(self) -> float:
+        tenants = self._running_of.keys() | self._queue.tenants | self._more.tenants
+        return self._limit / max(len(tenants), 1)
+
+    @property
+    def _most_of_one(self) -> int:
+        """Most sequences of a tenant that is alone."""
+        alone = self._tenants() <= 1 and len(self._running_of.keys() | self._queue.tenants) <= 1
+        return self._limit if alone else self._limit - self._reserve
+
+    @property
+    def _most_extras(self) -> int:
+        return self._limit - self._reserve - 1
+
+    def _at_least(self, ticket: Ticket) -> int:
+        """Return how many sequences of a request start at first: a few share one prefill."""
+        return ticket.sequences if ticket.together else min(ticket.sequences, max(self._reserve, 1))
+
+    def _room(self, ticket: Ticket) -> int:
+        """Return how many sequences of the request may start now."""
+        free, left = self._limit - self.sequences, ticket.sequences - ticket.started
+        if ticket.together:
+            fits = free >= left and self._fits(ticket, left)
+            return left if fits or not self.sequences else 0
+        extras = self._most_extras - self._extras + (not ticket.running)
+        share = int(self._share()) if self._others_wait(ticket.tenant) else self._most_of_one
+        wanted = min(left, max(extras, 1), max(share - self._running_of[ticket.tenant], 1))
+        count = min(wanted, free)
+        if count < (1 if ticket.started else min(self._at_least(ticket), wanted)):
+            return 0
+        while count > 1 and not self._fits(ticket, count):
+            count -= 1
+        return count if self._fits(ticket, count) or not self.sequences else 0
+
+    def _others_wait(self, tenant: str) -> bool:
+        return bool((self._queue.tenants | self._more.tenants) - {tenant})
+
+    def _fits(self, ticket: Ticket, more: int) -> bool:
+        return self.kv.fits(self._kv(ticket, len(ticket.running) + more) - ticket.kv_tokens)
+
+    def _may_dispatch(self, ticket: Ticket) -> bool:
         if self._dispatched < WINDOW_REQUESTS * self._prefill_workers:
             return True
         window = max(WINDOW_TOKENS * self._prefill_workers, WINDOW_S * (self.rate.per_s or 0.0))

@@ -14,11 +14,12 @@ the ``generation`` block.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from jinja2 import meta, nodes
@@ -31,6 +32,9 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall
 
+# Variables of every rendering; the special tokens' names join them.
+_CONTEXT: Final = ("messages", "tools", "documents", "add_generation_prompt")
+
 
 class UnusableTemplate(StartupError, ValueError):
     """Chat template that is too large or no valid Jinja2."""
@@ -38,6 +42,10 @@ class UnusableTemplate(StartupError, ValueError):
 
 class RenderRefused(Exception):
     """Rendering failed or exceeded a bound. The text is the reason, without any content."""
+
+
+class _Raised(jinja2.TemplateError):
+    """Error that the template raised on purpose, with its own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Message:
     name: str = ""
     tool_calls: tuple[ToolCall, ...] = ()  # of assistant turns
     tool_call_id: str = ""  # of tool turns
+    reasoning_content: str = ""  # of assistant turns
 
 
 class ChatTemplate:
@@ -81,6 +90,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
         self._variables = frozenset(meta.find_undeclared_variables(tree))
+        self._reserved = frozenset({*_CONTEXT, *names, *environment.globals})
+        self._refusals = tuple(_refusals(tree))
         self._source = source
         self._with_tools = with_tools
 
@@ -94,6 +105,16 @@ class ChatTemplate:
         return name in self._variables or (
             self._with_tools is not None and self._with_tools.reads_variable(name)
         )
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Names of the template keyword arguments that the template reads."""
+        own = self._variables - self._reserved
+        return own if self._with_tools is None else own | self._with_tools.settings
+
+    def is_reserved(self, name: str) -> bool:
+        """Return whether a variable is the conversation's or the model's own, and no setting."""
+        return name in self._reserved
 
     def render(
         self,
@@ -115,7 +136,7 @@ class ChatTemplate:
             **self._names,
             "tools": [self._defused_value(tool.as_template_value()) for tool in tools] or None,
             "documents": None,
-            **(kwargs or {}),
+            **{name: self._defused_value(value) for name, value in (kwargs or {}).items()},
             "messages": [self._defused(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
@@ -127,13 +148,15 @@ class ChatTemplate:
             "content": self._control_tokens.defuse(message.content),
         }
         if message.name:
-            fields["name"] = message.name
+            fields["name"] = self._control_tokens.defuse(message.name)
         if message.tool_calls:
             fields["tool_calls"] = [
                 self._defused_value(one.as_template_value()) for one in message.tool_calls
             ]
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id
+        if message.reasoning_content:
+            fields["reasoning_content"] = self._control_tokens.defuse(message.reasoning_content)
         return fields
 
     def _defused_value(self, value: object) -> object:
@@ -154,7 +177,9 @@ class ChatTemplate:
                 size += len(piece)
                 if size > limits.MAX_RENDERED_CHARS or time.monotonic() > stop_at:
                     raise RenderRefused("it writes too much")
-        # Raised by the template on purpose, by the sandbox, or by an operation on an unexpected message.
+        except _Raised as error:
+            raise RenderRefused(self._own_words(str(error))) from error
+        # Raised by the sandbox, or by an operation on an unexpected message.
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -167,6 +192,39 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise RenderRefused("it writes too much") from error
         return "".join(written)
+
+    def _own_words(self, raised: str) -> str:
+        """Return what the template says itself in a text that it raised: no word of the conversation."""
+        for pattern, words in self._refusals:
+            if pattern.fullmatch(raised):
+                shown = "".join(char if char.isprintable() else " " for char in words)
+                return f'it says "{shown[: limits.MAX_TEMPLATE_REFUSAL_CHARS]}"'
+        return "it does not accept these messages"
+
+
+def _refusals(tree: nodes.Template) -> Iterator[tuple[re.Pattern[str], str]]:
+    """Yield (pattern of the text, its constant words) of each ``raise_exception`` in a template."""
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == "raise_exception" and call.args:
+            parts = list(_text_parts(call.args[0]))
+            pattern = "".join(".*" if part is None else re.escape(part) for part in parts)
+            words = "".join("…" if part is None else part for part in parts)
+            if any(parts):
+                yield re.compile(pattern, re.DOTALL), words
+
+
+def _text_parts(node: nodes.Node) -> Iterator[str | None]:
+    """Yield the constant parts of an expression that makes a text, and None for each other part."""
+    if isinstance(node, nodes.Const):
+        yield str(node.value)
+    elif isinstance(node, nodes.Concat):
+        for one in node.nodes:
+            yield from _text_parts(one)
+    elif isinstance(node, nodes.Add):
+        yield from _text_parts(node.left)
+        yield from _text_parts(node.right)
+    else:
+        yield None
 
 
 def _of_tools(message: Message) -> bool:
@@ -184,7 +242,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Raised(str(message))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

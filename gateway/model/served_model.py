@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
+from diptych.runtime.model_context import limited_context
+from diptych.runtime.model_name import model_names
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
-from gateway.model.tool_support import ToolSupport
-
-# "Model.Q4_1.gguf" is served as "Model": the quantisation is no part of a model's name.
-_QUANTISATION: Final = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16|MXFP4)$", re.IGNORECASE)
+from gateway.model.role_support import RoleSupport
+from gateway.model.tool_support import PROBE_TOOL, ToolSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +56,24 @@ class ModelCard:
     has_chat_template: bool
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, path: Path, name: str | None = None) -> ModelCard:
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, path: Path, name: str | None = None, max_context: int | None = None
+    ) -> ModelCard:
         """Describe the model at ``path``.
 
         Args:
             tokenizer: of this model.
             path: gives the name if ``name`` is None: the folder's, or the file's without its quantisation.
             name: the name that requests use; with it the file's name is no alias.
+            max_context: lowers the model's context to so many tokens.
+
+        Raises `NamelessModel` or `ContextTooLong`.
         """
-        stem = path.stem if path.is_file() else path.name
-        plain = _QUANTISATION.sub("", stem) or stem
+        names = model_names(path, name)
         return cls(
-            name=name or plain,
-            aliases=() if name or plain == stem else (stem,),
-            max_context=tokenizer.max_context,
+            name=names.name,
+            aliases=names.aliases,
+            max_context=limited_context(tokenizer.max_context, max_context),
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
             defaults=SamplingDefaults.from_generation_config(tokenizer.generation_defaults),
@@ -91,17 +93,24 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tools: ToolSupport
+    roles: RoleSupport = field(default_factory=RoleSupport)
+    roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
 
     @classmethod
-    def load(cls, path: Path, name: str | None = None) -> ServedModel:
-        """Load a GGUF file or a Hugging Face folder; ``name`` replaces the name derived from the path.
+    def load(cls, path: Path, name: str | None = None, max_context: int | None = None) -> ServedModel:
+        """Load a GGUF file or a Hugging Face folder.
 
-        Raises `UnusableTokenizer`, `UnusableTemplate` or `OSError`.
+        ``name`` replaces the name derived from the path, and ``max_context`` lowers the model's context.
+        Raises `UnusableTokenizer`, `UnusableTemplate`, `NamelessModel`, `ContextTooLong` or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
         template = _template(tokenizer)
-        tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
-        return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template, tools)
+        card = ModelCard.from_tokenizer(tokenizer, path, name, max_context)
+        if template is None:
+            return cls(card, tokenizer, None, ToolSupport())
+        tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
+        beside_tools = RoleSupport.of(template, [PROBE_TOOL]) if tools.tools else roles
+        return cls(card, tokenizer, template, tools, roles, beside_tools)
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:

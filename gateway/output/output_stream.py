@@ -22,6 +22,7 @@ from gateway.output.stop_strings import StopStrings
 from gateway.tools.call_pieces import CallPieces
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
+from gateway.tools.unfinished import UnfinishedCalls
 
 
 class Delta(NamedTuple):
@@ -59,6 +60,7 @@ class OutputStream:
         want_scores: pieces carry the scores of their tokens, if the worker sends them.
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
+        unfinished: reads what is left of a call at the end of the output; goes with ``calls``.
         piece_names: of the offered tools; calls then come in pieces (`CallPieces`). None: whole.
     """
 
@@ -76,6 +78,7 @@ class OutputStream:
         want_scores: bool = False,
         calls: ToolCallParser | None = None,
         one_call: bool = False,
+        unfinished: UnfinishedCalls | None = None,
         piece_names: Collection[str] | None = None,
     ) -> None:
         self._detokenizer = detokenizer
@@ -92,12 +95,14 @@ class OutputStream:
         if calls is not None and one_call:
             calls = FirstCall(calls)
         self._calls = calls
+        self._unfinished = unfinished
         self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[tuple[int, TokenLogprob]] = []
         self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
+        self.pending_alternatives = 0  # likewise, of the scores
         self.billed = 0
         self.logprob = 0.0  # sum over all billed tokens, where the worker sends scores
         self.stop_match: StopMatch | None = None
@@ -161,7 +166,10 @@ class OutputStream:
             if self._stops is not None and not self.over:
                 self._show(self._stops.flush())
         if self._calls is not None:
-            self._show_parsed(self._calls.finish())
+            last = self._calls.finish()
+            if self._unfinished is not None and last.text:
+                last = Parsed(calls=last.calls) + self._unfinished.read(last.text, cut=not self.stopped)
+            self._show_parsed(last)
 
     def take(self) -> Delta:
         """Return all that is new, due or not; possibly nothing."""
@@ -173,7 +181,7 @@ class OutputStream:
             self._tool_calls,
         )
         self._text, self._token_ids, self._scores, self._tool_calls = [], [], [], []
-        self.pending = 0
+        self.pending = self.pending_alternatives = 0
         return delta
 
     def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob]) -> None:
@@ -184,6 +192,7 @@ class OutputStream:
             self.logprob += sum(score.logprob for score in scores)
             if self._want_scores:
                 self._scores.extend(zip(token_ids, scores, strict=True))
+                self.pending_alternatives += sum(1 + len(score.top) for score in scores)
         if token_ids and token_ids[-1] in self._stop_ids:
             self.stop_match = StopMatch(token_id=token_ids[-1])
             if not self._include_stop:
@@ -212,7 +221,8 @@ class OutputStream:
             self._show_parsed(self._calls.push(text))
 
     def _show_parsed(self, parsed: Parsed) -> None:
-        if parsed.text:
+        # Between calls that are all that an output may hold, text is a separator.
+        if parsed.text and not (self._unfinished is not None and self._unfinished.forced):
             self._text.append(parsed.text)
         for call in parsed.calls:
             self._add_call(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,6 @@ from gateway.model.served_model import ModelCard
 MAX_REQUEST_ID_CHARS: Final = PARAMETERS["request_id"].longest
 _REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _NOT_IN_IDS: Final = re.compile(r"[^A-Za-z0-9._-]")
-_MESSAGE_NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.MAX_MESSAGE_NAME_CHARS}}}")
 _REQUEST_ID_RULE: Final = f"must be 1 to {MAX_REQUEST_ID_CHARS} characters of [A-Za-z0-9._-]"
 # C0, DEL and C1: they forge log lines and header values.
 _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -95,12 +95,19 @@ def model_name(value: str, card: ModelCard) -> str:
     return card.name
 
 
+def has_name_characters(value: str) -> bool:
+    """Return whether all is letters and digits of any script, their marks, dots, dashes or underscores.
+
+    Nothing of these spells a control token.
+    """
+    return all(char in "._-" or unicodedata.category(char)[0] in "LMN" for char in value)
+
+
 def message_name(field: str, value: str) -> str:
     """Check the name of a chat message. Raises InvalidParameter."""
-    if value and _MESSAGE_NAME.fullmatch(value) is None:
-        raise InvalidParameter(
-            field, f"must be at most {limits.MAX_MESSAGE_NAME_CHARS} characters of [A-Za-z0-9._-]"
-        )
+    most = limits.MAX_MESSAGE_NAME_CHARS
+    if len(value) > most or not has_name_characters(value):
+        raise InvalidParameter(field, f"must be at most {most} letters, digits, dots, dashes and underscores")
     return value
 
 

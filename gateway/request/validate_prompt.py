@@ -12,22 +12,21 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.plain_tool_turns import plain_tool_turns
+from gateway.model.role_support import ROLES
 from gateway.model.served_model import ServedModel
 from gateway.request.field_checks import message_name
+from gateway.request.json_values import whole
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
 from gateway.tools.tool import Toolbox
 
-# A template pastes the role between control tokens, so a free role would be a way to write there.
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 # Where a prompt's tokens come from, by the kind of prompt.
 _FIELDS: Final = {"token_ids": "token_ids.ids", "text": "text", "chat": "chat.messages"}
-# Keyword arguments that templates of the served families know, with the values that mean something.
-TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
-    "enable_thinking": (True, False),
-    "thinking": (True, False),
-    "reasoning_effort": ("low", "medium", "high"),
-}
+_KWARGS: Final = "chat.template_kwargs"
+# Settings that clients send to any model: whether and how much it is to think.
+_FLAGS: Final = ("enable_thinking", "thinking")
+_EFFORT: Final = "reasoning_effort"
 
 
 def prompt_ids(
@@ -101,14 +100,14 @@ def chat_parts(
     _check_size("chat.messages", num_bytes, num_bytes)
     tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
     _check_size("chat.tools", tool_bytes, tool_bytes)
-    messages = [_message(index, message, model) for index, message in enumerate(chat.messages)]
+    messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
         parts = template.render(
             messages,
             add_generation_prompt=add_prompt,
-            tools=() if tools is None else tools.tools,
+            tools=() if tools is None or model.tools.generic else tools.tools,
             kwargs=kwargs,
         )
     except RenderRefused as error:
@@ -119,7 +118,7 @@ def chat_parts(
 def _bytes_of(message: pb.ChatMessage) -> int:
     """Count the bytes of a turn that the template gets."""
     calls = sum(call.ByteSize() for call in message.tool_calls)
-    return len(message.content.encode("utf-8")) + calls
+    return len(message.content.encode("utf-8")) + len(message.reasoning_content.encode("utf-8")) + calls
 
 
 def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
@@ -127,44 +126,87 @@ def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
         raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
 
 
-def _message(index: int, message: pb.ChatMessage, model: ServedModel) -> Message:
-    field = f"chat.messages[{index}]"
-    if message.role not in ROLES:
-        raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) -> list[Message]:
+    """Check the turns, and put tools into words where the template has none."""
+    messages: list[Message] = []
+    leading = True
+    roles = model.roles if tools is None else model.roles_beside_tools
+    for index, message in enumerate(chat.messages):
+        field = f"chat.messages[{index}]"
+        if message.role not in ROLES:
+            raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+        role = roles.rendered_role(message.role, index, leading=leading)
+        leading = leading and message.role in ("system", "developer")
+        if role is None:
+            where = "first" if index == 0 else "here"
+            reason = f"this model's chat template does not render a turn of the {message.role} {where}"
+            raise UnsupportedFeature(f"{field}.role", reason)
+        messages.append(_message(field, role, message, model))
+    if not model.tools.generic:
+        return messages
+    offered = () if tools is None else tools.tools
+    native = model.tools.calls and model.tools.turns
+    return plain_tool_turns(messages, offered, system="system" in roles.first, calls=native)
+
+
+def _message(field: str, role: str, message: pb.ChatMessage, model: ServedModel) -> Message:
     answers = tool_call_id(field, message, model.tools)
     return Message(
-        message.role,
+        role,
         message.content,
         message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
         tool_calls(field, message, model.tools),
         answers,
+        _reasoning(field, message),
     )
 
 
+def _reasoning(field: str, message: pb.ChatMessage) -> str:
+    if message.reasoning_content and message.role != "assistant":
+        raise InvalidParameter(f"{field}.reasoning_content", "is an assistant's")
+    return message.reasoning_content
+
+
 def _template_kwargs(given: Struct, template: ChatTemplate) -> dict[str, object]:
+    """Return what the template is asked to read besides the conversation.
+
+    A setting that it does not read is refused, unless the value asks for nothing.
+    """
     kwargs: dict[str, object] = {}
     for name, value in given.fields.items():
-        allowed = TEMPLATE_KWARGS.get(name)
-        if allowed is None:
-            raise InvalidParameter("chat.template_kwargs", f"may hold only {', '.join(TEMPLATE_KWARGS)}")
-        if not template.reads_variable(name):
-            raise UnsupportedFeature(
-                f"chat.template_kwargs.{name}", "this model's chat template has no such setting"
-            )
         plain = _plain(value)
-        if plain not in allowed:
-            raise InvalidParameter(f"chat.template_kwargs.{name}", f"must be one of {_listed(allowed)}")
-        kwargs[name] = plain
+        if name in _FLAGS and not isinstance(plain, bool):
+            raise InvalidParameter(f"{_KWARGS}.{name}", "must be true or false")
+        if name == _EFFORT and not isinstance(plain, str):
+            raise InvalidParameter(f"{_KWARGS}.{name}", "must be a string")
+        if not template.is_reserved(name) and template.reads_variable(name):
+            kwargs[name] = plain
+        elif not _asks_for_nothing(name, plain):
+            if name in (*_FLAGS, _EFFORT):
+                raise UnsupportedFeature(
+                    f"{_KWARGS}.{name}", "this model's chat template has no such setting"
+                )
+            readable = ", ".join(sorted(template.settings)) or "nothing"
+            raise InvalidParameter(_KWARGS, f"may hold what this model's chat template reads: {readable}")
+    if kwargs.get(_EFFORT, _plain(given.fields[_EFFORT]) if _EFFORT in given.fields else "") == "none":
+        for flag in _FLAGS:
+            if template.reads_variable(flag):
+                kwargs.setdefault(flag, False)
     return kwargs
 
 
-def _listed(values: tuple[object, ...]) -> str:
-    return ", ".join(str(value).lower() for value in values)
+def _asks_for_nothing(name: str, value: object) -> bool:
+    return (name in _FLAGS and value is False) or (name == _EFFORT and value in ("none", "minimal"))
 
 
 def _plain(value: Value) -> object:
-    """Return a flag or a string, and None for anything else (1 must not pass for true)."""
+    """Return the JSON value. JSON's numbers have one kind: whole ones are integers."""
     kind = value.WhichOneof("kind")
-    if kind == "bool_value":
-        return value.bool_value
-    return value.string_value if kind == "string_value" else None
+    if kind == "struct_value":
+        # A map of protobuf has no order, and a prompt must have one.
+        return {name: _plain(one) for name, one in sorted(value.struct_value.fields.items())}
+    if kind == "list_value":
+        return [_plain(one) for one in value.list_value.values]
+    if kind == "number_value":
+        return whole(value.number_value)
+    return None if kind is None or kind == "null_value" else getattr(value, kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -13,10 +12,10 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
+from gateway.request.field_checks import has_name_characters
 from gateway.request.structured_output import Constraint, check_size, lenient_schema, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 # Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.
 _BRACKETS: Final = frozenset("<>[]")
 _MODES: Final = {
@@ -41,7 +40,9 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
         if mode in (Mode.REQUIRED, Mode.NAMED):
             raise InvalidParameter("chat.tool_choice", "needs tools to choose from")
         return None
-    if not support.tools:
+    if support.generic and mode is Mode.NONE:
+        return None
+    if not (support.tools or support.generic):
         raise UnsupportedFeature("chat.tools", "this model's chat template has no tools")
     if support.call_format is None and mode is not Mode.NONE:
         raise UnsupportedFeature("chat.tools", "the form of this model's calls is not known to this server")
@@ -59,15 +60,25 @@ def constraint_of(
 
     ``lenient``: as in `structured_output`.
     """
-    if tools is None or support.call_format is None or not tools.forced:
+    if tools is None or support.call_format is None:
         return asked
-    if asked is not None:
-        raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     if lenient:
         tools = replace(tools, tools=tuple(map(_lenient, tools.tools)))
+    if not tools.forced:
+        optional = support.call_format.optional_grammar
+        if optional is None or asked is not None or tools.mode is Mode.NONE:
+            return asked
+        return Constraint("chat.tools", optional(tools.tools), _parts(tools))
+    if asked is not None:
+        raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     many = tools.mode is Mode.REQUIRED and not tools.single
     grammar = support.call_format.grammar(tools.callable, many=many)
-    parts = tuple(
+    return Constraint("chat.tool_choice", grammar, _parts(tools))
+
+
+def _parts(tools: Toolbox) -> tuple[tuple[str, Grammar], ...]:
+    """Return the grammars of the tools' arguments, each with the field of its schema."""
+    return tuple(
         (
             f"chat.tools[{index}].parameters_json_schema",
             Grammar(Kind.JSON_SCHEMA, json.dumps(dict(tool.arguments_schema))),
@@ -75,7 +86,6 @@ def constraint_of(
         for index, tool in enumerate(tools.tools)
         if tool in tools.callable
     )
-    return Constraint("chat.tool_choice", grammar, parts)
 
 
 def _lenient(tool: Tool) -> Tool:
@@ -88,7 +98,7 @@ def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tupl
         return ()
     if message.role != "assistant":
         raise InvalidParameter(f"{path}.tool_calls", "are an assistant's")
-    if not support.calls:
+    if not (support.calls or support.generic):
         raise UnsupportedFeature(f"{path}.tool_calls", "this model's chat template has no tool calls")
     if len(message.tool_calls) > limits.MAX_TOOL_CALLS:
         raise InvalidParameter(f"{path}.tool_calls", f"must be at most {limits.MAX_TOOL_CALLS}")
@@ -97,7 +107,7 @@ def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tupl
 
 def tool_call_id(path: str, message: pb.ChatMessage, support: ToolSupport) -> str:
     """Return the call that a tool's turn answers; may be left out where the template does not read it."""
-    if message.role == "tool" and not support.turns:
+    if message.role == "tool" and not (support.turns or support.generic):
         raise UnsupportedFeature(f"{path}.role", "this model's chat template has no tool turns")
     if message.tool_call_id and message.role != "tool":
         raise InvalidParameter(f"{path}.tool_call_id", "is a tool's")
@@ -138,7 +148,7 @@ def _call(path: str, call: pb.ToolCall) -> ToolCall:
 
 
 def _name(path: str, name: str) -> str:
-    if not 0 < len(name) <= limits.MAX_TOOL_NAME_CHARS or not _NAME.fullmatch(name):
+    if not 0 < len(name) <= limits.MAX_TOOL_NAME_CHARS or not has_name_characters(name):
         raise InvalidParameter(
             path, f"must be 1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, dots, dashes and underscores"
         )

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from gateway.attempt.types import Cause, Role
-from gateway.session.retry_policy import WORKER_WAIT_S, Retry, RetryBudget, RetryContext
+from gateway.session.retry_policy import MOMENT_S, WORKER_WAIT_S, Retry, RetryBudget, RetryContext
+
+
+@dataclass(slots=True)
+class _Loss:
+    """A worker that was lost at ``at`` seconds with an attempt that it had had since ``since``."""
+
+    worker_id: str
+    at: float
+    since: float
+    confirmed: bool = False
 
 
 class FailedWorkers:
@@ -21,41 +32,73 @@ class FailedWorkers:
     as one that names the worker it replaces, the death is confirmed. A worker that had announced its
     shutdown, drained and restarted by its operator, does not count. When only another worker reports that its
     link to the peer broke, the peer is a suspect: it counts once this gateway loses it, too.
+
+    Deaths within `MOMENT_S` of each other, of workers that had the request when the first of them died, count
+    once: a host that reboots or an operator that kills both is the likelier cause.
     """
 
     def __init__(self) -> None:
-        self._lost: set[str] = set()  # dead, unless they come back
-        self._suspects: set[str] = set()  # lost by their peers while they had the request
-        self._confirmed_dead = 0
+        self._losses: list[_Loss] = []  # by time; dead, unless they come back
+        self._suspects: dict[str, float] = {}  # lost by their peers; since when they had the request
 
     @property
     def deaths(self) -> int:
-        return self._confirmed_dead + len(self._lost)
+        return len(self._moments())
 
     @property
     def unconfirmed(self) -> int:
         """Deaths that may turn out to be broken links."""
-        return len(self._lost)
+        return sum(not any(loss.confirmed for loss in moment) for moment in self._moments())
 
-    def suspect(self, worker_id: str) -> None:
-        """Record that another worker lost this one while both had the request."""
-        self._suspects.add(worker_id)
+    @property
+    def undecided(self) -> bool:
+        """True if its deaths lie so close together that the request need not be their cause."""
+        return not self._losses or self._losses[-1].at - self._losses[0].at <= MOMENT_S
+
+    def _moments(self) -> list[list[_Loss]]:
+        """Return the losses, grouped into those that count once."""
+        moments: list[list[_Loss]] = []
+        for loss in self._losses:
+            first = moments[-1][0] if moments else None
+            if first is not None and loss.since < first.at and loss.at - first.at <= MOMENT_S:
+                moments[-1].append(loss)
+            else:
+                moments.append([loss])
+        return moments
+
+    def describe(self) -> list[str]:
+        """Return the lost workers for the log, each with what is known of its death."""
+        return [f"{x.worker_id} ({'dead' if x.confirmed else 'unconfirmed'})" for x in self._losses]
+
+    def suspect(self, worker_id: str, *, since: float = 0.0) -> None:
+        """Record that another worker lost this one while both had the request, ``since`` that time."""
+        self._suspects[worker_id] = since
 
     def is_suspect(self, worker_id: str) -> bool:
         return worker_id in self._suspects
 
-    def worker_down(self, worker_id: str, *, graceful: bool) -> None:
-        """Record that this gateway lost the worker while it had the request."""
-        self._suspects.discard(worker_id)
-        if not graceful:
-            self._lost.add(worker_id)
+    def worker_down(
+        self, worker_id: str, *, graceful: bool, at: float = 0.0, since: float | None = None
+    ) -> None:
+        """Record that this gateway lost the worker while it had the request.
+
+        Args:
+            graceful: it had announced its shutdown.
+            at: seconds on a monotonic clock.
+            since: when it got the attempt; None = as recorded by `suspect`, or now.
+        """
+        suspected_since = self._suspects.pop(worker_id, at)
+        known = any(loss.worker_id == worker_id and not loss.confirmed for loss in self._losses)
+        if not graceful and not known:
+            self._losses.append(_Loss(worker_id, at, suspected_since if since is None else since))
 
     def worker_up(self, worker_id: str, *, same_process: bool) -> None:
         """Record a link to the worker: to the same process, or to another in its place."""
-        self._suspects.discard(worker_id)
-        if worker_id in self._lost:
-            self._lost.discard(worker_id)
-            self._confirmed_dead += not same_process
+        self._suspects.pop(worker_id, None)
+        for loss in [loss for loss in self._losses if loss.worker_id == worker_id and not loss.confirmed]:
+            loss.confirmed = not same_process
+            if same_process:
+                self._losses.remove(loss)
 
 
 class RequestLimits:
@@ -134,6 +177,7 @@ class AttemptHistory:
             compute_failures=self.failures[Cause.COMPUTE_FAILED],
             deaths=limits.failed_workers.deaths,
             unconfirmed=limits.failed_workers.unconfirmed,
+            undecided=limits.failed_workers.undecided,
             losses=recent[Cause.WORKER_LOST] + recent[Cause.PEER_LOST],
             refusals=recent[Cause.DRAINING],
             attempts=attempts,

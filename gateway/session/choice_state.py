@@ -2,7 +2,7 @@
 
 The life of a choice (a request has one, or ``n``, see `gateway.session.request_state`):
 
-1. QUEUED: its request waits in the gateway's own bounded queue, and no worker knows of it.
+1. QUEUED: it waits in the gateway's own bounded queue, and no worker knows of it.
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
 3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch. The prefill worker may
@@ -49,6 +49,7 @@ from gateway.session.events import (
     NoRoute,
     OutputRestored,
     RequestFailed,
+    RouteAgain,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
@@ -63,6 +64,7 @@ from gateway.session.retry_policy import (
     no_worker_error,
     over_budget_error,
     poison_request,
+    quarantine_error,
     quarantined,
     shutting_down_error,
     wait_or_give_up,
@@ -117,6 +119,8 @@ class ChoiceState:
         self._limits = limits
         self._working: dict[Role, str] = {}  # workers without a terminal message on the current attempt
         self._pair: dict[Role, str] = {}  # workers that have, or had, the current attempt
+        self._launched_at = now
+        self._lost_before_commit: dict[int, tuple[str, float, float]] = {}  # by attempt; see `_decode_begun`
         self._early = 0  # tokens of the current attempt that came from its prefill worker
 
     @property
@@ -131,7 +135,9 @@ class ChoiceState:
     @property
     def retry_context(self) -> RetryContext:
         """The input of `gateway.session.retry_policy`."""
-        return self.history.context(self._limits, len(self.attempts))
+        # A choice that starts late is a later attempt, too: others of its request may have sent output.
+        others = min(self._limits.delivered, 1)
+        return self.history.context(self._limits, max(len(self.attempts), others))
 
     @property
     def wants_route(self) -> bool:
@@ -152,14 +158,16 @@ class ChoiceState:
             case Admitted():
                 if self.state is not State.QUEUED:
                     raise InvalidTransition("admitted twice")
+                self.history.suspended = quarantined(self.retry_context)  # by deaths under other choices
                 return self._need_route(now)
             case Launched(attempt, prefill_id, decode_id):
                 return self._launch(attempt, prefill_id, decode_id, now)
             case NoRoute(role):
                 return self._no_route(role, now)
-            case PrefillCommitted(attempt) if self._runs(attempt):
-                self._working.pop(Role.PREFILL, None)
-                return []
+            case RouteAgain() if self.wants_route:
+                return [NeedRoute(self.index)]
+            case PrefillCommitted(attempt):
+                return self._prefill_committed(attempt, now)
             case DecodeFinished(attempt, reason) if self._runs(attempt):
                 self._working.pop(Role.DECODE, None)
                 return self._finish(reason, now)
@@ -217,7 +225,7 @@ class ChoiceState:
 
     def _await_confirmation(self, now: float) -> list[Action]:
         if not self._limits.wait_s:
-            return self._fail(Internal(), now)
+            return self._fail(quarantine_error(self.retry_context), now)
         return self._await_worker(self._limits.wait_s)
 
     def _await_worker(self, seconds: float) -> list[Action]:
@@ -232,6 +240,7 @@ class ChoiceState:
         self.history.waits, self.history.waiting_for = False, None
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
         self._pair = dict(self._working)
+        self._launched_at = now
         self._early = 0
         return []
 
@@ -244,11 +253,12 @@ class ChoiceState:
     def _tokens(self, event: TokensArrived, now: float) -> list[Action]:
         have = len(self.output_ids)
         if event.position > have:
-            return self._fail(Internal(), now)  # a token is missing: what follows would be another text
+            why = f"token {have} is missing before token {event.position}"  # the text would be another one
+            return self._fail(Internal(why), now)
         skip = have - event.position
         new = event.token_ids[skip:] if skip else event.token_ids
         if have + len(new) > self._limits.max_tokens:
-            return self._fail(Internal(), now)
+            return self._fail(Internal("a worker sent more than max_tokens"), now)
         if event.early:
             self._early += len(new)
         elif self.state is not State.DECODING:
@@ -264,11 +274,34 @@ class ChoiceState:
     def _worker_down(self, worker_id: str, graceful: bool, now: float) -> list[Action]:
         failed = self._limits.failed_workers
         if worker_id in self._working.values():
-            failed.worker_down(worker_id, graceful=graceful)
+            if worker_id != self._working.get(Role.DECODE) or self._decode_begun:
+                failed.worker_down(worker_id, graceful=graceful, at=now, since=self._launched_at)
+            elif not graceful:
+                self._lost_before_commit[self.attempt] = worker_id, now, self._launched_at
             self._working = {r: w for r, w in self._working.items() if w != worker_id}
             return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
         if failed.is_suspect(worker_id):
-            failed.worker_down(worker_id, graceful=graceful)
+            failed.worker_down(worker_id, graceful=graceful, at=now)
+        return self._suspend_if_quarantined(now)
+
+    @property
+    def _decode_begun(self) -> bool:
+        """True if the decode worker may have begun: before it has all blocks it only keeps room for them."""
+        return self.state is State.DECODING or Role.PREFILL not in self._working
+
+    def _prefill_committed(self, attempt: int, now: float) -> list[Action]:
+        if self._runs(attempt):
+            self._working.pop(Role.PREFILL, None)
+            return []
+        if (lost := self._lost_before_commit.pop(attempt, None)) is None:
+            return []
+        worker_id, at, since = lost  # it had begun after all: the message of its peer was late
+        self._limits.failed_workers.worker_down(worker_id, graceful=False, at=at, since=since)
+        return self._suspend_if_quarantined(now)
+
+    def _suspend_if_quarantined(self, now: float) -> list[Action]:
+        if self.state is State.QUEUED:  # its admission looks at the deaths until then
+            return []
         if not self.history.suspended and quarantined(self.retry_context):  # its workers are in danger
             return self._suspend(now)
         return []
@@ -296,7 +329,7 @@ class ChoiceState:
             self.history.allow_replacement(worker_id)
         if self.history.suspended:
             if poison_request(self.retry_context):
-                return self._fail(Internal(), now)
+                return self._fail(quarantine_error(self.retry_context), now)
             if quarantined(self.retry_context):
                 return []
             self.history.suspended = False
@@ -308,7 +341,9 @@ class ChoiceState:
             return []  # its terminal message came before
         if cause is Cause.PEER_LOST:  # the worker that reports it is not the one that failed
             worker_id = next((w for w in self._pair.values() if w != worker_id), worker_id)
-            self._limits.failed_workers.suspect(worker_id)
+            begun = self.state is State.DECODING or worker_id == self._pair.get(Role.PREFILL)
+            if begun:  # a decode worker whose prefill worker has not committed yet has not
+                self._limits.failed_workers.suspect(worker_id, since=self._launched_at)
         elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
             # Whichever worker reports it: a decode worker computes nothing before it has sent a first token.
             worker_id = self._pair[Role.PREFILL]
@@ -334,7 +369,7 @@ class ChoiceState:
 
     def _wait_expired(self, now: float) -> list[Action]:
         if self.history.suspended:
-            return self._fail(Internal(), now)
+            return self._fail(quarantine_error(self.retry_context), now)
         role = self.history.waiting_for
         return [] if role is None else self._fail(no_worker_error(role.value, self.retry_context), now)
 

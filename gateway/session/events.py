@@ -19,7 +19,9 @@ from gateway.attempt.work import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Admission by the gateway's bounded queue."""
+    """Admission of choices by the gateway's bounded queue. Empty ``choices``: all of them."""
+
+    choices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,20 @@ class StopMatched:
 
 
 @dataclass(frozen=True, slots=True)
+class ProofPending:
+    """The router's answer after a loss: workers are linked, but none was heard of since."""
+
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAgain:
+    """The end of the pause after `ProofPending`."""
+
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TimeLimitReached:
     """The request's own soft limit: it finishes with the output that it has."""
 
@@ -135,6 +151,8 @@ Event = (
     Admitted
     | Routed
     | NoRoute
+    | ProofPending
+    | RouteAgain
     | Launched
     | AttemptEvent
     | WorkerDown
@@ -167,6 +185,13 @@ class AwaitWorker:
     choice: int
     attempt: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitProof:
+    """A timer: apply `RouteAgain` after a short pause."""
+
+    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +257,6 @@ class Fail:
     error: DiptychError
 
 
-Action = NeedRoute | AwaitWorker | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+Action = (
+    NeedRoute | AwaitWorker | AwaitProof | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.runtime.errors import DiptychError
 from gateway.attempt.types import DecodeFinished, FinishReason, TokensArrived
@@ -14,7 +14,8 @@ class OutputBuffer:
     """The choices of one request that have output to send, and the request's end.
 
     Output itself stays in each choice's `OutputStream` until it is taken, so all that arrives while the
-    handler waits for a slow client goes into one message. Bounded by the request's own max_tokens.
+    handler waits for a slow client goes into one message, or a few. Bounded by the request's own max_tokens
+    and by `gateway.slow_readers`.
 
     Args:
         held: nothing is ready before the end.
@@ -22,21 +23,24 @@ class OutputBuffer:
 
     def __init__(self, *, held: bool = False) -> None:
         self.held = held
-        self.due: set[int] = set()  # choices with a piece to send
+        self.due: dict[int, None] = {}  # choices with a piece to send, those that wait longest first
         self.finished: dict[int, FinishReason] = {}  # all choices that are complete, sent or not
         self.complete = False  # no output follows
         self.error: DiptychError | None = None  # likewise
+        self.on_error: Callable[[DiptychError], None] | None = None  # called at once; `ready` returns later
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, choice: int) -> None:
         """Mark a choice as one with output to send now."""
-        self.due.add(choice)
+        self.due[choice] = None
         if not self.held:
             self._wake()
 
     def end(self, error: DiptychError | None = None) -> None:
         """Mark the end of the output: all choices are complete, or the request failed."""
         self.complete, self.error = error is None, error
+        if error is not None and self.on_error is not None:
+            self.on_error(error)
         self._wake()
 
     def _wake(self) -> None:
@@ -50,10 +54,24 @@ class OutputBuffer:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def take(self) -> list[int]:
-        """Return the choices with output to send, in order, and unmark them."""
-        due, self.due = self.due, set()
-        return sorted(due)
+    def take(self, sizes: Sequence[int] = (), most: int = 0) -> list[int]:
+        """Return the choices with output to send, in order, and unmark them.
+
+        Given the ``sizes`` of all choices' output, only as many as ``most`` has room for, and at least one.
+        """
+        if not sizes:
+            due, self.due = self.due, {}
+            return sorted(due)
+        taken: list[int] = []
+        total = 0
+        for choice in self.due:
+            total += sizes[choice]
+            if taken and total > most:
+                break
+            taken.append(choice)
+        for choice in taken:
+            del self.due[choice]
+        return sorted(taken)
 
 
 class BeamOutput:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from diptych.runtime.errors import Internal
+from diptych.runtime.errors import DiptychError, Internal, Interrupted, NoReadyWorker
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 from gateway.attempt.types import DecodeFinished, FinishReason, PrefillCommitted, Role, TokensArrived
@@ -25,6 +25,7 @@ from gateway.output.output_stream import OutputStream
 from gateway.session.events import (
     Action,
     Attach,
+    AwaitProof,
     AwaitWorker,
     Cancel,
     ChooseRoute,
@@ -37,7 +38,9 @@ from gateway.session.events import (
     Finish,
     NoRoute,
     OutputRestored,
+    ProofPending,
     RequestFailed,
+    RouteAgain,
     Routed,
     StopMatched,
     TimeLimitReached,
@@ -49,8 +52,9 @@ from gateway.session.request_state import RequestState
 from gateway.session.retry_policy import RetryLimits
 from gateway.worker_pool.codec import PromptLogprobsArrived, WorkerEvent
 from gateway.worker_pool.links import LinkDown
-from gateway.worker_pool.router import NoWorker, Placement, RouteRequest
+from gateway.worker_pool.router import NoProof, NoWorker, Placement, RouteRequest
 
+PROOF_PAUSE_S = 0.03  # between two looks for a worker that was heard of since another one was lost
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +63,7 @@ class Workers(Protocol):
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker: ...
+    ) -> Placement | NoWorker | NoProof: ...
     def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None: ...
     def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
     def cancel_attempt(
@@ -85,7 +89,10 @@ class RequestDriver:
         hold: nothing is sent before the end.
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
-    ``on_first_token`` is called once, when the first token of any output is there.
+    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
+    called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
+    an error of the whole request. ``on_output`` is called for all output, before a client reads it, and
+    ``on_token_latency`` with each piece of a choice but its first: seconds since the piece before, and tokens.
     """
 
     def __init__(
@@ -127,6 +134,10 @@ class RequestDriver:
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
+        self.on_choice_end: Callable[[int], None] = lambda choice: None
+        self.on_output: Callable[[Emit], None] | None = None
+        self.on_token_latency: Callable[[float, int], None] = lambda seconds, tokens: None
+        self._emitted_at = [0.0] * len(outputs)  # the last piece of each choice; 0 before the first
         self._events: deque[Event] = deque()
         self._beam_output = BeamOutput() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the prompt's log-probabilities
@@ -142,7 +153,7 @@ class RequestDriver:
     @property
     def admission_s(self) -> float:
         """Seconds that the request waited, or has waited, in the gateway's own queue."""
-        transitions = self.state.choices[0].transitions  # they wait together
+        transitions = self.state.choices[0].transitions  # it is the first that starts
         left_at = transitions[1][1] if len(transitions) > 1 else self.clock()
         return left_at - transitions[0][1]
 
@@ -202,7 +213,9 @@ class RequestDriver:
             elif isinstance(event, TokensArrived | DecodeFinished):
                 self._early.append(event)
             elif isinstance(event, PrefillCommitted) and event.attempt == self.state.attempts:
-                self._events.append(RequestFailed(Internal()))  # log-probabilities were promised before it
+                self._events.append(
+                    RequestFailed(Internal("tokens came before the prompt's log-probabilities"))
+                )
             else:
                 self._events.append(event)
         self._run()
@@ -222,7 +235,7 @@ class RequestDriver:
         except Exception:
             _log.exception("request %s: the gateway failed on it", self.job.request.request_id)
             self._events.clear()
-            self._events.append(RequestFailed(Internal()))
+            self._events.append(RequestFailed(Internal("the gateway failed on it")))
             self._apply_events()
         finally:
             self._applying = False
@@ -260,17 +273,41 @@ class RequestDriver:
             case AwaitWorker(choice, number, seconds):
                 expired = WaitExpired(choice, number)
                 self._timers.append(asyncio.get_running_loop().call_later(seconds, self.feed, expired))
+            case AwaitProof(choices):
+                again = RouteAgain(choices)
+                self._timers.append(asyncio.get_running_loop().call_later(PROOF_PAUSE_S, self.feed, again))
             case Finish(reason, choice):
                 self._finish(choice, reason)
             case Fail(error):
+                self._log_failure(error)
+                self.on_choice_end(0)
                 self.output_buffer.end(error)
+
+    def _log_failure(self, error: DiptychError) -> None:
+        """Log what the error's fixed text does not say, under the request's id."""
+        if isinstance(error, Internal | Interrupted | NoReadyWorker):
+            why = (isinstance(error, Internal) and error.why) or error.message
+            workers = ", ".join(self.state.limits.failed_workers.describe()) or "none"
+            _log.log(
+                logging.ERROR if isinstance(error, Internal) else logging.WARNING,
+                "request %s ends with %s after %d attempts: %s; workers that died under it: %s",
+                self.job.request.request_id,
+                error.reason,
+                self.state.attempts,
+                why,
+                workers,
+            )
 
     def _choose_route(self, wanted: ChooseRoute) -> Event:
         start = self.clock()
         affinity = self.job.request.session_id or self.job.work_id
         worst_case = self.job.worst_case_tokens
-        request = RouteRequest(affinity, len(wanted.token_ids), worst_case, wanted.avoid)
+        request = RouteRequest(
+            affinity, len(wanted.token_ids), worst_case, wanted.avoid, after_loss=self.state.attempts > 0
+        )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
+        if isinstance(placement, NoProof):
+            return ProofPending(wanted.choices)
         if isinstance(placement, NoWorker):
             self.routes.append(RouteTrace(start, self.clock(), None))
             return NoRoute(placement.role, wanted.choices)
@@ -290,9 +327,14 @@ class RequestDriver:
             self.first_token_at = now
             self.on_first_token()
         if self._needs_logprobs and not new.logprobs:
-            self._events.appendleft(RequestFailed(Internal()))  # a bug: ranks and logprobs would be wrong
+            self._events.appendleft(RequestFailed(Internal("log-probabilities are missing")))
             return
+        if self.on_output is not None:
+            self.on_output(new)
         output = self.outputs[new.choice]
+        emitted_at, self._emitted_at[new.choice] = self._emitted_at[new.choice], now
+        if emitted_at and self._beam_output is None:  # the tokens of a beam come all at once
+            self.on_token_latency(now - emitted_at, len(new.token_ids))
         if output.push(new.token_ids, new.logprobs):
             self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
         elif output.due:
@@ -305,6 +347,7 @@ class RequestDriver:
             # Also when the match was complete only with the last held-back text, or when the terminal message
             # after a stop token was lost.
             reason = FinishReason.STOP
+        self.on_choice_end(choice)
         self.output_buffer.finished[choice] = reason
         self.output_buffer.put(choice)
         if len(self.output_buffer.finished) == len(self.outputs):
@@ -313,7 +356,7 @@ class RequestDriver:
     def _add_prompt_logprobs(self, event: PromptLogprobsArrived) -> None:
         """Add log-probabilities of the prompt; a gap between them is a worker's bug."""
         if not self.prompt_logprobs.add(event.first, event.logprobs):
-            self._events.append(RequestFailed(Internal()))
+            self._events.append(RequestFailed(Internal("log-probabilities of the prompt are missing")))
         elif self.prompt_logprobs.complete:
             self._events.extend(self._early)
             self._early.clear()

@@ -1,9 +1,9 @@
 """The state machine of one request: all its choices, without I/O and without a clock.
 
 Each choice is a `ChoiceState` of its own. Choices that need an attempt at the same moment and have the same
-tokens so far share it: at the start that is all of them, with the prompt. What one of them loses later (by a
-preemption, for example) it alone computes again. One choice that gives up ends the request; it is complete
-when all are.
+tokens so far share it: at the start those that are admitted together, with the prompt. What one of them loses
+later (by a preemption, for example) it alone computes again. One choice that gives up ends the request; it is
+complete when all are.
 
 `RequestState.handle` applies an event. The messages of several choices to the same worker, and the choices
 that share an attempt, are known only when all events of the moment are applied: `RequestState.settle` returns
@@ -22,7 +22,9 @@ from gateway.session.attempt_history import RequestLimits
 from gateway.session.choice_state import ChoiceState, State
 from gateway.session.events import (
     Action,
+    Admitted,
     Attach,
+    AwaitProof,
     Cancel,
     ChooseRoute,
     Dispatch,
@@ -33,7 +35,9 @@ from gateway.session.events import (
     NeedRoute,
     NoRoute,
     OutputRestored,
+    ProofPending,
     RequestFailed,
+    RouteAgain,
     Routed,
     StopMatched,
     WaitExpired,
@@ -106,7 +110,11 @@ class RequestState:
                 return self._apply_to_one(event.choice, event, now)
             case AttemptFailed(choice=int(choice)):
                 return self._apply_to_one(choice, event, now)
-            case NoRoute():
+            case ProofPending(choices):
+                return [AwaitProof(choices)]
+            case Admitted(choices) if choices:
+                return self._apply_to_several(choices, event, now)
+            case NoRoute() | RouteAgain():
                 return self._apply_to_several(event.choices, event, now)
             case WorkerDown(worker_id):
                 return self._apply_to_several(self._affected_first(worker_id), event, now)
@@ -120,7 +128,11 @@ class RequestState:
 
     def _apply_to_one(self, index: int, event: Event, now: float) -> list[Action]:
         if index >= len(self.choices):  # the request has no such choice
-            return self._apply_to_several(range(len(self.choices)), RequestFailed(Internal()), now)
+            return self._apply_to_several(
+                range(len(self.choices)),
+                RequestFailed(Internal("a worker sent a choice that it does not have")),
+                now,
+            )
         choice = self.choices[index]
         before, actions = choice.state, choice.handle(event, now)
         if len(actions) == 1 and isinstance(actions[0], Emit):

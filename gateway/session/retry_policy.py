@@ -5,9 +5,11 @@ machine that asks does not change. Time is an argument, in seconds on a monotoni
 
 Three limits hold a request that no retry helps:
 
-- deaths: workers that died under it. A second one quarantines the request: no third worker gets it, and it
-  ends when both deaths are confirmed, or when the time to wait for a worker is over. A worker that announced
-  its shutdown, or that comes back, has not died.
+- deaths: workers that died under it after they had begun with it. A second one quarantines the request: no
+  third worker gets it, and it ends when both deaths are confirmed, or when the time to wait for a worker is
+  over. A worker that announced its shutdown, or that comes back, has not died. Deaths in one moment count
+  once (`gateway.session.attempt_history.FailedWorkers`). Where two deaths are so close together that chance
+  may have been their cause, a request with output ends with ABORTED, and not as the culprit.
 - losses and refusals since its last token: while it makes progress, operators may restart workers at will.
 - the gateway's `RetryBudget`, for each prefill that a fault makes necessary.
 """
@@ -32,10 +34,12 @@ from diptych.runtime.errors import (
     WorkerLost,
 )
 from gateway.attempt.types import Cause
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 MAX_TRANSFER_FAILURES: Final = 1  # a second corrupt handoff is no accident
 MAX_COMPUTE_FAILURES: Final = 1  # nor is a second step that gives it no token
 MAX_DEATHS: Final = 1
+MOMENT_S: Final = 1.0  # deaths that lie no further apart may have one cause: a host, an OOM killer, a drain
 MAX_LOSSES: Final = 8  # without a token between them: the network to the workers is faulty
 MAX_REFUSALS: Final = 3  # likewise: workers that were draining when the request reached them
 PREEMPTIONS_BEFORE_RESERVE: Final = 2  # from then on a grant needs room for the worst case
@@ -57,6 +61,7 @@ class RetryContext:
     compute_failures: int = 0
     deaths: int = 0  # of workers that had the request
     unconfirmed: int = 0  # deaths that may turn out to be broken links
+    undecided: bool = False  # all deaths lie within `MOMENT_S`
     losses: int = 0  # of workers and of the network to them, since its last token
     refusals: int = 0  # since its last token
     attempts: int = 0
@@ -108,7 +113,7 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
         case Cause.COMPUTE_FAILED:
             if context.compute_failures <= MAX_COMPUTE_FAILURES:
                 return Retry(reserve, soft_avoid=True, uncached=True)
-            return GiveUp(Internal())
+            return GiveUp(Internal("a worker could not compute it, and another one neither"))
         case Cause.EXCEEDS_KV_CAPACITY:
             return GiveUp(_exceeds_kv_capacity(context))
         case Cause.DEADLINE:
@@ -118,7 +123,7 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
         case Cause.NO_VALID_TOKEN:
             return GiveUp(NoValidToken())
         case Cause.INTERNAL:
-            return GiveUp(Internal())
+            return GiveUp(Internal("a worker failed on it; that worker's log has the details"))
 
 
 def quarantined(context: RetryContext) -> bool:
@@ -131,9 +136,22 @@ def poison_request(context: RetryContext) -> bool:
     return context.deaths - context.unconfirmed > MAX_DEATHS
 
 
+def quarantine_error(context: RetryContext) -> DiptychError:
+    """Return the error of a request under which more workers died than it may have another one after."""
+    if context.undecided and context.delivered:
+        return WorkerLost(tokens_emitted=context.delivered)
+    unconfirmed = f", {context.unconfirmed} of the deaths unconfirmed" if context.unconfirmed else ""
+    return Internal(f"{context.deaths} workers died under it{unconfirmed}")
+
+
 def wait_or_give_up(role: str, context: RetryContext, wait_s: float = WORKER_WAIT_S) -> Wait | GiveUp:
-    """Return the verdict when no worker of ``role`` can take the next attempt: only a later one may wait."""
-    return Wait(wait_s) if context.attempts and wait_s else GiveUp(no_worker_error(role, context))
+    """Return the verdict when no worker of ``role`` can take the next attempt; the first one waits briefly.
+
+    A worker was there when the request arrived (`gateway.worker_pool.arrival_wait`), and may be back soon.
+    """
+    if not wait_s:
+        return GiveUp(no_worker_error(role, context))
+    return Wait(wait_s if context.attempts else min(wait_s, FIRST_WAIT_S))
 
 
 def no_worker_error(role: str, context: RetryContext) -> DiptychError:
@@ -153,7 +171,7 @@ def shutting_down_error(context: RetryContext) -> DiptychError:
 
 def _decide_loss(cause: Cause, context: RetryContext, reserve: bool) -> Retry | GiveUp:
     if poison_request(context):
-        return GiveUp(Internal())
+        return GiveUp(quarantine_error(context))
     if context.losses > MAX_LOSSES:
         return GiveUp(WorkerLost(tokens_emitted=context.delivered))
     return Retry(reserve, soft_avoid=cause is Cause.PEER_LOST, confirmed_safe=not quarantined(context))

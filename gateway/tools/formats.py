@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from diptych.runtime.grammar.grammar import Grammar
-from gateway.tools import hermes, llama3_json, mistral
+from gateway.tools import generic_json, hermes, llama3_json, mistral
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Tool
 
@@ -35,6 +35,8 @@ class ToolFormat:
     """A chat template that also has one of these uses a similar format that is not supported."""
     prompt_suffix: str = ""
     """Text that begins calls: appended to the prompt where calls are required."""
+    optional_grammar: Callable[[Sequence[Tool]], Grammar] | None = None
+    """Grammar of an output that may be a call or text, where the model does not know the format."""
     begun_parser: Callable[[], ToolCallParser] | None = None
     """Parser of an output whose beginning is in the prompt."""
 
@@ -78,6 +80,16 @@ FORMATS: Final = (
         llama3_json.grammar,
     ),
 )
+
+GENERIC: Final = ToolFormat(
+    "generic_json",
+    (),
+    (),
+    llama3_json.Llama3JsonParser,
+    generic_json.grammar,
+    optional_grammar=generic_json.optional_grammar,
+)
+"""Format of models whose chat template has no tools: the tools are described in the system turn."""
 
 
 def format_of(template: str) -> ToolFormat | None:

@@ -220,7 +220,8 @@ def call_rules(tools: Sequence[Tool], head: Callable[[str], str], tail: str) -> 
     rules = ["call: " + " | ".join(f"call{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         arguments = embedded_schema(tool.arguments_schema)
-        rules.append(f"call{number}: {quoted(head(json.dumps(tool.name)))} {arguments} {quoted(tail)}")
+        name = json.dumps(tool.name, ensure_ascii=False)
+        rules.append(f"call{number}: {quoted(head(name))} {arguments} {quoted(tail)}")
     return rules
 
 

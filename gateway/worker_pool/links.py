@@ -158,6 +158,7 @@ class Link:
         send_queue: asyncio.Queue[Message] = asyncio.Queue()
         self._send_queue = send_queue
         self._silent_ticks = 0
+        self.last_seen = asyncio.get_running_loop().time()
         tasks = [
             asyncio.create_task(self._read(stream)),
             asyncio.create_task(self._write(stream, send_queue)),

@@ -212,8 +212,13 @@ class WorkerRegistry:
         )
 
     def token_limit(self) -> int | None:
-        """Return the most tokens, prompt and output, that a linked decode worker takes; None without one."""
-        return max((w.max_tokens for w in self.serving(Role.DECODE)), default=None)
+        """Return the most tokens, prompt and output, that linked workers take; None without a decode worker.
+
+        A prefill worker that was started with a lower --max-model-len bounds them, too.
+        """
+        read = max((w.record.max_context for w in self.serving(Role.PREFILL)), default=None)
+        limit = max((w.max_tokens for w in self.serving(Role.DECODE)), default=None)
+        return limit if limit is None or not read else min(limit, read)
 
     def block_size(self) -> int | None:
         return next((w.record.block_size for w in self.serving(Role.DECODE)), None)

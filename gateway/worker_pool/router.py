@@ -24,6 +24,8 @@ SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode 
 MISSING_TOKEN_COST = 4.0  # waiting for other requests' blocks is worse than recomputing
 BY_COST = "cost"
 WITHOUT_INDEX = "cost_without_index"  # the directory is unreachable: the last known copy decides
+POLICIES = (BY_COST, WITHOUT_INDEX)
+ONLY_CHOICE, PREFIX, LOAD = REASONS = ("only_choice", "prefix", "load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,12 @@ class RouteRequest:
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
+    after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The pair that was chosen, and the reason (only_choice, prefix, load)."""
+    """The pair that was chosen, and the reason (one of `REASONS`)."""
 
     prefill_id: str
     decode_id: str
@@ -77,6 +80,11 @@ class NoWorker:
     """No worker of this role can take the request."""
 
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class NoProof:
+    """Workers can take the request, but none of a pair was heard of since the last loss of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,6 @@ def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> b
 
 def _reason(pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]], chosen: DecodeCandidate) -> str:
     if len(pairs) == 1:
-        return "only_choice"
+        return ONLY_CHOICE
     others = [d.cached_blocks for _, d in pairs if d.worker_id != chosen.worker_id]
-    return "prefix" if chosen.cached_blocks > max(others, default=chosen.cached_blocks) else "load"
+    return PREFIX if chosen.cached_blocks > max(others, default=chosen.cached_blocks) else LOAD

@@ -1,16 +1,17 @@
 """The pool of this gateway's workers: found in the directory, linked, counted, and offered to the router.
 
-The directory says which workers exist; the links say which of them answer. A worker whose lease ran out stays
-as long as its link is up, and is chosen only when there is no leased one: an unreachable, flushed or slow
-Redis takes no worker from the gateway, and a worker that drains (it announces it, and gives up its lease)
-gets no new work. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are
-others.
+The directory, and a supervisor for its own, says which workers exist; the links say which of them answer. A
+worker whose lease ran out stays as long as its link is up, and is chosen only when there is no leased one: an
+unreachable, flushed or slow Redis takes no worker from the gateway, and a worker that drains (it announces
+it, and gives up its lease) gets no new work. Nor does one that is suspected of hanging, or that is ejected
+for slowness, while there are others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,7 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.attempt.types import Role
 from gateway.attempt.work import Job
+from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
@@ -27,6 +29,7 @@ from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
+    NoProof,
     NoWorker,
     Placement,
     Route,
@@ -35,6 +38,7 @@ from gateway.worker_pool.router import (
 )
 
 RECONCILE_S = 0.25
+PROOF_MARGIN_S = 0.02  # what is read so soon after the loss of a worker may have been sent before it
 _log = logging.getLogger(__name__)
 
 
@@ -80,11 +84,15 @@ class WorkerPool:
         clock: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
         timing: LinkTiming | None = None,
+        arrival_wait_s: float = 0.0,
+        local_workers: Callable[[], list[WorkerRecord]] = list,
     ) -> None:
+        """Create a pool. ``local_workers`` returns those that the gateway's own supervisor knows to serve."""
         self._directory = directory
+        self._local_workers = local_workers
         self._listener = listener
         self._identity = identity
-        self._on_change = on_change
+        self._tell_change = on_change
         self._timing = timing
         self._clock = clock
         self._codecs: dict[str, WorkerCodec] = {
@@ -94,10 +102,12 @@ class WorkerPool:
         self.registry = WorkerRegistry()
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
         self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
+        self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.pending_flushes = PendingFlushes()
         self.ejections = Ejections()
+        self.arrivals = ArrivalWait(lambda: self.registry.missing_role() is None, arrival_wait_s, clock)
         self._prefixes = PrefixIndexReader(directory, identity.secret, identity.model_digest)
 
     # --- lifecycle ------------------------------------------------------------------------------------
@@ -124,7 +134,8 @@ class WorkerPool:
 
     def reconcile(self) -> None:
         """Make the links match the directory's records."""
-        records = {r.worker_id: r for r in self._directory.workers() if self._is_ours(r)}
+        known = [*self._local_workers(), *self._directory.workers()]
+        records = {r.worker_id: r for r in known if self._is_ours(r)}
         for worker in self.registry:
             record = records.get(worker.record.worker_id)
             worker.leased = record is not None
@@ -166,6 +177,10 @@ class WorkerPool:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
+    def _on_change(self) -> None:
+        self.arrivals.update()
+        self._tell_change()
+
     # --- queries --------------------------------------------------------------------------------------
 
     def other_models(self) -> list[WorkerRecord]:
@@ -184,13 +199,21 @@ class WorkerPool:
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker:
-        """Choose the pair of workers for an attempt, by load and cached prefix."""
+    ) -> Placement | NoWorker | NoProof:
+        """Choose the pair of workers for an attempt, by load and cached prefix.
+
+        After a worker was lost, the others may be dead as well (a host that fails takes all of its workers),
+        and their links break some time later: those that sent something since come first. An attempt of a
+        request that has lost one already waits for such a pair; heartbeats come four times a second.
+        """
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, token_ids)
-        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
-        if isinstance(route, NoWorker):  # a slow worker is better than none
-            route = self._choose(request, prefill, decode, hits)
+        proven = self._proven(prefill), self._proven(decode)
+        route = self._choose_pair(request, *proven, hits)
+        if isinstance(route, NoWorker) and proven != (prefill, decode):
+            route = self._choose_pair(request, prefill, decode, hits)
+            if request.after_loss and not isinstance(route, NoWorker):
+                return NoProof()
         if isinstance(route, NoWorker):
             return route
         target = self.registry.require(route.decode_id).record
@@ -200,6 +223,18 @@ class WorkerPool:
             self._prefixes.namespace(job, target.kv_dtype),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
+
+    def _choose_pair(
+        self,
+        request: RouteRequest,
+        prefill: Sequence[Worker],
+        decode: Sequence[Worker],
+        hits: Mapping[str, int],
+    ) -> Route | NoWorker:
+        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
+        if isinstance(route, NoWorker):  # a slow worker is better than none
+            route = self._choose(request, prefill, decode, hits)
+        return route
 
     def _choose(
         self,
@@ -213,6 +248,10 @@ class WorkerPool:
             (w.prefill_candidate() for w in prefill),
             (w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
         )
+
+    def _proven(self, workers: list[Worker]) -> list[Worker]:
+        """Return the workers that were heard of after the last loss of another one."""
+        return [w for w in workers if (w.link.last_seen or 0.0) >= self._lost_at + PROOF_MARGIN_S]
 
     def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
         now = self._clock()
@@ -269,6 +308,8 @@ class WorkerPool:
     def on_down(self, worker_id: str) -> None:
         worker = self.registry.get(worker_id)
         graceful = worker is not None and worker.leaving
+        if not graceful:
+            self._lost_at = asyncio.get_running_loop().time()
         if worker is not None:
             worker.on_down()
             self.ejections.forget(worker_id)

@@ -11,6 +11,9 @@ Timers only escalate along this path, they never free a block: what the peer may
 its end, which transports bring. A timer counts only time in which this process itself ran. After a stall of
 its own loop (a SIGSTOP, a starved machine) the heartbeats lie unread in a socket, and to fence by the clock
 would kill a healthy peer.
+
+A starved machine keeps the peer waiting as well, and not at the same moments: while ticks come late here,
+silence there proves less. So patience with silence grows with the time that was lost lately (`Strain`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,32 @@ class StallClock:
         self._checked_at = now
 
 
+class Strain:
+    """The time that the machine took from this process lately, however short each piece was.
+
+    A sum that halves every `HALF_LIFE_S`. On a calm machine ticks are some milliseconds late, which counts
+    for nothing; where more threads want to run than there are cores each is late by tens or hundreds.
+    """
+
+    HALF_LIFE_S = 5.0
+    JITTER_S = 0.01
+    """Lateness of a tick that is no sign of anything."""
+    PIECE_S = 0.5
+    """Most that one tick counts: a process that was stopped says nothing of the machine."""
+
+    def __init__(self, now: float, interval_s: float) -> None:
+        self._checked_at, self._interval_s = now, interval_s
+        self._lost_s = 0.0
+
+    def tick(self, now: float) -> float:
+        """Return the lost seconds at `now`. Ticks are to be `interval_s` apart."""
+        passed = max(now - self._checked_at, 0.0)
+        late = min(max(passed - self._interval_s - self.JITTER_S, 0.0), self.PIECE_S)
+        self._checked_at = now
+        self._lost_s = self._lost_s * 0.5 ** (passed / self.HALF_LIFE_S) + late
+        return self._lost_s
+
+
 class RunningTime:
     """Clock that stands still while this process does."""
 
@@ -58,18 +87,27 @@ class RunningTime:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Seconds. A stopped peer is fenced within `fence_after_s` of its last message, plus one interval."""
+    """Seconds. A stopped peer is fenced within `fence_after_s` of its last message, plus one interval.
+
+    On a starved machine later, see `Strain`.
+    """
 
     interval_s: float = 0.25
     """Seconds between heartbeats, and between ticks."""
     suspect_after_s: float = 1.0
     fence_after_s: float = 2.0
+    starved_factor: float = 4.0
+    """Most by which `fence_after_s` grows on a starved machine; each second lost lately adds `PATIENCE`."""
     relink_grace_s: float = 1.0
     """Seconds that a peer whose stream broke has to come back and send Stopped."""
     stuck_after_s: float = 300.0
     """Seconds without progress of a busy engine: longer than any one step."""
     late_after_s: float = 10.0
     """Seconds that a step may be past its predicted end. Its requests have gone elsewhere long before."""
+
+
+PATIENCE = 3.0
+"""Seconds of silence that are allowed for each second that the machine took from this process lately."""
 
 
 class LeasePhase(enum.Enum):
@@ -108,6 +146,7 @@ class Lease:
         self._last_seen = now
         self._progress_at = now
         self._stalls = StallClock(now, self.times.interval_s)
+        self._strain = Strain(now, self.times.interval_s)
         self._unlinked_at = now
         self._progress: int | None = None
         self._busy = False
@@ -157,6 +196,8 @@ class Lease:
         """Return the verdict at time `now`; call it every interval. EXPIRED is returned once."""
         self._discount_stall(now)
         times = self.times
+        patience_s = PATIENCE * self._strain.tick(now)
+        fence_after_s = min(times.fence_after_s + patience_s, times.fence_after_s * times.starved_factor)
         if self.phase is LeasePhase.UNLINKED and now - self._unlinked_at >= times.relink_grace_s:
             self._move(LeasePhase.FENCED)
             return Verdict.EXPIRED
@@ -164,7 +205,7 @@ class Lease:
             silent = now - self._last_seen
             stuck = self._late_s >= times.late_after_s
             stuck = stuck or (self._busy and now - self._progress_at >= times.stuck_after_s)
-            if silent >= times.fence_after_s or stuck:
+            if silent >= fence_after_s or stuck:
                 self._move(LeasePhase.FENCED)
                 return Verdict.EXPIRED
             if silent >= times.suspect_after_s and self.phase is LeasePhase.ALIVE:

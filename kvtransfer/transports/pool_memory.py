@@ -9,16 +9,26 @@ last one. Its size is sealed, so that no mapping of it can fault because another
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import re
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.cuda.memory import _set_allocator_settings
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.transports.prefault import populate
 
+_log = logging.getLogger(__name__)
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator, the newer name first, which wins."""
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -62,10 +72,37 @@ def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device
 
     Raises torch.OutOfMemoryError, ValueError for no blocks.
     """
-    if device.type == "cuda":
-        # Else the allocator might cut the pool from a larger piece that it kept, which would go with it.
-        torch.cuda.empty_cache()
-    return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
+    if device.type != "cuda":
+        return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
+    # Else the allocator might cut the pool from a larger piece that it kept, which would go with it.
+    torch.cuda.empty_cache()
+    with _exportable_segments():
+        return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
+
+
+def expandable_segments(variables: Mapping[str, str]) -> str | None:
+    """Return the allocator's settings if they ask for expandable segments, which have no CUDA IPC handle."""
+    settings = next((variables[name] for name in _ALLOCATOR_VARIABLES if variables.get(name)), "")
+    return settings if _EXPANDABLE.search(settings) else None
+
+
+@contextmanager
+def _exportable_segments() -> Iterator[None]:
+    """Have torch allocate memory that another process can map, whatever its allocator is set to."""
+    if (settings := expandable_segments(os.environ)) is None:
+        yield
+        return
+    _log.warning(
+        "expandable_segments of %s is off for the KV pool: CUDA IPC cannot map such memory",
+        " and ".join(name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)),
+    )
+    # The second name is that of torch before 2.10.
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or _set_allocator_settings
+    change(_EXPANDABLE.sub("expandable_segments:False", settings))
+    try:
+        yield
+    finally:
+        change(settings)
 
 
 def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:

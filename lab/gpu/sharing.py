@@ -33,6 +33,7 @@ SECTION = "sharing"
 _BLOCK = 16
 _WHOLE, _DRY = (1024, 128, 2048), (16, 8, 16)
 """Tokens of a prompt, of an answer, and of a prefill step."""
+_DECODE_SMS = (8, 16, 24, 32, 48)
 _HIGH, _LOW = -1, 0
 """Priorities of CUDA streams: the lower number runs first."""
 
@@ -55,6 +56,12 @@ class Phases:
     @property
     def blocks_a_row(self) -> int:
         return -(-(self.prompt + self.output) // _BLOCK)
+
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """Record the decode steps on `stream`: a graph keeps the priority and context of its capture."""
+        capture = None if stream is None else CudaGraphCapture(self.memory.data.device, stream)
+        self.decode.plan_decode(self.batch, _BLOCK, capture)
+        self.decode.prepare_decode(self.memory)
 
     def decode_until(self, end: threading.Event) -> None:
         """Launch steps one ahead, as a decode worker does; keep the time from token to token in `step_s`."""
@@ -112,11 +119,13 @@ def sharing(context: Context) -> Iterator[Figure]:
         if context.dry:
             continue
         priorities = (torch.cuda.Stream(device, priority=_HIGH), torch.cuda.Stream(device, priority=_LOW))
+        phases.record(priorities[0])
         yield _together(context, phases, "streams of unequal priority", priorities, turns)
-        for decode_sms in (16, 32, 48, 64):
+        for decode_sms in _DECODE_SMS:
             name = f"green contexts, {decode_sms} multiprocessors for decode"
-            with green_streams(device, decode_sms) as streams:
-                yield _together(context, phases, name, streams, turns)
+            streams = green_streams(device, decode_sms)
+            phases.record(streams[0])
+            yield _together(context, phases, name, streams, turns)
         del phases
         torch.cuda.empty_cache()
 
@@ -127,22 +136,25 @@ def _make(context: Context, device: torch.device, batch: int) -> Phases:
     context.say(f"batch {batch}: making weights, recording decode steps")
     decode = TritonBackend(shape, random_weights(shape, device, torch.bfloat16), device)
     prefill = copy.copy(decode)  # the same packed weights; buffers and recordings are each one's own
-    capture = None
-    if device.type == "cuda":
-        capture = CudaGraphCapture(device, torch.cuda.Stream(device, priority=_HIGH))
-    decode.plan_decode(batch, _BLOCK, capture)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, torch.bfloat16)
     blocks = batch * -(-(prompt + output) // _BLOCK) + chunk // _BLOCK
     memory = KVMemory.on_device(layout, blocks, device)
     memory.data.normal_()
-    decode.prepare_decode(memory)
-    return Phases(shape, decode, prefill, memory, batch, prompt, output, chunk)
+    phases = Phases(shape, decode, prefill, memory, batch, prompt, output, chunk)
+    phases.record(None)
+    return phases
 
 
 def _together(
-    context: Context, phases: Phases, name: str, streams: tuple[torch.cuda.Stream, ...], turns: float
+    context: Context,
+    phases: Phases,
+    name: str,
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
+    turns: float,
 ) -> Figure:
-    decode, prefill = _run(context, phases, streams[0], streams[1])
+    _, prefill_alone = _run(context, phases, *streams, only="prefill")
+    decode_alone, _ = _run(context, phases, *streams, only="decode")
+    decode, prefill = _run(context, phases, *streams)
     requests = min(decode / phases.output, prefill / phases.prompt)
     steps = sorted(phases.step_s)
     p50, p99 = statistics.median(steps) * 1e3, steps[int(len(steps) * 0.99)] * 1e3
@@ -150,7 +162,7 @@ def _together(
         SECTION, f"batch {phases.batch}: {name}", requests * phases.output, "tokens/s",
         against="taking turns", ratio=requests / turns,
         note=f"decode {decode:.0f} tokens/s, step p50 {p50:.2f}, p99 {p99:.2f} ms; "
-        f"prefill {prefill:.0f} tokens/s",
+        f"prefill {prefill:.0f} tokens/s; alone there {decode_alone:.0f} and {prefill_alone:.0f}",
     )  # fmt: skip
 
 
@@ -193,10 +205,10 @@ def _run(
     return max(steps, 1) * phases.batch / seconds, max(computed, 1) / seconds
 
 
-@contextlib.contextmanager
-def green_streams(device: torch.device, decode_sms: int) -> Iterator[tuple[torch.cuda.Stream, ...]]:
+def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
 
+    The contexts last as long as the process: torch keeps events and memory of their streams.
     Raises Unmeasured where the driver has no green contexts.
     """
     driver = ctypes.CDLL("libcuda.so.1")
@@ -217,28 +229,12 @@ def green_streams(device: torch.device, decode_sms: int) -> Iterator[tuple[torch
         "cuDevSmResourceSplitByCount", ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole),
         ctypes.byref(rest), ctypes.c_uint(0), ctypes.c_uint(decode_sms),
     )  # fmt: skip
-    contexts, streams = [], []
-    try:
-        for resource, priority in ((part, _HIGH), (rest, _LOW)):
-            description, green, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-            call(
-                "cuDevResourceGenerateDesc",
-                ctypes.byref(description),
-                ctypes.byref(resource),
-                ctypes.c_uint(1),
-            )
-            call("cuGreenCtxCreate", ctypes.byref(green), description, ordinal, ctypes.c_uint(1))
-            contexts.append(green)
-            call(
-                "cuGreenCtxStreamCreate",
-                ctypes.byref(stream),
-                green,
-                ctypes.c_uint(1),
-                ctypes.c_int(priority),
-            )
-            streams.append(torch.cuda.ExternalStream(stream.value, device=device))
-        yield tuple(streams)
-    finally:
-        torch.cuda.synchronize(device)
-        for green in contexts:
-            driver.cuGreenCtxDestroy(green)
+    streams = []
+    for resource, priority in ((part, _HIGH), (rest, _LOW)):
+        description, green, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
+        call("cuGreenCtxCreate", ctypes.byref(green), description, ordinal, ctypes.c_uint(1))
+        flags = (ctypes.c_uint(1), ctypes.c_int(priority))
+        call("cuGreenCtxStreamCreate", ctypes.byref(stream), green, *flags)
+        streams.append(torch.cuda.ExternalStream(stream.value, device=device))
+    return streams[0], streams[1]

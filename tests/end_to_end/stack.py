@@ -91,7 +91,9 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Stack]:
+def running_stack(
+    *flags: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[Stack]:
     """`diptych up` with free ports and these flags; stopped with SIGTERM, and nothing may be left then."""
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as folder:
         ready, log = Path(folder, "ready.json"), Path(folder, "log.txt")
@@ -99,7 +101,7 @@ def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator
         command += ["--grpc-port", "0", "--http-port", "0", *flags]
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                command, env={**os.environ, **(env or {})}, stdout=sink, stderr=subprocess.STDOUT
+                command, env={**os.environ, **(env or {})}, cwd=cwd, stdout=sink, stderr=subprocess.STDOUT
             )
         stack = Stack(process, ready, log)
         try:

@@ -58,7 +58,7 @@ def aggregated() -> list[list[int]]:
             list(reference.prompts()[index]),
             SamplingParams(**{**OFF, **knobs}, seed=1000 + index),  # type: ignore[arg-type]
             max_tokens=MAX_TOKENS,
-            stop_ids=model.eos_token_ids,
+            stop_ids=reference.tokenizer().eos_token_ids,
             chunk=23,
         )
         for index, knobs in zip(PROMPTS, KNOBS, strict=True)

@@ -23,7 +23,7 @@ def test_seeded_choices_are_those_of_one_process(served: Served, streamed: bool)
     engine = tiny_model.aggregated(served.folder)
     params = SamplingParams(**knobs)  # type: ignore[arg-type]
     for ids, answer in zip(PROMPTS, answers, strict=True):
-        expected = generate_choices(*engine, ids, params, count=4, max_tokens=40, stop_ids=[served.eos])
+        expected = generate_choices(*engine, ids, params, count=4, max_tokens=40, stop_ids=served.ends)
         assert tokens(answer) == [[one.token_id for one in choice] for choice in expected]
         assert len({tuple(choice) for choice in tokens(answer)}) == 4
         assert answer.usage.completion_tokens == sum(map(len, expected))
@@ -72,19 +72,21 @@ def test_beams_are_those_of_transformers(served: Served, width: int, n: int) -> 
                 do_sample=False,
                 max_new_tokens=16,
                 pad_token_id=0,
+                eos_token_id=served.ends,
             )
-        expected = [without_padding(row, served.eos) for row in found[:, len(ids) :].tolist()]
+        expected = [without_padding(row, served.ends) for row in found[:, len(ids) :].tolist()]
         assert tokens(answer) == expected
         for output in answer.outputs:
-            stopped = output.token_ids[-1] == served.eos
+            stopped = output.token_ids[-1] in served.ends
             ended += stopped
             assert output.finish_reason == (pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH)
     assert ended or n == 1, "some answers should end by themselves"
 
 
-def without_padding(token_ids: list[int], eos: int) -> list[int]:
+def without_padding(token_ids: list[int], ends: list[int]) -> list[int]:
     """What a beam of transformers holds up to its end."""
-    return token_ids[: token_ids.index(eos) + 1] if eos in token_ids else token_ids
+    length = next((place + 1 for place, token in enumerate(token_ids) if token in ends), None)
+    return token_ids[:length]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 3, "n": 2}, {"beam_width": 3, "n": 2}])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from diptych.client import AsyncClient, Chunk, chat
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from tests.diptych.runtime.otlp_collector import OtlpCollector
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.stack import Stack, http_root, running_stack
 
 MODEL = "SmolLM2-135M-Instruct"
 SERVER = "diptych.v1.InferenceService/StreamGenerate"
@@ -186,3 +188,34 @@ def test_a_stream_that_ends_early_says_so_in_its_spans(
     assert {a.key: a.value.string_value for a in operation.attributes}["error.type"] == code
     assert operation.status.code == operation.status.STATUS_CODE_ERROR
     traced.stack.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "fields"),
+    [
+        (31, "chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        (32, "completions", {"prompt": "Once"}),
+        (33, "completions", {"prompt": ["Once", "Upon"]}),
+    ],
+)
+def test_spans_have_the_id_of_the_http_answer(
+    traced: Traced, number: int, path: str, fields: dict[str, Any]
+) -> None:
+    trace_id, ((_, traceparent),) = header(number)
+    asked = urllib.request.Request(
+        f"{http_root(traced.stack)}/v1/{path}",
+        json.dumps({"model": MODEL, "max_tokens": 2, **fields}).encode(),
+        {"Content-Type": "application/json", "traceparent": traceparent},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        answer_id = json.load(answer)["id"]
+    found = traced.spans(trace_id, f"POST /v1/{path}")
+    ids = [
+        attribute.value.string_value
+        for _, span in found
+        for attribute in span.attributes
+        if attribute.key == "gen_ai.response.id"
+    ]
+    assert set(ids) == {answer_id}
+    assert answer_id.startswith(("chatcmpl-", "cmpl-"))
+    assert len(ids) == (2 if isinstance(fields.get("prompt"), list) else 1)

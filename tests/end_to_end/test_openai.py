@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -70,6 +71,73 @@ def test_running_usage_is_in_each_event(client: openai.OpenAI, model: str) -> No
         assert counts == sorted(counts)
         assert 1 == counts[0] < counts[-1] == counts[-2]
         assert len({usage.prompt_tokens for usage in used}) == 1
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["any", "named"]
+)
+def test_a_model_whose_template_has_no_tools_calls_one(
+    client: openai.OpenAI, model: str, choice: Any
+) -> None:
+    """The generic form: tools in the system turn, a call as JSON; the second turn has its result."""
+    assert client.models.list().data[0].model_extra["tool_calls"] == "generic_json"  # type: ignore[index]
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    asked: Any = {"model": model, "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
+    whole = client.chat.completions.create(**asked, messages=messages, tool_choice=choice).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls or ()
+    function: Any = call.function  # type: ignore[union-attr]
+    assert function.name == "get_weather"
+    assert json.loads(function.arguments)["city"] in ("Paris", "Rome")
+    name, arguments, content = "", "", ""
+    for event in client.chat.completions.create(**asked, messages=messages, tool_choice=choice, stream=True):
+        delta = event.choices[0].delta
+        content += delta.content or ""
+        for piece in delta.tool_calls or ():
+            assert piece.function is not None
+            name += piece.function.name or ""
+            arguments += piece.function.arguments or ""
+    assert (name, arguments, content) == (function.name, function.arguments, "")
+    messages += [whole.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    second = client.chat.completions.create(**asked, messages=messages, tool_choice="none").choices[0]
+    assert second.message.content
+    assert second.message.tool_calls is None
+
+
+def test_text_stays_text_beside_tools_of_the_generic_form(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "messages": USER, "max_tokens": 24, "temperature": 0, "tools": [WEATHER]}
+    plain = client.chat.completions.create(**{**asked, "tools": openai.omit}).choices[0].message.content
+    ignored = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
+    assert ignored.content == plain
+    answer = client.chat.completions.create(**asked).choices[0].message
+    assert answer.content or answer.tool_calls
+    assert not (answer.content or "").startswith("{")
+
+
+def test_a_forced_call_cut_by_its_length_leaks_no_markup(client: openai.OpenAI, model: str) -> None:
+    for max_tokens in (1, 3, 6, 9, 12):
+        asked: Any = {"model": model, "messages": USER, "tools": [WEATHER], "tool_choice": "required"}
+        asked["max_tokens"] = max_tokens
+        whole = client.chat.completions.create(**asked).choices[0]
+        assert (whole.message.content or "", whole.finish_reason) == ("", "length")
+        for call in whole.message.tool_calls or ():
+            assert call.function.name == "get_weather"  # type: ignore[union-attr]
+        for event in client.chat.completions.create(**asked, stream=True):
+            assert not event.choices[0].delta.content
 
 
 def test_n_choices_and_seeds(client: openai.OpenAI, model: str) -> None:

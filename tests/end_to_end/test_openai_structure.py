@@ -42,6 +42,46 @@ def test_a_schema_holds(client: openai.OpenAI, model: str, seed: int) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+OPEN_SCHEMA = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+"""As pydantic and LangChain write schemas: nothing is said of further members."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_objects_without_additional_properties_are_closed(
+    client: openai.OpenAI, model: str, seed: int
+) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": OPEN_SCHEMA}}
+    asked: Any = {"model": model, "messages": USER, "max_tokens": 300, "temperature": 1.0, "seed": seed}
+    answer = client.chat.completions.create(**asked, response_format=wanted).choices[0]
+    assert (json.loads(answer.message.content or "").keys(), answer.finish_reason) == (
+        {"city", "days"},
+        "stop",
+    )
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": OPEN_SCHEMA}} for name in "ab"
+    ]
+    answer = client.chat.completions.create(
+        **asked, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or ()
+    assert json.loads(call.function.arguments).keys() == {"city", "days"}  # type: ignore[union-attr]
+
+
+def test_history_of_an_answer_is_accepted_as_clients_keep_it(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "max_tokens": 200, "temperature": 1.0, "seed": 1, "tools": TOOLS}
+    first = client.chat.completions.create(
+        **asked, messages=USER, tool_choice={"type": "function", "function": {"name": "news"}}
+    )
+    turn = first.choices[0].message.model_dump()
+    (call,) = turn["tool_calls"]
+    call["function"]["parsed_arguments"] = json.loads(call["function"]["arguments"])
+    turn |= {"parsed": None, "reasoning_content": "hm", "id": "msg_1", "provider_specific_fields": {}}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain", "cache_control": {}}
+    second = client.chat.completions.create(**asked, messages=[*USER, turn, result])
+    assert second.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
 def test_a_choice_and_an_expression_hold(client: openai.OpenAI, model: str) -> None:
     asked: Any = {"model": model, "prompt": "the", "max_tokens": 64, "temperature": 1.0, "seed": 1}
     one_of = client.completions.create(**asked, extra_body={"guided_choice": ["red", "green"]})

@@ -60,7 +60,8 @@ def by_hand(
     """Greedy under `rules`, one token of the vocabulary after the other."""
     repetition = rules.get("repetition_penalty", 1.0)
     output: list[int] = []
-    while len(output) < STOPPING["max_tokens"] and served.eos not in output:
+    ends = served.ends
+    while len(output) < STOPPING["max_tokens"] and not set(ends) & set(output):
         before = [*prompt, *output]
         with torch.inference_mode():
             logits = tiny_model.oracle(served.folder)(torch.tensor([before])).logits[0, -1].tolist()
@@ -74,7 +75,7 @@ def by_hand(
                 value -= rules.get("frequency_penalty", 0.0) * output.count(token)
             banned = any([*before, token][-len(word) :] == word for word in words)
             unknown = "allowed_token_ids" in rules and token not in rules["allowed_token_ids"]
-            too_early = token == served.eos and len(output) < STOPPING["min_tokens"]
+            too_early = token in ends and len(output) < STOPPING["min_tokens"]
             if not (banned or unknown or too_early) and value > highest:
                 best, highest = token, value
         output.append(best)

@@ -92,6 +92,16 @@ def test_required_calls_are_made(stub: rpc.InferenceServiceStub) -> None:
     assert names == ARGUMENTS.keys()
 
 
+def test_arguments_hold_no_members_that_a_schema_does_not_name(stub: rpc.InferenceServiceStub) -> None:
+    asked = request(pb.ToolChoice.MODE_NAMED, name="now")
+    asked.chat.tools[1].parameters_json_schema = '{"type": "object", "properties": {"x": {"const": 1}}}'
+    for seed in range(4):
+        asked.sampling.seed = seed
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        assert json.loads(output.tool_calls[0].arguments_json).keys() <= {"x"}
+        assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
 def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.InferenceServiceStub) -> None:
     for name in ARGUMENTS:
         asked = request(pb.ToolChoice.MODE_NAMED, name=name)
@@ -160,6 +170,21 @@ def test_calls_that_may_not_be_parallel_are_one(
         (output,) = stub.Generate(forced, timeout=60).outputs
         assert len(called(output)) == 1
         assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+def test_a_forced_call_cut_by_its_length_leaves_no_markup(stub: rpc.InferenceServiceStub) -> None:
+    fragments = 0
+    for max_tokens in range(1, 44, 3):
+        asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather", stopping={"max_tokens": max_tokens})
+        (output,) = stub.Generate(asked, timeout=60).outputs
+        streamed = [one for message in stub.StreamGenerate(asked, timeout=60) for one in message.outputs]
+        for text in (output.text, *(delta.text for delta in streamed)):
+            assert text == ""
+        for call in (*output.tool_calls, *(call for delta in streamed for call in delta.tool_calls)):
+            assert (call.name, call.arguments_json[:1]) in (("get_weather", "{"), ("get_weather", ""))
+            fragments += 1
+        assert output.finish_reason in (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS)
+    assert fragments
 
 
 def test_each_of_several_choices_calls(stub: rpc.InferenceServiceStub) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests.end_to_end import tiny_model
@@ -31,9 +32,9 @@ class Served:
     model: str = MODEL
 
     @property
-    def eos(self) -> int:
-        eos: int = tiny_model.oracle(self.folder).config.eos_token_id
-        return eos
+    def ends(self) -> list[int]:
+        """Tokens that end an output: the config's, and the end of a turn in the template."""
+        return list(Tokenizer.load(self.folder).eos_token_ids)
 
     def ask(
         self,

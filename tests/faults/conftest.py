@@ -29,8 +29,8 @@ class Breakable:
 
 def breakable(tmp_path_factory: pytest.TempPathFactory, model: Path, *flags: str) -> Iterator[Breakable]:
     armory = Armory(tmp_path_factory.mktemp("failpoints"))
-    # A starved machine takes its time to start a worker again.
-    env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
+    # At a load of 30 on two cores a worker takes more than 100 s to start again.
+    env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "500"}
     with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
         yield Breakable(stack, armory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,11 @@ from tests.faults.conftest import Breakable
 from tests.faults.failpoints import kill
 from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 
-IDLE_S = 120.0  # a worker that is started again counts as busy
+pytestmark = pytest.mark.timeout(1800)  # only a starved machine needs more than a minute
+
+TRIES = 4
+ARRIVE_S = 1.0  # less than the silence after which the gateway gives a worker up
+IDLE_S = 300.0  # a worker that is started again counts as busy
 
 
 def ask_while(system: Breakable, act: Callable[[], object], *, length: int = 100) -> dict[str, Completion]:
@@ -27,14 +32,32 @@ def ask_while(system: Breakable, act: Callable[[], object], *, length: int = 100
 
 
 def test_every_way_of_generating_survives_the_death_of_the_only_decode_worker(laptop: Breakable) -> None:
-    """All at once on one worker, which dies in the middle; they wait for the next one and go on."""
+    """All at once on one worker, which dies in the middle; they wait for the next one and go on.
+
+    On a busy machine it may be dead, or found silent, before the last of them is there: then they are all
+    asked again.
+    """
     expected = ask(laptop.address, ASKS)
-    laptop.armory.arm("decode.step", "crash", after=12)
-    answers = ask(laptop.address, ASKS)
-    assert laptop.armory.taken("decode.step")
-    check_same(expected, answers)
-    assert all(retries([answer]) for answer in answers.values())
+    unbroken: set[str] = set()
+    for _ in range(TRIES):
+        laptop.stack.wait_idle(IDLE_S)
+        laptop.armory.arm("decode.step", "freeze", after=12)
+        answers = ask_while(laptop, lambda: kill_when_all_run(laptop))
+        check_same(expected, answers)
+        unbroken = {name for name, answer in answers.items() if not retries([answer])}
+        if not unbroken:
+            break
+    assert not unbroken
     laptop.stack.wait_idle(IDLE_S)
+
+
+def kill_when_all_run(system: Breakable) -> None:
+    """Kill the decode worker that stopped in a step, once the gateway has sent it every question."""
+    stopped = system.armory.wait_taken("decode.step")
+    until = time.monotonic() + ARRIVE_S
+    while system.stack.metric("gateway", "diptych_requests_running") < len(ASKS) and time.monotonic() < until:
+        time.sleep(0.02)
+    kill(stopped)
 
 
 def test_a_prefill_worker_that_is_killed_between_two_chunks_is_made_up_for(laptop: Breakable) -> None:
@@ -46,14 +69,20 @@ def test_a_prefill_worker_that_is_killed_between_two_chunks_is_made_up_for(lapto
 
 
 def test_a_stop_string_that_has_begun_is_found_after_the_death_too(laptop: Breakable) -> None:
-    """It lies across the token at which the worker dies: its beginning is held back in the gateway."""
+    """It lies across the token at which the worker dies: its beginning is held back in the gateway.
+
+    Its ends come from shorter answers: how many tokens a piece of a stream has depends on the machine.
+    """
     with Client(laptop.address, retries=0) as client:
         prompt, greedy = prompt_of("greedy"), ASKS["greedy"]
-        pieces = [chunk.text for chunk in client.stream(prompt, timeout_s=TIMEOUT_S, **greedy)]
-        texts = [text for text in pieces if text]
-        stop = "".join(texts[8:20])
+        before, through = (
+            client.generate(prompt, timeout_s=TIMEOUT_S, **{**greedy, "max_tokens": tokens}).text
+            for tokens in (8, 20)
+        )
+        assert through.startswith(before)
+        stop = through[len(before) :]
         options = {**greedy, "stop": [stop]}
-        expected = client.generate(prompt, **options)
+        expected = client.generate(prompt, timeout_s=TIMEOUT_S, **options)
         laptop.armory.arm("decode.step", "crash", after=12)
         with client.stream(prompt, timeout_s=TIMEOUT_S, **options) as stream:
             for _ in stream:

@@ -133,6 +133,7 @@ ROWS = {
         503,
         retry=True,
         metadata={"role": "prefill"},
+        settings={"worker_wait_timeout": 0},
         workers=lambda script: [ScriptedDecode()],
     ),
     "the server drains": Row(
@@ -316,7 +317,7 @@ def test_every_documented_error_has_a_condition() -> None:
         yield from [cls] if not subs else (leaf for sub in subs for leaf in leaves(sub))
 
     tested = {row.reason for row in ROWS.values()} | {"DUPLICATE_REQUEST"}
-    elsewhere = {"INVALID_PARAMETER", "UNSUPPORTED_FEATURE", "UNKNOWN_MODEL", "UNKNOWN_WORKER"}
+    elsewhere = {"SLOW_READER", "INVALID_PARAMETER", "UNSUPPORTED_FEATURE", "UNKNOWN_MODEL", "UNKNOWN_WORKER"}
     elsewhere |= {"SHUTTING_DOWN"}  # comes after output only: test_generate.py
     elsewhere |= {"UNAUTHENTICATED", "PERMISSION_DENIED", "QUOTA_EXCEEDED", "GRAMMAR_NOT_CHECKED"}
     never_or_the_client = {"KV_CAPACITY", "CANCELLED"}

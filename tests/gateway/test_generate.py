@@ -326,7 +326,7 @@ async def test_prompt_longer_than_every_pool_is_refused(bundled: ServedModel, re
 
 async def test_no_ready_worker_is_unavailable_with_a_retry_hint(bundled: ServedModel, redis_url: str) -> None:
     decode = ScriptedDecode()
-    async with running(bundled, redis_url, decode) as stack:
+    async with running(bundled, redis_url, decode, worker_wait_timeout=0) as stack:
         error = await failure(stack.stub.StreamGenerate(stack.request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert reason_of(error) == "NO_READY_WORKER"

@@ -56,8 +56,16 @@ def test_gateway_program_starts_serves_and_stops() -> None:
 @pytest.mark.parametrize(
     ("content", "flags", "problem"),
     [
-        (None, ("--model", "{folder}"), "has no tokenizer.json"),
-        ("no model", ("--model", "{folder}/model.gguf"), "too short for a GGUF file"),
+        (
+            None,
+            ("--model", "{folder}"),
+            "{folder} is empty: a model is a .gguf file or a folder with config.json",
+        ),
+        (
+            "no model",
+            ("--model", "{folder}/model.gguf"),
+            "model.gguf is no GGUF file, though it is named so: a model is",
+        ),
         (None, ("--model", "{folder}/nothing"), "no model at"),
         (None, ("--http-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: address already in use"),
         (None, ("--grpc-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: taken by another process"),

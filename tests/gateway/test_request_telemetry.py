@@ -7,11 +7,17 @@ import asyncio
 import grpc
 import pytest
 
+from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import collect, running, until
-from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.gateway.running_gateway import Stack, collect, running, until
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
-ADMISSION = "diptych_request_phase_duration_seconds_count"
+PHASE = "diptych_request_phase_duration_seconds"
+ADMISSION = f"{PHASE}_count"
+
+
+def value(stack: Stack, name: str, **labels: str) -> float | None:
+    return stack.registry.get_sample_value(name, labels)
 
 
 async def test_refused_requests_count_no_wait_and_no_input_tokens(
@@ -23,14 +29,16 @@ async def test_refused_requests_count_no_wait_and_no_input_tokens(
 
         def counted() -> tuple[float | None, float | None]:
             value = stack.registry.get_sample_value
-            return value("diptych_input_tokens_total"), value(ADMISSION, {"phase": "admission"})
+            return value("diptych_input_tokens_total"), value(
+                ADMISSION, {"role": "gateway", "phase": "admission"}
+            )
 
         first = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request())))
         (work,) = await decode.wait_for("attach")
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
                 await collect(stack.stub.StreamGenerate(stack.request("more than fits " * 40)))
-        assert counted() == (0, None)
+        assert counted() == (0, 0)
         waiting = stack.stub.StreamGenerate(stack.request())
         await until(lambda: stack.gateway.gate.queue.waiting == 1)
         waiting.cancel()  # it has waited, though for nothing
@@ -40,3 +48,90 @@ async def test_refused_requests_count_no_wait_and_no_input_tokens(
         await first
         await stack.until_idle()
         assert counted() == (prompt_tokens, 2)
+
+
+async def test_gateway_exports_the_phases_that_the_workers_measured(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    seconds = {
+        "prefill_queue": 0.5,
+        "grant_wait": 0.25,
+        "prefill": 2.0,
+        "kv_send": 0.125,
+        "kv_receive": 0.25,
+        "decode_queue": 0.0625,
+    }
+    times = work_pb2.PhaseTimes()
+    for field, duration in seconds.items():
+        getattr(times, field).FromNanoseconds(int(duration * 1e9))
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with running(bundled, redis_url, prefill, decode) as stack:
+        answer = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request())))
+        (work,) = await decode.wait_for("attach")
+        decode.tokens(work, 0, [1])
+        decode.finish(work, times)
+        await answer
+        await stack.until_idle()
+        sums = {
+            phase: value(stack, f"{PHASE}_sum", role="gateway", phase=phase)
+            for phase in ("queue", "kv_alloc_wait", "prefill", "kv_transfer", "decode_queue")
+        }
+        waited = value(stack, "diptych_request_queue_duration_seconds_sum")
+        admission = value(stack, f"{PHASE}_sum", role="gateway", phase="admission")
+        decoded = value(stack, f"{PHASE}_count", role="gateway", phase="decode")
+    expected = {
+        "queue": 0.5,
+        "kv_alloc_wait": 0.25,
+        "prefill": 2.0,
+        "kv_transfer": 0.375,
+        "decode_queue": 0.0625,
+    }
+    assert sums == expected
+    assert admission is not None
+    assert waited == pytest.approx(admission + 0.75)
+    assert decoded == 0  # one token: that phase never ran
+
+
+async def test_gateway_exports_lengths_ends_and_token_latency(bundled: ServedModel, redis_url: str) -> None:
+    workers = ScriptedPrefill(), ScriptedDecode(answering([5, 6, 7, 8, 9, 10, 11], per_step=3, pause_s=0.05))
+    async with running(bundled, redis_url, *workers) as stack:
+        await collect(stack.stub.StreamGenerate(stack.request()))
+        await stack.until_idle()
+        prompt_tokens = len(bundled.tokenizer.encode("Hello", add_special=False))
+        assert value(stack, "diptych_request_input_tokens_sum") == prompt_tokens
+        assert value(stack, "diptych_request_output_tokens_sum") == 7
+        assert value(stack, "diptych_choices_ended_total", reason="length") == 1
+        # Pieces of 3, 3 and 1 tokens: what came first has nothing before it.
+        assert value(stack, "diptych_inter_token_latency_seconds_count") == 4
+        latency = value(stack, "diptych_inter_token_latency_seconds_sum")
+        assert latency is not None
+        assert 0.1 <= latency < 30
+        assert value(stack, "diptych_inter_token_latency_seconds_bucket", le="0.001") == 0
+
+
+async def test_choices_of_a_cancelled_request_end_as_cancelled(bundled: ServedModel, redis_url: str) -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
+    async with running(bundled, redis_url, prefill, decode) as stack:
+        call = stack.stub.StreamGenerate(stack.request())
+        (work,) = await decode.wait_for("attach")
+        decode.tokens(work, 0, [1])
+        await call.read()
+        call.cancel()
+        await until(lambda: value(stack, "diptych_choices_ended_total", reason="cancelled") == 1)
+        assert value(stack, "diptych_choices_ended_total", reason="error") == 0
+
+
+async def test_series_with_known_labels_exist_before_the_first_request(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode()) as stack:
+        for reason in ("QUEUE_FULL", "QUOTA_EXCEEDED", "NO_READY_WORKER", "DRAINING", "WORKER_LOST"):
+            assert value(stack, "diptych_rejections_total", reason=reason) == 0
+        assert value(stack, "diptych_rejections_total", reason="INVALID_PARAMETER") is None
+        for cause in ("worker_lost", "preempted"):
+            assert value(stack, "diptych_retries_total", cause=cause) == 0
+        assert value(stack, "diptych_route_decisions_total", policy="cost", reason="prefix") == 0
+        for reason in ("stop", "length", "time_limit", "cancelled", "error"):
+            assert value(stack, "diptych_choices_ended_total", reason=reason) == 0
+        for phase in ("admission", "prefill", "kv_transfer", "decode"):
+            assert value(stack, ADMISSION, role="gateway", phase=phase) == 0

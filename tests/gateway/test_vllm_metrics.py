@@ -31,15 +31,19 @@ def test_vllm_metrics_sum_the_gateway_metrics_over_other_labels() -> None:
     metrics.cached_input_tokens.inc(64)
     metrics.retries.labels("preempted").inc(5)
     metrics.retries.labels("worker_lost").inc(7)
-    metrics.time_to_first_token.labels("chat", "m").observe(0.3)
-    metrics.time_to_first_token.labels("text_completion", "m").observe(0.03)
-    metrics.request_duration.labels("chat", "m", "").observe(1.0)
-    metrics.request_duration.labels("chat", "m", "QUEUE_FULL").observe(2.0)
+    metrics.time_to_first_token.labels("chat", "diptych", "m").observe(0.3)
+    metrics.time_to_first_token.labels("text_completion", "diptych", "m").observe(0.03)
+    metrics.request_duration.labels("chat", "diptych", "m", "").observe(1.0)
+    metrics.request_duration.labels("chat", "diptych", "m", "QUEUE_FULL").observe(2.0)
+    metrics.token_latency.observe(0.06, 3)
+    metrics.phases["prefill"].observe(0.25)
+    for reason in ("stop", "time_limit", "cancelled"):
+        metrics.choices_ended.labels(reason).inc()
 
     page = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
     values = {
-        (sample.name, sample.labels.get("le")): sample.value
+        (sample.name, sample.labels.get("le", sample.labels.get("finished_reason"))): sample.value
         for family in families.values()
         if family.name.startswith("vllm:")
         for sample in family.samples
@@ -54,6 +58,13 @@ def test_vllm_metrics_sum_the_gateway_metrics_over_other_labels() -> None:
     assert values["vllm:time_to_first_token_seconds_bucket", "0.04"] == 1
     assert values["vllm:time_to_first_token_seconds_bucket", "+Inf"] == 2
     assert values["vllm:e2e_request_latency_seconds_sum", None] == pytest.approx(3.0)
+    assert values["vllm:inter_token_latency_seconds_count", None] == 3
+    assert values["vllm:inter_token_latency_seconds_bucket", "0.01"] == 0
+    assert values["vllm:inter_token_latency_seconds_bucket", "0.025"] == 3
+    assert values["vllm:request_prefill_time_seconds_sum", None] == 0.25
+    assert values["vllm:request_decode_time_seconds_count", None] == 0
+    reasons = ("stop", "length", "abort", "error")
+    assert [values["vllm:request_success_total", reason] for reason in reasons] == [1, 0, 2, 0]
     assert families["vllm:time_to_first_token_seconds"].type == "histogram"
     assert {sample.labels["model_name"] for sample in families["vllm:prompt_tokens"].samples} == {"m"}
 
@@ -76,4 +87,9 @@ async def test_gateway_exports_vllm_metrics_if_configured(bundled: ServedModel) 
     labels = f'{{engine="0",model_name="{bundled.card.name}"}}'
     assert f"vllm:generation_tokens_total{labels} 3.0" in page
     assert f"vllm:num_requests_running{labels} 0.0" in page
+    assert f"vllm:inter_token_latency_seconds_count{labels} 2.0" in page
+    assert f"vllm:request_generation_tokens_sum{labels} 3.0" in page
+    assert f"vllm:request_queue_time_seconds_count{labels} 1.0" in page
+    ended = f'engine="0",finished_reason="stop",model_name="{bundled.card.name}"'
+    assert f"vllm:request_success_total{{{ended}}} 1.0" in page
     assert "diptych_output_tokens_total 3.0" in page

@@ -37,7 +37,7 @@ def answers(precision: Precision, *, graphs: bool) -> list[tuple[int, ...]]:
     if graphs:
         runner.plan_decode(4, 16)
         runner.prepare_decode(memory)
-    greedy, stop = SamplingParams(temperature=0.0), model.eos_token_ids
+    greedy, stop = SamplingParams(temperature=0.0), reference.tokenizer().eos_token_ids
     return [
         reference.without_end(
             generate(runner, memory, BlockPool(BLOCKS), prompt, greedy, max_tokens=TOKENS, stop_ids=stop)

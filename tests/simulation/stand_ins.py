@@ -94,7 +94,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "decode_worker.choices.sample": model.sample,
         "prefill_worker.chunk_step.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
-        "diptych.worker_process.server.announce_ready": lambda settings, ports: None,
+        "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
         "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
         "gateway.program.OpenAIRoutes": lambda *args, **options: None,
         "gateway.program.KServeServicer": lambda *args, **options: SimpleNamespace(

@@ -37,6 +37,12 @@ class RopeScaling:
     truncate: bool = True
     """Whether yarn rounds the borders of its blend to whole dimensions."""
 
+    def stretched_context(self, declared: int) -> int:
+        """Return the tokens that a model reads whose files declare `declared`: with yarn, which many files
+        leave out of that number, at least `factor` times the trained length.
+        """
+        return max(declared, int(self.original_context * self.factor)) if self.kind == "yarn" else declared
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -54,7 +60,7 @@ class ModelShape:
     rms_eps: float
     rope_theta: float
     max_context: int
-    """Positions that the model was made for, in tokens."""
+    """Positions that the model is served with, in tokens: those that it was made for, or fewer."""
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False

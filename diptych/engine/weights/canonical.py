@@ -75,7 +75,6 @@ class Checkpoint:
 
     shape: ModelShape
     weights: Weights
-    eos_token_ids: tuple[int, ...]
     kv_scales: torch.Tensor | None = None
     """Of keys and values in FP8, float32 `[layers, 2, kv_heads]` (kernels/fp8_cache.py), if the files say."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -19,7 +18,7 @@ from diptych.engine.weights.block_quantised import (
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
-from diptych.engine.weights.gguf_header import GgufTensor, Scalar, read_header
+from diptych.engine.weights.gguf_header import GgufTensor, read_header
 from diptych.engine.weights.gguf_shape import shape_from_header
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.quantised_linear import BlockMatrix, dequantise
@@ -85,7 +84,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
         return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
 
     own_head = not shape.tied_embeddings or precision not in PLAIN
-    return Checkpoint(shape, assemble(shape, read, own_head=own_head), _stop_tokens(header.metadata))
+    return Checkpoint(shape, assemble(shape, read, own_head=own_head))
 
 
 def _only_shape_decides(name: str) -> bool:
@@ -93,17 +92,6 @@ def _only_shape_decides(name: str) -> bool:
     layer.
     """
     return name not in {*_MODEL_NAMES.values(), _ROPE_FACTORS} and ".attn_rot_embd" not in name
-
-
-def _stop_tokens(metadata: Mapping[str, Scalar]) -> tuple[int, ...]:
-    stops = []
-    for name in ("eos", "eot", "eom"):
-        token = metadata.get(key := f"tokenizer.ggml.{name}_token_id")
-        if token is not None and not isinstance(token, int):
-            raise BadModelFile(f"metadata {key} is not a whole number")
-        if token is not None:
-            stops.append(token)
-    return tuple(dict.fromkeys(stops))
 
 
 def _stored_name(name: str) -> str:

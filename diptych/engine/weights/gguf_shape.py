@@ -122,6 +122,10 @@ def _shape(
     if metadata.integer("rope.dimension_count") not in (None, width):
         raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
     window = metadata.integer("attention.sliding_window")
+    scaling, context = (
+        _rope_scaling(metadata, _checked(rope_factors, width // 2)),
+        metadata.size("context_length"),
+    )
     if "token_embd.weight" not in tensors:
         raise BadModelFile("tensor token_embd.weight is missing")
     epsilon = "attention.layer_norm_rms_epsilon"
@@ -136,8 +140,8 @@ def _shape(
         intermediate_size=metadata.size("feed_forward_length"),
         rms_eps=_required(metadata.number(epsilon), metadata.key(epsilon)),
         rope_theta=metadata.number("rope.freq_base") or 10000.0,
-        max_context=metadata.size("context_length"),
-        rope_scaling=_rope_scaling(metadata, _checked(rope_factors, width // 2)),
+        max_context=context if scaling is None else scaling.stretched_context(context),
+        rope_scaling=scaling,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,

@@ -95,15 +95,6 @@ def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return resolved
 
 
-def eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the stop tokens of the first source that names any: generation_config.json, config.json."""
-    for source in sources:
-        value = source.get("eos_token_id")
-        if value is not None:
-            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
-    return ()
-
-
 def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     """Return the shape that a resolved config describes; `tied` says that the output matrix is the embedding.
 
@@ -127,6 +118,7 @@ def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise UnsupportedModel(f"rope_parameters: {error}") from error
+    context: int = config["max_position_embeddings"]
     return ModelShape(
         family=name,
         vocab_size=config["vocab_size"],
@@ -138,7 +130,7 @@ def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         intermediate_size=config["intermediate_size"],
         rms_eps=config["rms_norm_eps"],
         rope_theta=theta,
-        max_context=config["max_position_embeddings"],
+        max_context=context if scaling is None else scaling.stretched_context(context),
         rope_scaling=scaling,
         tied_embeddings=tied,
         qkv_bias=config["attention_bias"] or family.qkv_bias,

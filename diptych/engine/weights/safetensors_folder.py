@@ -19,7 +19,7 @@ from diptych.engine.weights.block_quantised import (
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
-from diptych.engine.weights.hf_config import eos_token_ids, read_config, shape_from_config
+from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
 from diptych.engine.weights.quantised import Codes, Scheme, scheme_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
@@ -94,10 +94,9 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         stored = "embed" if name == "head" and tied else name
         return in_precision(name, tensors.read(_stored_name(stored)), precision)
 
-    eos = eos_token_ids(_json_object(folder / "generation_config.json"), config)
     own_head = not tied or precision not in PLAIN
     weights = assemble(shape, read, own_head=own_head)
-    return Checkpoint(shape, weights, eos, read_kv_scales(shape, tensors.has, tensors.read))
+    return Checkpoint(shape, weights, read_kv_scales(shape, tensors.has, tensors.read))
 
 
 def _only_shape_decides(name: str) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from diptych.runtime.discovery import store
-from diptych.runtime.discovery.outage_log import OutageLog
+from diptych.runtime.discovery.outage_log import OutageLog, error_code
 from diptych.runtime.discovery.prefix_index import PrefixIndex, PrefixSnapshot
 from diptych.runtime.discovery.records import Identity, Lease, WorkerRecord
 from diptych.runtime.task_cancellation import end_task
@@ -26,6 +27,8 @@ _PAGE = 500
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
 _GRACE_S = store.LEASE_MS / 1000
 _FIRST_SYNC_S = 1.0
+
+_MAX_PASSED_OVER = 1024  # lines about junk, in all
 
 _Page = tuple[int, dict[bytes, bytes]]
 
@@ -43,7 +46,7 @@ class DirectoryMirror:
         self._index = PrefixIndex()
         # Workers whose lease named more than we had at the last poll, and what we had then.
         self._behind: dict[str, tuple[Identity, int]] = {}
-        self._unreadable: set[str] = set()
+        self._unreadable: set[str] = set()  # what was passed over and logged
         self._position = "0-0"
         self._generation: bytes | None = None
         self._grace_until = 0.0
@@ -55,6 +58,11 @@ class DirectoryMirror:
     def connected(self) -> bool:
         """True while the copy follows Redis at this moment; a frozen one is noticed within a second."""
         return self._connected
+
+    @property
+    def outage(self) -> str:
+        """Why the copy does not follow Redis, in a few words; empty while it does."""
+        return "" if self._connected else self._outages.cause
 
     def workers(self) -> list[WorkerRecord]:
         """Return the workers with a live lease; those last known while Redis is away."""
@@ -132,7 +140,7 @@ class DirectoryMirror:
             try:
                 event = store.decode_event(fields)
             except ValueError as error:
-                _log.warning("passed over an update in the directory: %s", error)
+                self._pass_over("an update", error)
                 continue
             if not self._index.apply(event):
                 stale[event.worker_id] = None
@@ -144,7 +152,7 @@ class DirectoryMirror:
     async def _read_leases(self) -> bool:
         """Take in who lives. True when the store lost its data since the last time."""
         members: Any = await self._redis.smembers(store.WORKERS)
-        worker_ids = sorted(member.decode() for member in members)
+        worker_ids = sorted(name for member in members if (name := self._readable(member)) is not None)
         answers: Any = await self._redis.mget(
             [store.GENERATION, *(store.worker_key(worker_id) for worker_id in worker_ids)]
         )
@@ -162,6 +170,20 @@ class DirectoryMirror:
         await self._catch_up()
         return emptied
 
+    def _readable(self, member: bytes) -> str | None:
+        """Return a member as the id of a worker; None, and a line in the log, for what is none."""
+        try:
+            return member.decode()
+        except UnicodeDecodeError:
+            self._pass_over(f"member {member[:64]!r}", "it is not UTF-8")
+            return None
+
+    def _pass_over(self, what: str, why: object) -> None:
+        """Log, once for each, what another program has put among our keys."""
+        if what not in self._unreadable and len(self._unreadable) < _MAX_PASSED_OVER:
+            self._unreadable.add(what)
+            _log.warning("passed over %s in the directory: %s", what, why)
+
     def _take_in_leases(self, values: dict[str, bytes | None], *, may_drop: bool) -> None:
         for worker_id in [w for w in self._leases if values.get(w) is None and may_drop]:
             del self._leases[worker_id]
@@ -173,9 +195,7 @@ class DirectoryMirror:
             try:
                 self._leases[worker_id] = Lease.from_json(value)
             except ValueError as error:
-                if worker_id not in self._unreadable:
-                    _log.warning("worker %s has an unreadable lease: %s", worker_id, error)
-                self._unreadable.add(worker_id)
+                self._pass_over(f"the unreadable lease of worker {worker_id[:64]!r}", error)
 
     async def _catch_up(self) -> None:
         """Read the blocks of workers that are new, or whose updates stopped short of what their lease says.
@@ -195,6 +215,14 @@ class DirectoryMirror:
 
     async def _load(self, worker_id: str) -> None:
         """Read all of a worker's blocks, unless what we have is just that."""
+        try:
+            await self._load_blocks(worker_id)
+        except (ValueError, ResponseError) as error:
+            if isinstance(error, ResponseError) and error_code(error) != "WRONGTYPE":
+                raise
+            self._pass_over(f"the blocks of worker {worker_id[:64]!r}", error)
+
+    async def _load_blocks(self, worker_id: str) -> None:
         lease = self._leases.get(worker_id)
         if lease is None:
             return

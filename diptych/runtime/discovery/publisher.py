@@ -235,7 +235,12 @@ class DirectoryPublisher:
             self._write_lease(pipe, self._seq)
             _, generation, seq, *_ = await pipe.execute()
         expected = {self._seq} if self._in_flight is None else {self._seq, self._in_flight.seq}
-        if seq is None or int(seq) not in expected or self._generation not in (None, generation):
+        if (
+            seq is None
+            or not seq.isdigit()
+            or int(seq) not in expected
+            or self._generation not in (None, generation)
+        ):
             _log.warning("the directory lost this worker's entries; publishing them again")
             self._start_again()
         self._generation = generation

@@ -86,11 +86,24 @@ class Lease:
 
         Raises ValueError for what is none. Unknown fields, of newer workers, are passed over.
         """
-        data = json.loads(text)
         try:
+            data = json.loads(text)
             return cls(_record(data["record"]), _checked(data["prefix_seq"], int, "prefix_seq"))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a worker's lease: {error!r}") from error
+
+
+def record_to_json(record: WorkerRecord) -> str:
+    """Return the record as a worker announces it to its supervisor."""
+    return json.dumps(vars(record))
+
+
+def record_from_json(text: str | bytes) -> WorkerRecord:
+    """Return the record in `record_to_json`'s text. Raises ValueError."""
+    try:
+        return _record(json.loads(text))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a worker's record: {error!r}") from error
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(WorkerRecord)}
@@ -102,6 +115,9 @@ def _record(data: dict[str, Any]) -> WorkerRecord:
         _checked(value, int if _FIELDS[name].type is int else str, name)
     if values["role"] not in get_args(Role):
         raise ValueError("not a worker's lease: unknown role")
+    # A prefill worker has no blocks.
+    if values["block_size"] < 1 or values["max_context"] < 1 or values["total_blocks"] < 0:
+        raise ValueError("not a worker's lease: a size is out of range")
     return WorkerRecord(**values)
 
 

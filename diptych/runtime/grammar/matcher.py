@@ -8,6 +8,7 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from diptych.runtime.grammar.closed_objects import close_objects
 from diptych.runtime.grammar.error_text import LOOK_AROUND_WORD, NO_BOUNDARY, NOT_VALID, fault_of, keywords_in
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from diptych.runtime.grammar.json_schema import (
@@ -84,9 +85,12 @@ def _fault(grammar: Grammar, error: str, tokenizer: LLTokenizer) -> str:
 
 
 def embedded_schema(schema: Mapping[str, object]) -> str:
-    """Return a JSON schema as a Lark grammar takes it after a rule's name, with bounded white space."""
+    """Return a JSON schema as a Lark grammar takes it after a rule's name.
+
+    White space is bounded, and objects are closed unless they say otherwise.
+    """
     guidance = {**_BOUNDED, "lenient": True} if is_lenient(schema) else _BOUNDED
-    return f"%json {json.dumps(prepare_schema(schema) | {GUIDANCE: guidance})}"
+    return f"%json {json.dumps(close_objects(prepare_schema(schema)) | {GUIDANCE: guidance})}"
 
 
 def _json_schema(text: str) -> str:

@@ -52,12 +52,24 @@ class MalformedGguf(ValueError):
 
 def read_metadata(path: Path) -> dict[str, Value]:
     """Return all metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
+    return _read(path, arrays=True)
+
+
+def read_scalars(path: Path) -> dict[str, Value]:
+    """Return the entries of the GGUF file at ``path`` that are no arrays, in a quarter of the time.
+
+    Raises `MalformedGguf` or `OSError`.
+    """
+    return _read(path, arrays=False)
+
+
+def _read(path: Path, *, arrays: bool) -> dict[str, Value]:
     with path.open("rb") as file:
         if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
             raise MalformedGguf(f"{path.name}: too short for a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             try:
-                return _Cursor(view).metadata()
+                return _Cursor(view, arrays=arrays).metadata()
             except MalformedGguf as error:
                 raise MalformedGguf(f"{path.name}: {error}") from None
 
@@ -65,8 +77,9 @@ def read_metadata(path: Path) -> dict[str, Value]:
 class _Cursor:
     """A position in the mapped file. Every advance is checked against the end of the file."""
 
-    def __init__(self, view: mmap.mmap) -> None:
+    def __init__(self, view: mmap.mmap, *, arrays: bool) -> None:
         self._view = view
+        self._arrays = arrays  # else they are stepped over
         self._end = len(view)
         self._at = 0
 
@@ -85,15 +98,17 @@ class _Cursor:
             key = self._key()
             if key in found:
                 raise MalformedGguf(f"metadata key {key!r} twice")
-            found[key] = self._value(self._unsigned(_U32), depth=0)
+            kind = self._unsigned(_U32)
+            if kind == _ARRAY and not self._arrays:
+                self._skip_array(depth=0)
+            else:
+                found[key] = self._value(kind, depth=0)
         return found
 
     def _take(self, size: int) -> bytes:
-        if size > self._end - self._at:
-            raise MalformedGguf("ends inside its metadata")
-        taken = self._view[self._at : self._at + size]
-        self._at += size
-        return taken
+        begin = self._at
+        self._skip(size)
+        return self._view[begin : self._at]
 
     def _unsigned(self, kind: struct.Struct) -> int:
         value: int = kind.unpack(self._take(kind.size))[0]
@@ -114,13 +129,42 @@ class _Cursor:
         value: Scalar = scalar.unpack(self._take(scalar.size))[0]
         return bool(value) if kind == _BOOL else value
 
-    def _array(self, depth: int) -> list[Value]:
+    def _begin_array(self, depth: int) -> tuple[int, int]:
+        """Return the type of an array's elements and their number."""
         if depth >= MAX_ARRAY_DEPTH:
             raise MalformedGguf("arrays nested too deep")
         kind = self._unsigned(_U32)
         length = self._unsigned(_U64)
         if length > MAX_ARRAY_LENGTH:
             raise MalformedGguf(f"an array of {length} elements")
+        return kind, length
+
+    def _skip_array(self, depth: int) -> None:
+        kind, length = self._begin_array(depth)
+        if kind == _ARRAY:
+            for _ in range(length):
+                self._skip_array(depth + 1)
+        elif kind == _STRING:
+            self._skip_strings(length)
+        else:
+            self._skip(length * _scalar(kind).size)
+
+    def _skip(self, size: int) -> None:
+        if size > self._end - self._at:
+            raise MalformedGguf("ends inside its metadata")
+        self._at += size
+
+    def _skip_strings(self, length: int) -> None:
+        view, size_of, header, at = self._view, _U64.unpack_from, _U64.size, self._at
+        try:
+            for _ in range(length):
+                at += header + size_of(view, at)[0]
+        except (struct.error, OverflowError):
+            raise MalformedGguf("ends inside its metadata") from None
+        self._skip(at - self._at)
+
+    def _array(self, depth: int) -> list[Value]:
+        kind, length = self._begin_array(depth)
         if kind == _STRING:
             return self._strings(length)
         if kind == _ARRAY:

@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
 
+from diptych.runtime.model_context import gguf_context
+from diptych.runtime.tokenizer.end_tokens import turn_end_ids, union
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, Value, read_metadata
 from diptych.runtime.tokenizer.source import AddedToken, TokenizerSource, UnusableTokenizer
 
@@ -65,8 +67,8 @@ _PRE: Final = {
         lambda: _pattern(_QWEN2_PATTERN), composes_unicode=True, ends=("<|im_end|>", "<|endoftext|>")
     ),
 }
-"""The ends are those of each family's generation_config.json, of which most GGUF files name one alone:
-llama.cpp finds them by their texts, too.
+"""The ends are those of each family's generation_config.json, of which most GGUF files name one alone
+(those that end a turn in any family: end_tokens.py).
 """
 
 
@@ -82,7 +84,7 @@ class _Entries:
     """Typed access to GGUF metadata; a key of the wrong type is a malformed file."""
 
     def __init__(self, values: dict[str, Value]) -> None:
-        self._values = values
+        self.values = values
 
     def text(self, key: str) -> str | None:
         value: str | None = self._get(key, str)
@@ -109,7 +111,7 @@ class _Entries:
         return values or []
 
     def _get(self, key: str, kind: type) -> Any:
-        value = self._values.get(key)
+        value = self.values.get(key)
         # bool is an int to Python; a flag where a number belongs is still a mistake.
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise UnusableTokenizer(f"{key} should be {kind.__name__}, is {type(value).__name__}")
@@ -145,6 +147,8 @@ def _build(entries: _Entries) -> TokenizerSource:
         )
     stops = [found for name in _EOS_KEYS if (found := _special(entries, name, len(tokens))) is not None]
     stops += [token.token_id for token in added if token.control and token.text in pre.ends]
+    default, with_tools = (entries.text(f"tokenizer.chat_template{kind}") for kind in ("", ".tool_use"))
+    stops += turn_end_ids(added, [template for template in (default, with_tools) if template is not None])
     return TokenizerSource(
         backend=backend,
         continuation=backend,
@@ -153,10 +157,10 @@ def _build(entries: _Entries) -> TokenizerSource:
         strips_first_space=False,
         vocab_size=len(tokens),
         max_context=_max_context(entries),
-        eos_token_ids=tuple(dict.fromkeys(stops)),
+        eos_token_ids=union(stops, len(tokens)),
         digest=_digest(pre_name or "", tokens, types, merges, leads_with_bos),
-        chat_template=entries.text("tokenizer.chat_template"),
-        tool_template=entries.text("tokenizer.chat_template.tool_use"),
+        chat_template=default,
+        tool_template=with_tools,
         template_names={
             name: tokens[found]
             for name, found in (("bos_token", bos), ("eos_token", eos))
@@ -203,8 +207,8 @@ def _special(entries: _Entries, name: str, vocab_size: int) -> int | None:
 
 def _max_context(entries: _Entries) -> int:
     architecture = entries.text("general.architecture")
-    length = entries.number(f"{architecture}.context_length")
-    if length is None or length < 1:
+    entries.number(f"{architecture}.context_length")  # of the right type
+    if (length := gguf_context(entries.values)) is None:
         raise UnusableTokenizer(f"{architecture}.context_length is missing")
     return length
 

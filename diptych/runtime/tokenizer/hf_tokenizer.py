@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import tokenizers
 
+from diptych.runtime.model_context import folder_context
+from diptych.runtime.tokenizer.end_tokens import declared_ids, turn_end_ids, union
 from diptych.runtime.tokenizer.source import AddedToken, TokenizerSource, UnusableTokenizer
 
 Json = dict[str, Any]
@@ -30,16 +32,23 @@ def read(folder: Path) -> TokenizerSource:
     spec = _object(path.name, data)
     config = _optional(folder / "config.json")
     tokenizer_config = _optional(folder / "tokenizer_config.json")
+    special_tokens = _optional(folder / "special_tokens_map.json")
+    ends = [tokenizer_config.get("eos_token"), special_tokens.get("eos_token")]
     if "added_tokens_decoder" not in tokenizer_config:
         # Of before transformers 4.34, which wrote the names of special tokens beside the config.
-        tokenizer_config |= _optional(folder / "special_tokens_map.json")
+        tokenizer_config |= special_tokens
     generation = _optional(folder / "generation_config.json")
     added = tuple(_added(entry) for entry in spec.get("added_tokens") or ())
     alphabet = _alphabet(spec)
     backend = _backend(data.decode("utf-8"))
-    vocab_size = _positive(config, "vocab_size")
-    eos = _eos(generation, config, tokenizer_config, backend)
+    vocab_size = _required(config.get("vocab_size"), "vocab_size")
     templates = _chat_templates(folder, tokenizer_config)
+    eos = [
+        *declared_ids(generation.get("eos_token_id")),
+        *declared_ids(config.get("eos_token_id")),
+        *(backend.token_to_id(text) for text in map(_token_text, ends) if text is not None),
+        *(turn_end_ids(added, list(templates.values())) if templates else ()),
+    ]
     return TokenizerSource(
         backend=backend,
         continuation=_continuation(spec) or backend,
@@ -47,9 +56,8 @@ def read(folder: Path) -> TokenizerSource:
         alphabet=alphabet,
         strips_first_space=alphabet == "byte_fallback" and _strips_first_space(backend),
         vocab_size=vocab_size,
-        max_context=_positive(config, "max_position_embeddings"),
-        # What the model cannot write ends nothing, and no worker can forbid it.
-        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
+        max_context=_required(folder_context(config), "max_position_embeddings"),
+        eos_token_ids=union(eos, vocab_size),
         digest=hashlib.sha256(data).hexdigest(),
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
@@ -135,25 +143,10 @@ def _continuation(spec: Json) -> tokenizers.Tokenizer | None:
     return _backend(json.dumps(spec))
 
 
-def _positive(config: Json, key: str) -> int:
-    value = config.get(key)
+def _required(value: object, key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnusableTokenizer(f"config.json has no {key}")
     return value
-
-
-def _eos(
-    generation: Json, config: Json, tokenizer_config: Json, backend: tokenizers.Tokenizer
-) -> tuple[int, ...]:
-    for source in (generation, config):
-        found = source.get("eos_token_id")
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list) and found:
-            return tuple(int(token_id) for token_id in found)
-    text = _token_text(tokenizer_config.get("eos_token"))
-    token_id = backend.token_to_id(text) if text is not None else None
-    return () if token_id is None else (token_id,)
 
 
 def _token_text(entry: object) -> str | None:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from diptych import __version__
+from diptych.runtime.descriptors import connection_limits
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
@@ -67,7 +68,7 @@ class Operations:
         ready, draining, connected = self._state()
         card = self._identity.card
         info = pb.GetServerInfoResponse(
-            version=version("diptych"),
+            version=__version__,
             gateway_id=self._identity.gateway_id,
             model=card.name,
             model_digest=self._identity.model_digest,
@@ -178,7 +179,12 @@ class AdminServicer:
         share_port: bool = False,
     ) -> AdminServicer:
         """Bind (0 = any free port) and serve. Raises OSError or UnsafeBindError."""
-        server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES, share_port=share_port)
+        server = make_server(
+            internal=False,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            share_port=share_port,
+            max_connections=connection_limits().admin,
+        )
         add_service(server, calls, DESCRIPTOR, bodies(operations))
         health = await add_health_and_reflection(server, [DESCRIPTOR.full_name])
         bound = bind(server, host, port, insecure, credentials)

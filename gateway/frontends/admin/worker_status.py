@@ -38,7 +38,7 @@ def worker_status(
 def _info(worker: Worker, others: Sequence[Worker], now: float, slow: Callable[[str], str]) -> pb.WorkerInfo:
     state, detail = _state(worker, others)
     if state == pb.WORKER_STATE_READY:
-        detail = slow(worker.record.worker_id)
+        detail = slow(worker.record.worker_id) or detail
     info = pb.WorkerInfo(
         worker_id=worker.record.worker_id,
         role=_ROLES.get(worker.record.role, pb.WORKER_ROLE_UNSPECIFIED),
@@ -57,14 +57,22 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
         return pb.WORKER_STATE_CONNECTING, "no link to it at the moment"
     if worker.load.draining:
         return pb.WORKER_STATE_DRAINING, "it takes nothing new"
-    if not worker.leased:
+    if not worker.leased and any(_stands_in(other, worker) for other in others):
         return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
     if worker.link.suspected:
         return pb.WORKER_STATE_CONNECTING, "heartbeat or step overdue; not routed"
     partners = [other for other in others if other.record.role != worker.record.role]
     if partners and all(partner.kv_format != worker.kv_format for partner in partners):
         return pb.WORKER_STATE_INCOMPATIBLE, "no worker of the other role can exchange blocks with it"
-    return pb.WORKER_STATE_READY, ""
+    return (
+        pb.WORKER_STATE_READY,
+        "" if worker.leased else "it is not in the directory; it serves all the same",
+    )
+
+
+def _stands_in(other: Worker, worker: Worker) -> bool:
+    """Return whether the router prefers another worker of the role to one without a lease."""
+    return other.record.role == worker.record.role and other.leased and other.link.up
 
 
 def _other_model(record: WorkerRecord) -> pb.WorkerInfo:

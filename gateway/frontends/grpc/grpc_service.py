@@ -10,6 +10,7 @@ and its deadline both arrive as CancelledError; the clock tells them apart, and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,15 +21,15 @@ from google.protobuf.message_factory import GetMessageClass
 
 from diptych.runtime import trace_context
 from diptych.runtime.errors import DiptychError
-from diptych.runtime.status import REQUEST_ID_TRAILER, abort
+from diptych.runtime.status import REQUEST_ID_TRAILER
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Caller, anonymous
 from gateway.call import Call, Calls
+from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.request.validation import parse_message
 
 T = TypeVar("T")
 AUTHORIZATION = "authorization"
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GrpcCall(Call):
@@ -53,20 +54,31 @@ class GrpcCall(Call):
         )
 
     async def write(self, message: pb.GenerateResponse) -> None:
-        await self.context.write(message)
+        await write(self.context, message)
 
     def on_request_id(self, request_id: str) -> None:
         """Set trailing metadata: leading metadata would commit the RPC before its first message."""
         self.context.set_trailing_metadata(((REQUEST_ID_TRAILER, request_id),))
 
 
+async def write(context: Context, message: Message) -> None:
+    """Write a message of a stream. Raises CancelledError when the RPC has ended."""
+    try:
+        await context.write(message)
+    except grpc.aio.BaseError as error:
+        # By the client's cancel or its deadline: a write may fail before the handler is cancelled.
+        raise asyncio.CancelledError("the RPC has ended") from error
+
+
 async def serve(calls: Calls, call: GrpcCall, body: Callable[[], Awaitable[T]]) -> T:
     """Return the body's result, or abort the RPC with the status of what it raised."""
     try:
         with calls.account(call):
-            return await body()
+            result = await body()
     except DiptychError as error:
-        await abort(call.context, error, call.request_id)
+        await end_with(call.context, error, call.request_id, calls.heap)
+    limit_end(call.context, call.request_id, calls.write_timeout_s, calls.heap)
+    return result
 
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]

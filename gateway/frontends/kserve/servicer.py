@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
 
+from diptych import __version__
 from diptych.kserve.v2 import open_inference_pb2 as oip
-from diptych.runtime.errors import DiptychError, InvalidParameter
-from diptych.runtime.status import abort
+from diptych.runtime.errors import DiptychError, InvalidParameter, SlowReader
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
-from gateway.frontends.grpc.grpc_service import Body, Context, GrpcCall, add_service
+from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
+from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.frontends.kserve import answer
 from gateway.frontends.kserve.request import (
     OUTPUTS,
@@ -88,7 +88,7 @@ class KServeServicer:
         return oip.ModelReadyResponse(ready=self._ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
-        return oip.ServerMetadataResponse(name="diptych", version=version("diptych"))
+        return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, _: GrpcCall) -> Message:
         self._check(request.name, request.version)
@@ -115,7 +115,10 @@ class KServeServicer:
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""
-        shared = SharedStream(context)
+        handler = asyncio.current_task()
+        if handler is None:
+            raise RuntimeError("an RPC without a task")
+        shared = SharedStream(context, handler)
         places = asyncio.Semaphore(MAX_RUNNING)
         running: set[asyncio.Task[None]] = set()
         try:
@@ -127,11 +130,17 @@ class KServeServicer:
                 task.add_done_callback(lambda _: places.release())
             if running:
                 await asyncio.gather(*running)
+        except asyncio.CancelledError:
+            if shared.unread is None:
+                raise
+            shared.handler.uncancel()
         finally:
             for task in list(running):
                 await end_task(task)
-        if shared.overdue is not None:
-            await abort(context, shared.overdue, "")
+            shared.close()
+        if (error := shared.unread or shared.overdue) is not None:
+            await end_with(context, error, "", self._calls.heap)
+        limit_end(context, "", self._calls.write_timeout_s, self._calls.heap)
 
     async def _one(self, data: bytes, shared: SharedStream) -> None:
         """Serve a request of a stream, from its bytes to its last response."""
@@ -148,6 +157,8 @@ class KServeServicer:
                     await self._generator.stream(asked.request, call)
                 else:
                     await call.write(await self._generator.collect(asked.request, call))
+        except SlowReader as error:
+            shared.end_unread(error)
         except DiptychError as error:
             await call.fail(with_client_field(error, names))
 
@@ -165,16 +176,35 @@ class SharedStream:
     Attributes:
         overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may show it before
             gRPC's does, and such a stream must not end as if all had been answered.
+        unread: how one of them ended because the client does not read. All end with it.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, handler: asyncio.Task[Any]) -> None:
         self.context = context
         self.overdue: DiptychError | None = None
-        self._writing = asyncio.Lock()
+        self.unread: SlowReader | None = None
+        self.handler = handler
+        self._turn = asyncio.Lock()
+        self._write: asyncio.Task[None] | None = None
 
     async def send(self, response: oip.ModelStreamInferResponse) -> None:
-        async with self._writing:  # gRPC takes one message at a time
-            await self.context.write(response)
+        """Write a response. A request that is cancelled meanwhile leaves its response to be written."""
+        async with self._turn:  # gRPC takes one message at a time
+            if self._write is not None:
+                await asyncio.shield(self._write)
+            self._write = asyncio.create_task(write(self.context, response), name="kserve response")
+            await asyncio.shield(self._write)
+
+    def end_unread(self, error: SlowReader) -> None:
+        """End the whole stream: what one request could not write, none can."""
+        if self.unread is None:
+            self.unread = error
+            self.handler.cancel()
+
+    def close(self) -> None:
+        """Abandon the response that is being written."""
+        if self._write is not None:
+            self._write.cancel()
 
 
 class StreamedCall(GrpcCall):
@@ -190,6 +220,10 @@ class StreamedCall(GrpcCall):
 
     def on_request_id(self, request_id: str) -> None:
         """Do nothing: every response carries the id, and trailers belong to the stream."""
+
+    def why_cancelled(self, now: float) -> grpc.StatusCode:
+        unread = self._shared.unread
+        return super().why_cancelled(now) if unread is None else unread.code
 
     async def write(self, message: pb.GenerateResponse) -> None:
         if self.asked is None:

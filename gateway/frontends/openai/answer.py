@@ -128,6 +128,10 @@ class Answer(ABC):
         self._head = f'data: {opened[:-1]}, "choices":['
         self._tail = '],"usage":null}\n\n' if self._asked.usage.last else "]}\n\n"
 
+    def id_of(self, request_id: str) -> str:
+        """Return the answer's id."""
+        return f"{self.id_prefix}-{request_id}"
+
     def last_events(self) -> str:
         """Return the events after all choices of all prompts."""
         if not self._asked.usage.last:
@@ -187,7 +191,7 @@ class Answer(ABC):
 
     def _envelope(self, kind: str, request_id: str) -> dict[str, Any]:
         return {
-            "id": f"{self.id_prefix}-{request_id}",
+            "id": self.id_of(request_id),
             "object": kind,
             "created": self._created,
             "model": self._model,

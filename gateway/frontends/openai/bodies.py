@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag, WithJsonSchema, create_model
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    create_model,
+)
 
 from diptych.parameters import PARAMETERS
 from gateway import limits
 from gateway.frontends.openai.body_model import (
     BodyModel,
+    OpenModel,
     Raw,
     Text,
     absent,
@@ -23,6 +32,7 @@ from gateway.frontends.openai.body_model import (
     either,
     parameter_fields,
     tagged,
+    unicode_text,
     unsupported,
 )
 
@@ -57,10 +67,18 @@ def _function_only(kind: str) -> str:
     return kind
 
 
-def _text_only(kind: str) -> str:
-    if kind != "text":
+_PART_TYPES: Final = ("text", "refusal", "thinking", "redacted_thinking", "reasoning")
+
+
+def _part_type(kind: str) -> str:
+    if kind not in _PART_TYPES:
         raise unsupported("must be text: this server reads nothing else")
     return kind
+
+
+def _text_or_nothing(value: object) -> str | None:
+    """Return a text; clients also keep objects under the same name, which no template reads."""
+    return unicode_text(value) if isinstance(value, str) else None
 
 
 FunctionType = Annotated[Text, AfterValidator(_function_only)]
@@ -109,27 +127,28 @@ class StructuredOutputs(BodyModel):
     grammar: Annotated[Any, _constraint("grammar")] = None
 
 
-class CalledFunction(BodyModel):
+class CalledFunction(OpenModel):
     """Function that an earlier answer called."""
 
     name: Text
     arguments: Text | None = None
 
 
-class CallOfTool(BodyModel):
-    """Call in an assistant's turn; ``index`` is what a client kept of a stream."""
+class CallOfTool(OpenModel):
+    """Call in an assistant's turn."""
 
     type: FunctionType | None = None
     function: CalledFunction
     id: Text | None = None
-    index: Any = None
 
 
-class ContentPart(BodyModel):
-    """Part of a turn's content."""
+class ContentPart(OpenModel):
+    """Part of a turn's content: ``text``, what a model refused with, or what it thought."""
 
-    type: Annotated[Text, AfterValidator(_text_only)]
-    text: Text
+    type: Annotated[Text, AfterValidator(_part_type)]
+    text: Text | None = None
+    refusal: Text | None = None
+    thinking: Text | None = None
 
 
 Parts = Annotated[list[ContentPart], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]
@@ -139,43 +158,43 @@ Content = Annotated[
 ]
 
 
-class ChatTurn(BodyModel):
-    """Message of a chat."""
+class ChatTurn(OpenModel):
+    """Message of a chat. ``reasoning`` is the newer name of ``reasoning_content``."""
 
     role: Text
     content: Content | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
     tool_calls: Annotated[list[CallOfTool], at_most(limits.MAX_JSON_LIST)] | None = None
-    refusal: Annotated[Any, absent()] = None
+    refusal: Text | None = None
+    reasoning_content: Annotated[Any, PlainValidator(_text_or_nothing)] = None
+    reasoning: Annotated[Any, PlainValidator(_text_or_nothing)] = None
     audio: Annotated[Any, absent()] = None
-    annotations: Annotated[Any, absent([])] = None
     function_call: Annotated[Any, absent()] = None
 
 
-class ToolFunction(BodyModel):
+class ToolFunction(OpenModel):
     """Function that the model may call. Forced calls always hold to their schema, strict or not."""
 
     name: Text
     description: Text | None = None
-    strict: bool | None = None
     parameters: Raw | None = None
 
 
-class OfferedTool(BodyModel):
+class OfferedTool(OpenModel):
     """Tool that the model may call."""
 
     type: FunctionType | None = None
     function: ToolFunction
 
 
-class NamedFunction(BodyModel):
+class NamedFunction(OpenModel):
     """Name of the function to call."""
 
     name: Text
 
 
-class NamedTool(BodyModel):
+class NamedTool(OpenModel):
     """Tool that the model must call."""
 
     type: FunctionType | None = None
@@ -247,15 +266,50 @@ class ChatMembers(CommonMembers):
     audio: Annotated[Any, absent()] = None
     prediction: Annotated[Any, absent()] = None
     web_search_options: Annotated[Any, absent()] = None
-    functions: Annotated[Any, absent()] = None
-    function_call: Annotated[Any, absent()] = None
-    verbosity: Annotated[Any, absent()] = None
+    functions: Annotated[Any, absent([])] = None
+    function_call: Annotated[Any, absent("none", "auto")] = None  # of no functions
+    verbosity: Annotated[Any, absent("medium")] = None
+    thinking: Annotated[Any, absent({"type": "disabled"})] = None
+    think: Annotated[Any, absent(False)] = None
+    reasoning: Annotated[Any, absent({}, {"effort": "none"}, {"enabled": False})] = None
+    include_reasoning: Annotated[Any, absent(True)] = None
+    separate_reasoning: Annotated[Any, absent(True)] = None
+    stream_reasoning: Annotated[Any, absent(True)] = None
+    documents: Annotated[Any, absent([])] = None
+    media_io_kwargs: Annotated[Any, absent({})] = None
+    mm_processor_kwargs: Annotated[Any, absent({})] = None
     echo: Annotated[Any, absent(False)] = None
     continue_final_message: Annotated[Any, absent(False)] = None
     add_special_tokens: Annotated[Any, absent(False)] = None
 
 
+# Members of other servers that are not implemented, with the values that ask for nothing.
+NOTHING_ASKED: Final[Mapping[str, tuple[object, ...]]] = {
+    "detokenize": (True,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "prompt_logprobs": (0,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "bad_words_token_ids": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_hidden_states": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "no_stop_trim": (False,),
+    "lora_path": ("",),
+    "cache_prompt": (True,),
+    "typical_p": (1.0,),
+    "tfs_z": (1.0,),
+    "top_a": (0.0,),
+    "mirostat": (0,),
+    "dynatemp_range": (0.0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+}
 _SHARED: Final[dict[str, Any]] = {
+    **{name: (Annotated[Any, absent(*values)], None) for name, values in NOTHING_ASKED.items()},
     **parameter_fields(ROWS),
     **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
     **dict.fromkeys(IGNORED, (Annotated[Any, _NO_EFFECT], None)),

@@ -37,6 +37,12 @@ class BodyModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
+class OpenModel(BaseModel):
+    """JSON object whose unknown members are ignored: clients keep notes of their own in history and tools."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
 def validate_members(model: type[M], members: dict[str, Any]) -> M:
     """Return the members as a model. Unknown ones that are null are taken out of `members`.
 
@@ -111,7 +117,8 @@ def unsupported(words: str = "") -> PydanticCustomError:
     return PydanticCustomError(_UNSUPPORTED, "unsupported", {"words": words})
 
 
-def _unicode(value: str) -> str:
+def unicode_text(value: str) -> str:
+    """Return `value`. Raises the error of a validator for half of a surrogate pair."""
     if not value.isascii():
         try:
             value.encode("utf-8")
@@ -138,7 +145,7 @@ def within(held: tuple[int, int], allowed: tuple[int, int] | None = None, note: 
     return AfterValidator(check)
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+Text = Annotated[str, AfterValidator(unicode_text)]
 
 
 def count_of(row: Parameter, note: str = "") -> Any:
@@ -154,7 +161,8 @@ def absent(*harmless: object) -> PlainValidator:
     """Make the validator of a member that is not implemented; values that ask for nothing pass."""
 
     def check(value: object) -> None:
-        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
+        flag = isinstance(value, bool)
+        if value is not None and not any(value == one and flag is isinstance(one, bool) for one in harmless):
             raise unsupported()
 
     return PlainValidator(check)

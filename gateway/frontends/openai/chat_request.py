@@ -6,11 +6,19 @@ from typing import Any, Final
 
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
-from gateway.frontends.openai.bodies import ChatBody, ChatMembers, ChatTurn, NamedTool, OfferedTool
+from gateway import limits
+from gateway.frontends.openai.bodies import (
+    ChatBody,
+    ChatMembers,
+    ChatTurn,
+    ContentPart,
+    NamedTool,
+    OfferedTool,
+)
 from gateway.frontends.openai.body_model import validate_members
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, read_stream
 from gateway.frontends.openai.response_format import dump_schema, put_constraint
-from gateway.request.json_values import string
+from gateway.request.json_values import number, string
 
 _TOOL_CHOICES: Final = {
     "none": pb.ToolChoice.MODE_NONE,
@@ -71,14 +79,27 @@ def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
         message.tool_calls.add(
             id=call.id or "", name=call.function.name, arguments_json=call.function.arguments or "{}"
         )
-    content = turn.content
-    if isinstance(content, str):
-        message.content = content
-    elif content is not None:
-        message.content = "".join(part.text for part in content)
-    elif not message.tool_calls:
+    content, thoughts = turn.content, turn.reasoning_content or turn.reasoning or ""
+    if isinstance(content, list):
+        thoughts = thoughts or "".join(part.thinking or "" for part in content)
+        content = "".join(_part_text(f"{path}.content[{at}]", part) for at, part in enumerate(content))
+    if content or turn.refusal:
+        message.content = content or turn.refusal or ""
+    elif content is None and not (message.tool_calls or thoughts):
         # Calls may stand alone. Any other turn without content is a mistake, which OpenAI refuses too.
         raise InvalidParameter(f"{path}.content", "is required")
+    if turn.role == "assistant":
+        message.reasoning_content = thoughts
+
+
+def _part_text(path: str, part: ContentPart) -> str:
+    """Return what a part adds to its turn's content. Raises InvalidParameter for one without it."""
+    if part.type not in ("text", "refusal"):
+        return ""
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise InvalidParameter(f"{path}.{part.type}", "is required")
+    return text
 
 
 def _put_tool(path: str, tool: OfferedTool, chat: pb.ChatPrompt) -> None:
@@ -101,17 +122,32 @@ def _put_tool_choice(body: ChatMembers, chat: pb.ChatPrompt) -> None:
         chat.tool_choice.parallel = False
 
 
+def _check_json_value(path: str, value: object, depth: int) -> None:
+    """Raise InvalidParameter for a value that protobuf's Struct cannot hold, or that is too deep."""
+    if depth < 0:
+        raise InvalidParameter(path, "is nested too deeply")
+    if isinstance(value, dict):
+        for name, one in value.items():
+            string(path, name)
+            _check_json_value(path, one, depth - 1)
+    elif isinstance(value, list):
+        for one in value:
+            _check_json_value(path, one, depth - 1)
+    elif isinstance(value, str):
+        string(path, value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number(path, value)
+
+
 def _put_template_options(body: ChatMembers, builder: RequestBuilder) -> None:
     """Set what the model's chat template reads besides the messages."""
     chat = builder.request.chat
     if body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt
     path = "chat_template_kwargs"
-    for name, value in (body.chat_template_kwargs or {}).items():
-        if not isinstance(value, bool | str):
-            raise InvalidParameter(path, "may hold only flags and strings")
-        plain = string(path, value) if isinstance(value, str) else value
-        chat.template_kwargs[string(path, name)] = plain
+    if body.chat_template_kwargs:
+        _check_json_value(path, body.chat_template_kwargs, limits.MAX_TEMPLATE_KWARGS_DEPTH)
+        chat.template_kwargs.update(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         chat.template_kwargs["reasoning_effort"] = body.reasoning_effort
         builder.names["chat.template_kwargs.reasoning_effort"] = "reasoning_effort"

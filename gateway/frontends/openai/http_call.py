@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 import grpc
@@ -30,6 +30,8 @@ from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
+LAST_EVENT_S: Final = 5.0
+"""Seconds that a client has to take an error, and what comes before it, unread."""
 _EVENT_HEADERS: Final = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -100,8 +102,15 @@ class EventStream:
         return await self._finish(self._answer.last_events())
 
     async def fail(self, error: DiptychError, names: Mapping[str, str] | None) -> web.StreamResponse:
-        """End the stream with an error, after output went out."""
-        return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
+        """End the stream with an error, after output went out; disconnect a client that does not take it."""
+        event = f"data: {json.dumps(error_object(error, names))}\n\n"
+        try:
+            async with asyncio.timeout(LAST_EVENT_S):
+                return await self._finish(event)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise asyncio.CancelledError("the client does not read") from None
 
     async def _write(self, events: bytes) -> None:
         self._written_at = asyncio.get_running_loop().time()
@@ -164,6 +173,11 @@ class HttpCall(Call):
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
         self.names: Mapping[str, str] | None = None
+        self.id_of: Callable[[str], str] = str  # set with the kind of the answer
+
+    @property
+    def response_id(self) -> str:
+        return self.id_of(self.request_id)
 
     def start_deadline(self) -> None:
         """Set the deadline that the header asks for. Raises InvalidParameter."""
@@ -256,6 +270,10 @@ class PromptCall(Call):
 
     def on_admitted(self) -> None:
         self._outer.on_admitted()
+
+    @property
+    def response_id(self) -> str:
+        return self._outer.response_id
 
     async def write(self, message: pb.GenerateResponse) -> None:
         if self._outer.stream is None:

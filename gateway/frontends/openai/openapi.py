@@ -8,11 +8,11 @@ from __future__ import annotations
 import html
 import json
 from functools import cache
-from importlib.metadata import version
 from typing import Any, Final
 
 from pydantic.json_schema import models_json_schema
 
+from diptych import __version__
 from gateway.frontends.openai.bodies import ChatBody, CompletionsBody
 
 _REFERENCE: Final = "#/components/schemas/"
@@ -46,7 +46,7 @@ def build_openapi() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Diptych",
-            "version": version("diptych"),
+            "version": __version__,
             "description": "OpenAI's API, with the members that clients of vLLM and SGLang add. "
             "A member that is not listed is refused by name.",
         },

@@ -18,12 +18,12 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
 from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
-from gateway.call import REJECTIONS, Calls
+from gateway.call import Calls
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
@@ -114,6 +114,7 @@ class OpenAIRoutes:
     async def _answer(
         self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
     ) -> web.StreamResponse:
+        call.id_of = answer.id_of
         if asked.stream:
             call.stream = EventStream(request, answer)
         try:
@@ -227,6 +228,7 @@ class OpenAIRoutes:
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
+            "tool_calls": model.capabilities.tool_calls or None,
         }
 
 

@@ -1,9 +1,11 @@
 """A small real program on diptych/runtime/process.py, for the supervisor's tests.
 
-program.py MODE [flags]      MODE: serve, fail, silent, garbage, stubborn, chatty
+program.py MODE [flags]      MODE: serve, fail, cannot, silent, garbage, stubborn, chatty, or
+once:PATH, which ends by a signal before it serves while there is a file at PATH, and removes it
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.process import announce_ready, run_program
-from diptych.runtime.settings import ProgramSettings
+from diptych.runtime.settings import ProgramSettings, StartupError
 
 
 def main() -> int:
@@ -25,6 +27,12 @@ def main() -> int:
         if mode == "fail":
             print("the reason of the failure", file=sys.stderr)
             return 3
+        if mode == "cannot":
+            raise StartupError("the model is missing")
+        if mode.startswith("once:"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mode.removeprefix("once:"))
+                os.kill(os.getpid(), signal.SIGKILL)
         if mode == "silent":
             print("loading", flush=True)
             await asyncio.sleep(3600)

@@ -13,7 +13,7 @@ from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import FLAG_FIELDS, StackOptions, takes_stack_options
 from tests.diptych.cli.specs import ROOT
 
-_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_timeout")
+_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_timeout", "_len")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -114,6 +114,13 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
     ("option", "problem"),
     [
         ("--model=/nowhere/model.gguf", "no model at"),
+        ("--max-model-len=8193", "--max-model-len 8193: the model's files say that it reads 8192 tokens"),
+        ("--model=/", "/ has no config.json, so that it is no model: a model is a .gguf file or a folder"),
+        ("--model=README.md", "README.md is no model: a model is a .gguf file or a folder with config.json"),
+        ("--device=cpu --transport=nccl", "--transport nccl needs blocks on a GPU, and this worker computes"),
+        ("--device=cpu --kv-cache-dtype=fp8", "--kv-cache-dtype fp8: the native CPU step keeps keys"),
+        ("--device=cuda --transport=shared_memory", "--transport shared_memory is for blocks of CPU workers"),
+        ("--set=decode.model=/nowhere", "no model at /nowhere"),
         ("--host=0.0.0.0", "refusing to listen on 0.0.0.0"),
         ("--grpc-port=61999 --http-port=61999", "--grpc-port and --http-port are both 61999"),
         ("--grpc-port=61999 --http-port=62000", "both 62000"),

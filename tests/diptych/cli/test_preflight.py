@@ -12,6 +12,7 @@ import redis
 from diptych.cli.preflight import BadOptions, check_directory, check_options
 from diptych.cli.stack_options import StackOptions
 from tests.diptych.cli.specs import ROOT
+from tests.diptych.runtime.odd_models import CASES
 from tests.gateway.running_gateway import valkey
 
 
@@ -41,6 +42,27 @@ async def test_check_directory_names_a_refused_login(url: str) -> None:
     with pytest.raises(BadOptions, match="refuses this login") as refused:
         await check_directory(with_login(url, "nobody:s3cret"))
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("case", ["lfs_gguf", "only_pickles", "split", "wrapper", "architecture", "adapter"])
+def test_files_that_are_no_model_are_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
+    write, said = CASES[case]
+    with pytest.raises(BadOptions, match=said):
+        check_options(StackOptions(model=str(write(tmp_path))))
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t"])
+def test_blank_model_name_is_refused(name: str) -> None:
+    with pytest.raises(BadOptions, match=r"--model-name \(DIPTYCH_MODEL_NAME\): must not be blank"):
+        check_options(StackOptions(model_name=name))
+
+
+def test_max_model_len_goes_to_every_program_and_is_refused_above_the_models() -> None:
+    assert {one.max_model_len for one in check_options(StackOptions(max_model_len=100))} == {100}
+    with pytest.raises(BadOptions, match=r"--max-model-len 8193: .* it reads 8192 tokens at most"):
+        check_options(StackOptions(max_model_len=8193))
+    with pytest.raises(BadOptions, match="--max-model-len 9000"):
+        check_options(StackOptions(overrides=(("decode", "max-model-len", "9000"),)))
 
 
 def test_check_options_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

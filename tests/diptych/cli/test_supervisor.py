@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from diptych.cli.child import Announcement, ChildFailed
+from diptych.cli.child import Announcement, ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_status
 from diptych.cli.process_events import Ended, Event, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy
@@ -127,6 +128,50 @@ async def test_a_process_that_does_not_start_is_named_and_gone(
     assert watched.supervisor.running() == []
     if mode == "fail":
         assert "the reason of the failure" in failed.value.last_lines
+
+
+async def test_process_killed_at_its_first_start_is_started_again_if_the_system_serves(
+    watched: Watched, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    async def serves_without(spec: ChildSpec) -> bool:
+        return spec.name == "late"
+
+    announced = await watched.supervisor.start(
+        [program_spec("one"), program_spec("late", f"once:{mark}")], serves_without=serves_without
+    )
+    assert announced[0] is not None
+    assert announced[1] is None
+    await watched.until_serving("late", 1)
+    [ended] = [event for event in watched.events if isinstance(event, Ended)]
+    assert (ended.name, ended.reason) == ("late", "ended before it was ready (killed by SIGKILL)")
+    assert ended.restart_in_s == QUICK.first_s
+
+
+async def test_process_killed_at_its_first_start_ends_the_start_of_a_system_that_does_not_serve(
+    watched: Watched, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    async def serves_without(_: ChildSpec) -> bool:
+        return False
+
+    with pytest.raises(ChildFailed, match="killed by SIGKILL"):
+        await watched.supervisor.start([program_spec("bad", f"once:{mark}")], serves_without=serves_without)
+    assert watched.supervisor.running() == []
+
+
+async def test_process_that_says_that_it_cannot_start_ends_the_start(watched: Watched) -> None:
+    async def serves_without(_: ChildSpec) -> bool:
+        raise AssertionError("another start cannot mend it")
+
+    with pytest.raises(ChildFailed) as failed:
+        await watched.supervisor.start([program_spec("bad", "cannot")], serves_without=serves_without)
+    assert failed.value.is_final
+    assert any("cannot start: the model is missing" in line for line in failed.value.last_lines)
 
 
 async def test_start_kills_a_process_that_is_not_ready_in_time() -> None:

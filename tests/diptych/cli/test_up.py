@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+import redis
 
 from diptych.client import CallFailed, Client, chat
 from diptych.v1 import admin_pb2, admin_pb2_grpc
@@ -168,6 +170,76 @@ def test_a_second_gateway_joins_with_the_shared_secrets(system: System) -> None:
         assert wait_until(lambda: answers(address), 60)
         gateway.terminate()
         assert gateway.wait(60) == 0
+
+
+def test_worker_killed_at_its_first_start_is_started_again_while_the_system_serves(tmp_path: Path) -> None:
+    http_port, ready_file = free_port(), tmp_path / "ready.json"
+    command = diptych(
+        *("up", "--grpc-port=0", f"--http-port={http_port}", "--kv-memory-mib=64", "--decode-workers=2"),
+        f"--ready-file={ready_file}",
+    )
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        assert wait_until(lambda: bool(child_pids(process.pid, "decode-1-")), START_S)
+        [victim] = child_pids(process.pid, "decode-1-")
+        os.kill(victim, signal.SIGSTOP)
+        assert wait_until(lambda: is_ready(http_port), START_S), (tmp_path / "log").read_text()
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(ready_file.exists, START_S), (tmp_path / "log").read_text()
+        system = System(process, ready_file)
+        assert answers(system.address)
+        assert wait_until(lambda: "grpc_port" in system.account["decode"][1], START_S)
+        assert system.account["decode"][1]["pid"] != victim
+        assert "decode-1 ended before it was ready (killed by SIGKILL); starts again in" in (
+            tmp_path / "log"
+        ).read_text().replace("\n", " ")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_restarted_while_redis_takes_no_writes_joins(system: System, role: str) -> None:
+    with redis.Redis.from_url(system.account["redis_url"]) as directory:
+        directory.config_set("maxmemory", 1)
+        try:
+            before = system.account[role][0]["pid"]
+            os.kill(before, signal.SIGKILL)
+            assert wait_until(lambda: system.serves_again(role, before), START_S)
+            assert wait_until(lambda: answers(system.address), 60)
+            assert "has no memory left for writes" in (system.ready_file.parent / "log").read_text()
+            listed = subprocess.run(
+                diptych("workers", f"--address=127.0.0.1:{system.account['gateway']['admin_port']}"),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert "draining" not in listed.stdout.lower(), listed.stdout
+        finally:
+            directory.config_set("maxmemory", 0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def child_pids(parent: int, name: str) -> list[int]:
+    """Return the children of a process with `name` in their command."""
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def is_ready(http_port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:

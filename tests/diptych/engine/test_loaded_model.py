@@ -105,7 +105,6 @@ def test_logits_equal_transformers(name: str, backend: BackendChoice, tmp_path: 
     oracle = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, backend=backend)
     assert model.backend_name == backend
-    assert model.eos_token_ids == (7,)
     ids = torch.randint(0, 131, (97,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0]

@@ -15,6 +15,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self._arrived = threading.Condition()
         self._spans: list[tuple[str, trace_pb2.Span]] = []
+        self.versions: dict[str, str] = {}  # by service
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
@@ -28,6 +29,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         with self._arrived:
             for resource_spans in request.resource_spans:
                 attributes = {a.key: a.value.string_value for a in resource_spans.resource.attributes}
+                self.versions[attributes["service.name"]] = attributes.get("service.version", "")
                 for scope_spans in resource_spans.scope_spans:
                     self._spans += [(attributes["service.name"], span) for span in scope_spans.spans]
             self._arrived.notify_all()

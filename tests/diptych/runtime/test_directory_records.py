@@ -9,7 +9,15 @@ from diptych.runtime.discovery.prefix_index import PrefixEvent
 from diptych.runtime.discovery.records import Identity, Lease, WorkerLoad, WorkerRecord
 from diptych.runtime.discovery.store import decode_event, encode_event
 
-leases = st.builds(Lease, st.from_type(WorkerRecord), st.integers(0, 2**63))
+sizes = st.integers(1, 2**63)
+records = st.builds(
+    dataclasses.replace,
+    st.from_type(WorkerRecord),
+    block_size=sizes,
+    max_context=sizes,
+    total_blocks=st.integers(0, 2**63),  # a prefill worker has none
+)
+leases = st.builds(Lease, records, st.integers(0, 2**63))
 RECORD = WorkerRecord("w", "decode", "h:1", 2**62 + 1, "d", "m", "fp32", "fp32", "l", 16, 100, 10, 1)
 
 
@@ -37,6 +45,9 @@ def test_fields_of_newer_workers_are_passed_over() -> None:
         Lease(RECORD, 3).to_json().replace('"prefix_seq": 3', '"prefix_seq": "3"'),
         Lease(RECORD, 3).to_json().replace('"block_size": 16', '"block_size": null'),
         Lease(RECORD, 3).to_json().replace('"block_size": 16', '"block_size": true'),
+        Lease(RECORD, 3).to_json().replace('"block_size": 16', '"block_size": 0'),
+        '{"record": [], "prefix_seq": 1}',
+        "[" * 100_000,
     ],
 )
 def test_what_is_no_lease_is_refused(text: str) -> None:

@@ -11,6 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from diptych.runtime.bind_address import UnsafeBindError
+from diptych.runtime.descriptors import ConnectionLimits
 from diptych.runtime.http_edge import HttpEdge
 
 
@@ -152,15 +153,17 @@ async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPat
     await http.close()
 
 
-async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
-    monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 1)
+async def test_silent_spare_connection_makes_room_for_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ConnectionLimits(http=1, spare=1)
+    monkeypatch.setattr("diptych.runtime.http_edge.connection_limits", lambda: few)
     http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
     kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    probe = await asyncio.open_connection("127.0.0.1", http.port)
     with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(reader.read(), 2) == b""
-    writer.close()
+        assert await asyncio.wait_for(kept[1][0].read(), 10) == b""
+    probe[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(probe[0].readline(), 10)
+    probe[1].close()
     kept[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert b" 200 " in await asyncio.wait_for(kept[0][0].readline(), 2)
     for _, other in kept:
@@ -171,8 +174,8 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
 @pytest_asyncio.fixture
 async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
     """A client has the only connection, and two are to spare. A request to its API gets 418."""
-    monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
-    monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 2)
+    few = ConnectionLimits(http=1, spare=2)
+    monkeypatch.setattr("diptych.runtime.http_edge.connection_limits", lambda: few)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_S", 0.5)
 
     async def api(_: web.BaseRequest) -> web.Response:

@@ -1,6 +1,7 @@
 """Which outages of the directory the log hears of, and in what words."""
 
 import pytest
+from redis._parsers.base import BaseParser
 from redis.exceptions import AuthenticationError, ConnectionError, TimeoutError
 
 from diptych.runtime.discovery.outage_log import OutageLog, without_login
@@ -22,6 +23,45 @@ def test_who_refuses_the_login_needs_no_second_server() -> None:
         said
         == "the directory at redis://host:6379/0 refuses this login: give its password in DIPTYCH_REDIS_URL"
     )
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause", "remedy"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", "no memory left", "maxmemory"),
+        ("NOPERM User x has no permissions to run the 'set' command", "forbids", "ACL"),
+        ("READONLY You can't write against a read only replica.", "read-only replica", "primary"),
+        ("MISCONF Valkey is configured to save RDB snapshots, but", "cannot save", "stop-writes-on-bgsave"),
+        ("LOADING Valkey is loading the dataset in memory", "still reads", "wait"),
+        ("NOAUTH Authentication required.", "refuses this login", "password"),
+        ("WRONGPASS invalid username-password pair or user is disabled.", "refuses this login", "password"),
+        ("MASTERDOWN Link with MASTER is down", "without its primary", "primary"),
+        ("NOREPLICAS Not enough good replicas to write.", "too few replicas", "min-replicas-to-write"),
+        ("CLUSTERDOWN Hash slot not served", "cluster", "without cluster mode"),
+        ("MOVED 3999 127.0.0.1:6381", "cluster", "without cluster mode"),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", "other data", "of its own"),
+        ("ERR max number of clients reached", "no connection left", "maxclients"),
+        ("ERR something else", "answers with an error", "something else"),
+    ],
+)
+def test_error_replies_are_told_with_cause_and_remedy(reply: str, cause: str, remedy: str) -> None:
+    outages = OutageLog(URL)
+    error = BaseParser.parse_error(reply)
+    said = outages.failed(error, 0.0)
+    assert cause in said
+    assert remedy in said
+    assert "does not answer" not in said
+    assert "hidden" not in said
+    outages.answered()
+    assert outages.cause == ""
+
+
+def test_another_error_reply_is_told_at_once() -> None:
+    outages = OutageLog(URL)
+    assert outages.failed(BaseParser.parse_error("LOADING x"), 0.0)
+    assert "no memory" in outages.failed(BaseParser.parse_error("OOM x"), 1.0)
+    assert not outages.failed(BaseParser.parse_error("OOM x"), 2.0)
+    assert outages.cause.endswith("has no memory left for writes")
 
 
 def test_a_login_that_is_refused_is_told_after_a_server_that_was_not_there() -> None:

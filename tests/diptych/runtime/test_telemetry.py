@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from diptych import __version__
 from diptych.runtime.telemetry import PhaseSpan, Telemetry
 from tests.diptych.runtime.otlp_collector import OtlpCollector
 
@@ -45,6 +46,8 @@ def test_one_trace_through_three_processes(collector: OtlpCollector) -> None:
         telemetry.stop()
 
     spans = collector.spans(at_least=6)
+    services = ("diptych-gateway", "diptych-prefill", "diptych-decode")
+    assert collector.versions == dict.fromkeys(services, __version__)
     assert all(span.trace_id == TRACE_ID and span.trace_state == "vendor=1" for _, span in spans)
     by_name = {(service, span.name): span for service, span in spans}
     server_span = by_name["diptych-gateway", "diptych.v1.InferenceService/StreamGenerate"]

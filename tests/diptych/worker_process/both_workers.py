@@ -59,7 +59,7 @@ DRAFT_TOKENS = 12
 def model() -> Model:
     """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
+    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
 
 
 def launching_model() -> Model:
@@ -68,13 +68,13 @@ def launching_model() -> Model:
     One for each decode worker: what is recorded is recorded over its memory.
     """
     backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
+    return Model(SHAPE, "fp32", torch.float32, backend, "triton")
 
 
 def native_model() -> Model:
     """Return the same model on the native backend, whose own thread computes launched steps."""
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
+    return Model(SHAPE, "fp32", torch.float32, backend, "native")
 
 
 MODELS = {"torch": model, "device": launching_model, "native": native_model}

@@ -40,13 +40,13 @@ def counting_prefill(request: PrefillRequest, outcome: str) -> CollectorRegistry
 
 
 def phases_of(registry: CollectorRegistry) -> dict[str, list[float]]:
-    """How often each phase was counted, and how long it was."""
+    """Count and sum of each phase that was counted."""
     found: dict[str, list[float]] = {}
     for family in registry.collect():
         for sample in family.samples:
             if sample.name in [f"diptych_request_phase_duration_seconds_{what}" for what in ("count", "sum")]:
                 found.setdefault(sample.labels["phase"], []).append(sample.value)
-    return found
+    return {phase: values for phase, values in found.items() if values[0]}
 
 
 def lost(registry: CollectorRegistry) -> float:

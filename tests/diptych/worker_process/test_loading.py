@@ -10,6 +10,7 @@ import torch
 
 from decode_worker.config import DecodeSettings
 from diptych.worker_process import engine_loader as engine
+from diptych.worker_process.config import why_not_together
 
 
 class Reached(Exception):
@@ -37,10 +38,10 @@ async def test_weights_are_converted_on_the_configured_threads(
 
 @pytest.mark.parametrize("tokens", [48, 256])
 def test_a_block_size_that_a_gpu_cannot_read_is_refused(tokens: int) -> None:
-    engine._check_block_size(tokens, torch.device("cpu"))
-    with pytest.raises(engine.BlockSizeUnfit, match=f"--block-size {tokens}: .*at most 128"):
-        engine._check_block_size(tokens, torch.device("cuda"))
-    engine._check_block_size(128, torch.device("cuda"))
+    settings = DecodeSettings.from_argv([f"--block-size={tokens}", "--device=auto"])
+    assert why_not_together(settings, "cpu") is None
+    assert f"--block-size {tokens}: on a GPU" in str(why_not_together(settings, "cuda"))
+    assert why_not_together(DecodeSettings.from_argv(["--block-size=128"]), "cuda") is None
 
 
 def test_only_workers_on_a_cpu_share_cores() -> None:

@@ -7,16 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode_worker.config import DecodeSettings
+from diptych.worker_process import engine_loader
+from prefill_worker.config import PrefillSettings
+
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
     ("module", "flags", "problem"),
     [
-        ("prefill_worker", ("--model={folder}",), "no config.json in"),
-        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf: not a GGUF file"),
-        ("decode_worker", ("--device=cpu", "--dtype=fp16"), "dtype fp16 is not computed on cpu"),
-        ("prefill_worker", ("--device=cpu", "--transport=nccl"), "--transport nccl needs blocks on a GPU"),
+        ("prefill_worker", ("--model={folder}",), "is a folder with a GGUF file: pass the file, --model"),
+        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf is no GGUF file, though it is named"),
+        (
+            "decode_worker",
+            ("--max-model-len=8193",),
+            "--max-model-len 8193: the model's files say that it reads 8192 tokens at most",
+        ),
         (
             "decode_worker",
             ("--device=cpu", "--kv-memory-mib=9999999"),
@@ -49,6 +56,73 @@ def test_a_startup_error_is_one_line(
     [line] = done.stderr.splitlines()
     assert problem in line
     assert "Traceback" not in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--dtype=fp16",), "--dtype fp16 is computed on GPUs only, and this worker computes on the CPU"),
+        (
+            ("--transport=nccl",),
+            "--transport nccl needs blocks on a GPU, and this worker computes on the CPU",
+        ),
+        (("--transport=cuda_ipc",), "--transport cuda_ipc needs blocks on a GPU"),
+        (("--kv-cache-dtype=fp8",), "--kv-cache-dtype fp8: the native CPU step keeps"),
+        (("--backend=triton",), "--backend triton needs a GPU"),
+    ],
+)
+def test_settings_that_no_cpu_has_are_refused_as_flags(
+    flags: tuple[str, ...],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # with it Triton computes on CPUs, for tests
+    for settings in (PrefillSettings, DecodeSettings):
+        with pytest.raises(SystemExit, match="2"):
+            settings.from_argv(["--device=cpu", *flags])
+        [line] = capsys.readouterr().err.splitlines()
+        assert problem in line
+    assert DecodeSettings.from_argv(["--device=auto", *flags]), "known once the device is"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--transport=shared_memory",), "--transport shared_memory is for blocks of CPU workers"),
+        (("--backend=native",), "--backend native computes on CPUs"),
+        (("--backend=torch",), "--backend torch computes on CPUs"),
+        (("--quantization=int8",), "--quantization int8 is computed on CPUs only"),
+        (("--block-size=48",), "--block-size 48: on a GPU it is a power of two"),
+    ],
+)
+def test_settings_that_no_gpu_has_are_refused_as_flags(
+    flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        DecodeSettings.from_argv(["--device=cuda:1", *flags])
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--transport=gloo",), ("--transport=tcp",), ("--transport=auto",)])
+def test_transports_of_both_devices_pass_on_either(flags: tuple[str, ...]) -> None:
+    for device in ("cpu", "cuda"):
+        assert PrefillSettings.from_argv([f"--device={device}", *flags]).device == device
+
+
+@pytest.mark.parametrize("flags", [["--kv-cache-dtype=fp8", "--backend=torch"], ["--quantization=int8"]])
+def test_settings_that_a_cpu_has_pass(flags: list[str]) -> None:
+    assert DecodeSettings.from_argv(["--device=cpu", *flags]).device == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_loader, "load_model", None)
+    settings = DecodeSettings.from_argv(["--device=auto", "--transport=nccl"])
+    with pytest.raises(engine_loader.ImpossibleSettings, match="--transport nccl needs blocks on a GPU"):
+        await engine_loader.load_engine(settings)
 
 
 LOADING = """

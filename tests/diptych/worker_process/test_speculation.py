@@ -168,8 +168,9 @@ async def test_greedy_requests_in_random_order(
         await walk.run()
         assert await made.empty() == []
     assert complaints(caplog) == []
-    assert walk.outcomes["decode finished"] > 0, walk.outcomes
-    assert drafter.drafted > 100
+    finished = walk.outcomes["decode finished"]
+    assert finished > 0, walk.outcomes
+    assert drafter.drafted > finished  # on a slow machine fewer finish, and these still have drafts
 
 
 async def test_sampled_choices_and_beams_in_random_order(
@@ -185,6 +186,7 @@ async def test_sampled_choices_and_beams_in_random_order(
         assert await made.empty() == []
         await walk.gateway.close()
     assert complaints(caplog) == []
-    assert walk.outcomes["decode finished"] > 10, walk.outcomes
+    finished = walk.outcomes["decode finished"]
+    assert finished > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
-    assert drafter.drafted > 100
+    assert drafter.drafted > finished

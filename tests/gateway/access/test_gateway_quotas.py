@@ -116,7 +116,7 @@ async def test_unavailable_request_is_refunded(
 ) -> None:
     key = keys.add("acme", requests_per_minute=1, tokens_per_minute=1)
     made = [make() for make in workers]
-    async with running(bundled, redis_url, *made, api_keys_file=keys.path) as stack:
+    async with running(bundled, redis_url, *made, api_keys_file=keys.path, worker_wait_timeout=0) as stack:
         for _ in range(3):
             found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(key))))
             assert (found.code, found.reason) == (Code.UNAVAILABLE, reason)

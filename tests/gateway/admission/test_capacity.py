@@ -126,7 +126,7 @@ def test_resize_to_more_kv_memory_admits_at_once() -> None:
             max_tokens=SIZE,
             priority=0,
             time_left_s=None,
-            on_admitted=lambda name=name: called.append(name),  # type: ignore[misc]
+            on_admitted=lambda _, name=name: called.append(name),  # type: ignore[misc]
         )
     assert called == ["a"]
     gate.resize(Capacity(100, 1, 4 * SIZE, SIZE))

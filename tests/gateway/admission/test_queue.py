@@ -42,25 +42,125 @@ def test_empty_queue_accepts_any_request_and_refuses_the_next_with_a_hint() -> N
     assert queue.enqueue(1, now=1.0).admitted
 
 
-def test_request_counts_all_its_sequences_and_is_not_overtaken() -> None:
+def test_beam_search_counts_all_its_sequences_and_is_not_overtaken() -> None:
     queue = AdmissionQueue(4, 10_000)
-    three = queue.enqueue(1, sequences=3, now=0)
-    two = queue.enqueue(1, sequences=2, now=0)
+    three = queue.enqueue(1, sequences=3, together=True, now=0)
+    two = queue.enqueue(1, sequences=2, together=True, now=0)
     one = queue.enqueue(1, now=0)  # there is room, but not for the one before it
     assert [t.admitted for t in (three, two, one)] == [True, False, False]
     assert queue.leave(three) == [two, one]
     queue.invariants()
 
 
-def test_request_larger_than_the_limit_is_admitted_when_nothing_runs() -> None:
+def test_beam_search_larger_than_the_limit_is_admitted_when_nothing_runs() -> None:
     queue = AdmissionQueue(4, 10_000)
     first = queue.enqueue(1, now=0)
-    large = queue.enqueue(1, sequences=9, now=0)
+    large = queue.enqueue(1, sequences=9, together=True, now=0)
     behind = queue.enqueue(1, now=0)
     assert queue.leave(first) == [large]
     assert not behind.admitted
     assert queue.leave(large) == [behind]
     queue.invariants()
+
+
+def test_request_with_more_choices_than_places_leaves_room_for_others() -> None:
+    queue = AdmissionQueue(72, 1_000_000)
+    large = queue.enqueue(10, sequences=128, now=0)
+    assert large.take_admitted() == tuple(range(63))  # one place in eight is for the first choices of others
+    others = [queue.enqueue(10, now=0)]
+    queue.prefilled(others[0], 0.1)
+    queue.prefilled(large, 0.1)
+    others += [queue.enqueue(10, now=0.2) for _ in range(9)]
+    for other in others:
+        queue.prefilled(other, 0.3)
+    assert [other.admitted for other in others] == [True] * 9 + [False]
+    queue.invariants()
+
+
+def test_choices_beyond_the_places_start_as_others_end() -> None:
+    queue = AdmissionQueue(8, 10_000)
+    large = queue.enqueue(10, sequences=20, now=0)
+    assert large.take_admitted() == tuple(range(7))
+    assert queue.end_choice(large, 0, 0.1) == []  # before its first token the prompt is in no cache
+    queue.prefilled(large, 0.2)
+    assert large.take_admitted() == (7,)
+    started = 8
+    for choice in range(1, 13):
+        assert queue.end_choice(large, choice, 1.0) == [large]
+        assert large.take_admitted() == (started,)
+        started += 1
+        queue.invariants()
+    for choice in range(13, 20):
+        queue.end_choice(large, choice, 2.0)
+    assert (queue.running, queue.sequences, large.started) == (0, 0, 20)
+    queue.leave(large, 2.0)
+    queue.invariants()
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 4, 5])
+def test_few_places_run_a_request_with_more_choices_to_its_end(places: int) -> None:
+    queue = AdmissionQueue(places, 10_000)
+    large = queue.enqueue(10, sequences=9, now=0)
+    queue.prefilled(large, 0.1)
+    for choice in range(9):
+        assert choice in large.running
+        queue.end_choice(large, choice, 1.0)
+        queue.invariants()
+    assert large.started == 9
+
+
+def test_first_choices_and_further_choices_take_turns() -> None:
+    queue = AdmissionQueue(8, 1_000_000)
+    large = queue.enqueue(10, sequences=20, now=0)
+    queue.prefilled(large, 0.1)
+    single = queue.enqueue(10, now=0.1)
+    queue.prefilled(single, 0.2)
+    waiting = [queue.enqueue(10, now=0.2) for _ in range(3)]
+    order = []
+    for choice in range(4):
+        for ticket in queue.end_choice(large, choice, 1.0):
+            order.append(ticket)
+            if ticket is not large:
+                queue.prefilled(ticket, 1.0)
+    assert order == [large, waiting[0], large, waiting[1]]
+
+
+def test_choice_that_ends_gives_its_place_and_its_memory_back() -> None:
+    queue = AdmissionQueue(8, 10_000)
+    queue.kv.resize(1000 * 16, 16)
+    two = queue.enqueue(32, max_tokens=16, sequences=2, now=0)
+    assert (queue.sequences, queue.kv.reserved) == (2, 4 * 16)
+    queue.prefilled(two, 0.1)
+    queue.end_choice(two, 0, 0.5, 10)
+    queue.end_choice(two, 0, 0.5, 10)  # twice is once
+    assert (queue.sequences, queue.kv.reserved) == (1, 3 * 16)
+    queue.leave(two, 1.0)
+    queue.leave(two, 1.0)
+    assert (queue.running, queue.sequences, queue.kv.reserved) == (0, 0, 0)
+
+
+def test_tenant_above_its_share_of_what_runs_waits_for_those_below() -> None:
+    queue = AdmissionQueue(8, 1_000_000)
+    queue.resize(8, 8, 0.0)
+    greedy = [queue.enqueue(10, tenant="greedy", now=0) for _ in range(20)]
+    running = [ticket for ticket in greedy if ticket.admitted]
+    modest = [queue.enqueue(10, tenant="modest", now=1) for _ in range(4)]
+    for ticket in running:
+        queue.leave(ticket, 2.0)
+        queue.invariants()
+    assert all(ticket.admitted for ticket in modest)
+    assert sum(ticket.admitted and not ticket.over for ticket in greedy) == 4
+
+
+def test_tenant_alone_leaves_places_to_the_others_in_the_key_file() -> None:
+    queue = AdmissionQueue(16, 1_000_000, tenants=lambda: 2)
+    queue.resize(16, 16, 0.0)
+    greedy = [queue.enqueue(10, tenant="greedy", now=0) for _ in range(20)]
+    assert sum(ticket.admitted for ticket in greedy) == 14
+    assert all(queue.enqueue(10, tenant="modest", now=1).admitted for _ in range(2))
+    alone = AdmissionQueue(16, 1_000_000)
+    alone.resize(16, 16, 0.0)
+    assert sum(alone.enqueue(10, now=0).admitted for _ in range(20)) == 16
 
 
 def test_waiting_tokens_up_to_the_bound_are_accepted() -> None:
@@ -201,7 +301,7 @@ def test_predicted_wait_counts_a_flood_by_turns() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    @initialize(running=st.integers(1, 3), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
+    @initialize(running=st.integers(1, 9), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
     def begin(self, running: int, tokens: int, blocks: int) -> None:
         self.queue = AdmissionQueue(running, tokens)
         self.queue.kv.resize(blocks * 16, 16)
@@ -215,8 +315,11 @@ class QueueMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 4),
         tenant=st.sampled_from("abc"),
         longest=st.integers(1, 1000),
+        together=st.booleans(),
     )
-    def enqueue(self, tokens: int, priority: int, sequences: int, tenant: str, longest: int) -> None:
+    def enqueue(
+        self, tokens: int, priority: int, sequences: int, tenant: str, longest: int, together: bool
+    ) -> None:
         self.now += 0.1
         before = self.queue.waiting_tokens
         try:
@@ -224,6 +327,7 @@ class QueueMachine(RuleBasedStateMachine):
                 tokens,
                 max_tokens=longest,
                 sequences=sequences,
+                together=together,
                 priority=priority,
                 tenant=tenant,
                 now=self.now,
@@ -249,13 +353,27 @@ class QueueMachine(RuleBasedStateMachine):
         for admitted in self.queue.leave(self.alive.pop(index), output_tokens=data.draw(st.integers(0, 400))):
             assert admitted in self.alive
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def end_choice(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.alive))
+        if not ticket.running or not ticket.prefilled or ticket.together:
+            return
+        choice = data.draw(st.sampled_from(sorted(ticket.running)))
+        for admitted in self.queue.end_choice(ticket, choice, self.now, data.draw(st.integers(0, 400))):
+            assert admitted in self.alive
+        if ticket.started == ticket.sequences and not ticket.running:
+            self.queue.leave(ticket)
+            self.alive.remove(ticket)
+
     @invariant()
     def counts_add_up(self) -> None:
         self.queue.invariants()
-        assert self.queue.running == sum(t.admitted for t in self.alive)
-        assert self.queue.sequences == sum(t.sequences for t in self.alive if t.admitted)
+        assert self.queue.running == sum(bool(t.running) for t in self.alive)
+        assert self.queue.sequences == sum(len(t.running) for t in self.alive)
+        assert not self.alive or self.queue.running, "nothing runs, and requests wait"
         kv = self.queue.kv
-        assert kv.reserved == sum(t.kv_tokens for t in self.alive if t.admitted)
+        assert kv.reserved == sum(t.kv_tokens for t in self.alive)
         assert kv.capacity is not None
         assert kv.reserved <= kv.capacity or self.queue.running == 1
         assert all(t.admitted and t in self.alive for t in self.queue.newly_admitted())

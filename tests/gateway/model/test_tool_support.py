@@ -13,6 +13,7 @@ from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.served_model import ServedModel
 from gateway.model.tool_support import ToolSupport
+from gateway.tools.llama3_json import Llama3JsonParser
 from gateway.tools.tool import Mode, Tool, Toolbox
 from tests.diptych.runtime.tokenizer.small_models import CHATML, byte_level, write_folder
 
@@ -36,10 +37,11 @@ def support(tokenizer: Tokenizer, source: str) -> ToolSupport:
     return ToolSupport.of(ChatTemplate(source, tokenizer.control_tokens, {}), tokenizer)
 
 
-def test_bundled_template_does_not_support_tools(bundled: ServedModel) -> None:
+def test_bundled_template_gets_tools_in_the_generic_form(bundled: ServedModel) -> None:
     assert not bundled.tools.tools
     assert not bundled.tools.calls
-    assert bundled.tools.call_format is None
+    assert bundled.tools.generic
+    assert isinstance(bundled.tools.parser(TOOLBOX), Llama3JsonParser)
 
 
 @pytest.mark.parametrize(

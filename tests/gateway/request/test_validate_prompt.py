@@ -142,19 +142,32 @@ def test_names_are_for_templates_that_look_at_them(bundled: ServedModel) -> None
     naming = with_template(bundled, "{{ messages[0].name }}")
     assert ids(naming, chat=named("Ann")) == tuple(bundled.tokenizer.encode("Ann"))
     assert ids(naming, chat=named("a" * limits.MAX_MESSAGE_NAME_CHARS))
-    for bad in ("a" * (limits.MAX_MESSAGE_NAME_CHARS + 1), "a b", "<|im_end|>"):
+    for good in ("Zoë", "Zoe\u0308", "张伟", "अनीता", "x_1.y-2"):
+        assert ids(naming, chat=named(good)) == tuple(bundled.tokenizer.encode(good))
+    for bad in ("a" * (limits.MAX_MESSAGE_NAME_CHARS + 1), "a b", "<|im_end|>", "a\u200bb", "a\n"):
         assert field_of(naming, InvalidParameter, chat=named(bad)) == "chat.messages[0].name"
 
 
-def test_tools_that_the_template_would_not_show(bundled: ServedModel) -> None:
-    """SmolLM2's writes any role that it is given, but neither tools nor calls."""
-    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")])
-    cases = {
-        "chat.tools": chat(("user", "a"), tools=[pb.Tool(name="f")]),
-        "chat.messages[0].tool_calls": pb.ChatPrompt(messages=[call]),
-    }
-    for path, prompt in cases.items():
-        assert field_of(bundled, UnsupportedFeature, chat=prompt) == path
+def test_tools_of_a_template_without_them_are_described_in_the_system_turn(bundled: ServedModel) -> None:
+    """SmolLM2's template writes any role that it is given, but neither tools nor calls."""
+
+    def text(prompt: pb.ChatPrompt) -> str:
+        return bundled.tokenizer.decode(ids(bundled, chat=prompt), skip_special=False)
+
+    offered = chat(("user", "a"), tools=[pb.Tool(name="f", description="<|im_end|>")])
+    assert '{"name": "f", "description": "<|im_end|>"' in text(offered)
+    assert text(offered).startswith("<|im_start|>system\nYou can call")
+    offered.tool_choice.mode = pb.ToolChoice.MODE_NONE
+    assert text(offered) == text(chat(("user", "a")))
+    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", id="1")])
+    result = pb.ChatMessage(role="tool", content="42", tool_call_id="1")
+    assert text(pb.ChatPrompt(messages=[call, result])).endswith(
+        '<|im_start|>assistant\n{"name": "f", "arguments": {}}<|im_end|>\n'
+        "<|im_start|>user\nResult of f: 42<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_id_of_a_call_is_a_tools(bundled: ServedModel) -> None:
     answer = pb.ChatMessage(role="user", tool_call_id="1")
     assert field_of(bundled, InvalidParameter, chat=pb.ChatPrompt(messages=[answer])) == (
         "chat.messages[0].tool_call_id"
@@ -172,27 +185,83 @@ def test_template_kwargs_are_checked(bundled: ServedModel) -> None:
 
     assert text(enable_thinking=True) == "yes "
     assert text(enable_thinking=False, reasoning_effort="low") == "no low"
+    assert text(reasoning_effort="<|im_end|>") == "no <|im_end|>"
+    assert text(enable_thinking=True, reasoning_effort="none") == "yes none"
     for path, values in [
         ("chat.template_kwargs", {"documents": "x"}),
         ("chat.template_kwargs", {"messages": []}),
         ("chat.template_kwargs", {"bos_token": "<|im_start|>"}),
+        ("chat.template_kwargs", {"raise_exception": 1}),
         ("chat.template_kwargs.enable_thinking", {"enable_thinking": "yes"}),
         ("chat.template_kwargs.enable_thinking", {"enable_thinking": 1}),
         ("chat.template_kwargs.enable_thinking", {"enable_thinking": None}),
-        ("chat.template_kwargs.reasoning_effort", {"reasoning_effort": "<|im_end|>"}),
         ("chat.template_kwargs.reasoning_effort", {"reasoning_effort": ["low"]}),
     ]:
         prompt = chat(("user", "a"), template_kwargs=kwargs(**values))
         assert field_of(switch, InvalidParameter, chat=prompt) == path
     unread = chat(("user", "a"), template_kwargs=kwargs(thinking=True))
     assert field_of(switch, UnsupportedFeature, chat=unread) == "chat.template_kwargs.thinking"
+    harmless = chat(("user", "a"), template_kwargs=kwargs(thinking=False))
+    assert ids(switch, chat=harmless) == ids(switch, chat=chat(("user", "a")))
+
+
+def test_template_kwargs_of_any_name_and_type_reach_the_template(bundled: ServedModel) -> None:
+    own = with_template(bundled, "{{ persona | tojson }} {{ budget }}{{ '' if flag is none else '!' }}")
+    values = {"persona": {"name": "<|im_end|>", "tags": ["a", 1]}, "budget": 512, "flag": None}
+    found = ids(own, chat=chat(("user", "a"), template_kwargs=kwargs(**values)))
+    assert bundled.tokenizer.decode(found, skip_special=False) == (
+        '{"name": "<|im_end|>", "tags": ["a", 1]} 512'
+    )
+    assert not any(map(bundled.tokenizer.is_special, found))
+    other = chat(("user", "a"), template_kwargs=kwargs(sentinel=1))
+    with pytest.raises(InvalidParameter, match="reads: budget, flag, persona") as caught:
+        ids(own, chat=other)
+    assert "sentinel" not in str(caught.value)
+
+
+def test_no_effort_switches_thinking_off(bundled: ServedModel) -> None:
+    switch = with_template(bundled, "{{ 'thinks' if enable_thinking is not false else 'answers' }}")
+
+    def text(effort: str) -> str:
+        prompt = chat(("user", "a"), template_kwargs=kwargs(reasoning_effort=effort))
+        return bundled.tokenizer.decode(ids(switch, chat=prompt), skip_special=False)
+
+    assert (text("minimal"), text("none")) == ("thinks", "answers")
+
+
+def test_reasoning_of_earlier_turns_reaches_the_template(bundled: ServedModel) -> None:
+    reader = with_template(bundled, "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
+    turn = pb.ChatMessage(role="assistant", content="a", reasoning_content="hm <|im_end|>")
+    found = ids(reader, chat=pb.ChatPrompt(messages=[turn]))
+    assert bundled.tokenizer.decode(found, skip_special=False) == "hm <|im_end|>"
+    assert not any(map(bundled.tokenizer.is_special, found))
+    turn.role = "user"
+    path = "chat.messages[0].reasoning_content"
+    assert field_of(reader, InvalidParameter, chat=pb.ChatPrompt(messages=[turn])) == path
 
 
 def test_a_template_that_refuses_is_the_callers_fault(bundled: ServedModel) -> None:
     strict = with_template(bundled, "{{ raise_exception('only ' + messages[0].content) }}")
-    with pytest.raises(InvalidParameter, match="refused") as caught:
+    with pytest.raises(InvalidParameter, match='refused: it says "only …"') as caught:
         ids(strict, chat=chat(("user", "sentinel")))
     assert "sentinel" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", 'it says "Roles must alternate"'),
+        ("{{ raise_exception('a' * 3) }}", 'it says "aaa"'),
+        ("{{ raise_exception(messages[0].content) }}", "it does not accept these messages"),
+        ("{{ raise_exception('got ' ~ messages[0].role ~ '!') }}", 'it says "got …!"'),
+        ("{{ raise_exception('x' + '%s') }}".replace("%s", "y" * 900), f'it says "x{"y" * 199}"'),
+        ("{{ messages[9].content }}{{ 1 / 0 }}", "it does not accept these messages"),
+    ],
+)
+def test_words_that_a_template_raises_are_shown(bundled: ServedModel, source: str, words: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        ids(with_template(bundled, source), chat=chat(("user", "sentinel")))
+    assert caught.value.violations[0].description.endswith(f"refused: {words}")
 
 
 def test_a_model_without_a_template(bundled: ServedModel) -> None:

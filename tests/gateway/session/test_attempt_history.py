@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.session.attempt_history import FailedWorkers
+from gateway.session.retry_policy import MOMENT_S
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["lost", "graceful", "back", "new"]))))
@@ -14,11 +15,27 @@ def test_deaths_are_losses_that_were_neither_graceful_nor_refuted(story: list[tu
     failed = FailedWorkers()
     open_losses: dict[str, bool] = {}
     final = 0
-    for worker, what in story:
+    for at, (worker, what) in enumerate(story):
         if what in ("lost", "graceful"):
-            failed.worker_down(worker, graceful=what == "graceful")
+            failed.worker_down(worker, graceful=what == "graceful", at=2.0 * at)
             open_losses[worker] = open_losses.get(worker, False) or what == "lost"
         else:
             failed.worker_up(worker, same_process=what == "back")
             final += open_losses.pop(worker, False) and what == "new"
     assert failed.deaths == final + sum(open_losses.values())
+    assert failed.unconfirmed == sum(open_losses.values())
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.6), st.floats(0, 3)), max_size=6))
+def test_deaths_in_a_moment_count_once_if_the_workers_had_the_request_before(
+    gaps: list[tuple[float, float]],
+) -> None:
+    """Compare with brute force: a moment begins with a death, and takes in those of a second."""
+    failed = FailedWorkers()
+    at, first_at, count = 10.0, -100.0, 0
+    for number, (gap, had_for) in enumerate(gaps):
+        at += gap
+        failed.worker_down(f"w{number}", graceful=False, at=at, since=at - had_for)
+        if not (at - had_for < first_at and at - first_at <= MOMENT_S):
+            first_at, count = at, count + 1
+    assert failed.deaths == count

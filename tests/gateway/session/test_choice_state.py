@@ -44,6 +44,7 @@ from gateway.session.events import (
     WorkerDown,
     WorkerUp,
 )
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT = (7, 8, 9)
 
@@ -206,7 +207,7 @@ class ChoiceMachine(RuleBasedStateMachine):
                 assert self.choice.history.reserve == (self.choice.retry_context.preemptions >= 2)
                 self.want_route = True
             case AwaitWorker():
-                assert self.attempts, "a request that no worker ever had waits"
+                assert self.attempts or action.seconds <= FIRST_WAIT_S, "the first wait is too long"
                 assert self.waiting is None, "two waits at once"
                 self.waiting = action
             case Cancel(_, worker, number, (0,)):

@@ -122,9 +122,7 @@ async def test_request_that_kills_two_workers_gets_no_third(bundled: ServedModel
         await worker.kill()
 
     decodes = [ScriptedDecode(die) for _ in range(3)]
-    async with running(
-        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, worker_wait_timeout=0.5
-    ) as stack:
+    async with running(bundled, redis_url, ScriptedPrefill(), *decodes, worker_wait_timeout=0.5) as stack:
         await linked(stack, 4)
         error = await failure(stack.stub.StreamGenerate(stack.request()))
         await stack.until_idle()
@@ -139,9 +137,7 @@ async def test_deaths_confirmed_by_a_supervisor_end_the_request_at_once(
         await worker.kill()
 
     first, second, third = (ScriptedDecode(die) for _ in range(3))
-    async with running(
-        bundled, redis_url, ScriptedPrefill(idle=True), first, worker_wait_timeout=300.0
-    ) as stack:
+    async with running(bundled, redis_url, ScriptedPrefill(), first, worker_wait_timeout=300.0) as stack:
         await linked(stack, 2)
         call = stack.stub.StreamGenerate(stack.request())
         await first.wait_for("attach")
@@ -200,7 +196,7 @@ async def test_stop_token_at_the_limit_is_a_stop_when_the_terminal_message_is_lo
     bundled: ServedModel, redis_url: str
 ) -> None:
     """The prefill worker sends the only token that is allowed, and the decode worker never takes over."""
-    prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
+    prefill, decode = ScriptedPrefill(), ScriptedDecode()
     eos = bundled.card.eos_token_ids[0]
     async with running(bundled, redis_url, prefill, decode) as stack:
         call = stack.stub.Generate(stack.request(stopping=pb.StoppingCriteria(max_tokens=1)))

@@ -150,8 +150,8 @@ def under_two_deaths(request: RequestState) -> list[Action]:
     """Return the actions after a second death under choice 1; choice 0 has other workers by then."""
     moment(request, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
     moment(request, Routed("p2", "d2", (0,)))
-    moment(request, WorkerDown("d"))
-    moment(request, Routed("p3", "d3", (1,)))
+    moment(request, PrefillCommitted(1), WorkerDown("d"))
+    moment(request, Routed("p3", "d3", (1,)), PrefillCommitted(3))
     return moment(request, WorkerDown("d3"))
 
 
@@ -160,7 +160,7 @@ def test_two_deaths_under_one_choice_suspend_all_choices() -> None:
     actions = under_two_deaths(request)
     assert [a.choice for a in actions if isinstance(a, AwaitWorker)] == [1, 0]
     cancelled = {(a.worker_id, a.attempt) for a in actions if isinstance(a, Cancel)}
-    assert cancelled == {("d2", 2), ("p2", 2), ("p3", 3)}
+    assert cancelled == {("d2", 2), ("p2", 2)}
     assert not any(choice.working for choice in request.choices)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.runtime.errors import DiptychError
-from gateway.attempt.types import AttemptFailed, Cause, FinishReason, Role, TokensArrived
+from gateway.attempt.types import AttemptFailed, Cause, FinishReason, PrefillCommitted, Role, TokensArrived
 from gateway.session.attempt_history import RequestLimits
 from gateway.session.choice_state import ChoiceState, State
 from gateway.session.events import (
@@ -26,23 +26,31 @@ from gateway.session.events import (
     WorkerUp,
 )
 from gateway.session.retry_policy import MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
+from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT_TOKENS = 3
 
 
 class Request:
-    """A choice that the tests drive; workers of attempt k are pk and dk."""
+    """A choice that the tests drive; workers of attempt k are pk and dk. Two seconds pass at each launch."""
 
     def __init__(self, max_tokens: int = 10, **limits: object) -> None:
         self.limits = RequestLimits(PROMPT_TOKENS, max_tokens, **limits)  # type: ignore[arg-type]
         self.choice = ChoiceState(self.limits, now=0.0)
         self.choice.handle(Admitted(), 0.0)
         self.attempts = 0
+        self.now = 1.0
 
     def launch(self, prefill: str = "", decode: str = "") -> Request:
         self.attempts += 1
         names = prefill or f"p{self.attempts}", decode or f"d{self.attempts}"
-        self.choice.handle(Launched(self.attempts, *names), 1.0)
+        self.now += 2.0
+        self.choice.handle(Launched(self.attempts, *names), self.now)
+        return self
+
+    def commit(self) -> Request:
+        """Apply the end of the prefill: the decode worker begins."""
+        self.choice.handle(PrefillCommitted(self.attempts), self.now)
         return self
 
     def token(self) -> None:
@@ -54,8 +62,8 @@ class Request:
         have = len(self.choice.output_ids)
         self.choice.handle(TokensArrived(self.attempts, have, (have,), early=True), 2.0)
 
-    def worker_down(self, worker: str, *, graceful: bool = False, now: float = 3.0) -> list[Action]:
-        return self.choice.handle(WorkerDown(worker, graceful), now)
+    def worker_down(self, worker: str, *, graceful: bool = False, after_s: float = 0.5) -> list[Action]:
+        return self.choice.handle(WorkerDown(worker, graceful), self.now + after_s)
 
     def fails(self, cause: Cause, role: Role = Role.DECODE, now: float = 3.0) -> list[Action]:
         return self.choice.handle(AttemptFailed(self.attempts, role, cause), now)
@@ -88,7 +96,7 @@ def test_loss_of_a_prefill_worker_after_its_terminal_message_has_no_effect() -> 
 
 
 def test_second_death_suspends_the_request_until_both_are_confirmed() -> None:
-    request = Request().launch()
+    request = Request().launch().commit()
     request.worker_down("d1")
     request.launch().token()
     assert request.worker_down("p2") == [Cancel(Role.DECODE, "d2", 2, (0,)), AwaitWorker(0, 2, WORKER_WAIT_S)]
@@ -98,7 +106,7 @@ def test_second_death_suspends_the_request_until_both_are_confirmed() -> None:
 
 
 def test_returned_process_refutes_a_death() -> None:
-    request = Request().launch()
+    request = Request().launch().commit()
     request.worker_down("d1")
     request.launch().token()
     request.worker_down("p2")
@@ -111,7 +119,7 @@ def test_returned_process_refutes_a_death() -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, 5.0])
 def test_quarantined_request_fails_when_its_wait_expires(wait_s: float) -> None:
-    request = Request(wait_s=wait_s).launch()
+    request = Request(wait_s=wait_s).launch().commit()
     request.worker_down("d1")
     request.launch()
     actions = request.worker_down("p2")
@@ -121,10 +129,10 @@ def test_quarantined_request_fails_when_its_wait_expires(wait_s: float) -> None:
 
 
 def test_two_deaths_under_one_worker_id_count_twice() -> None:
-    request = Request().launch("p", "d")
+    request = Request().launch("p", "d").commit()
     request.worker_down("d")
     request.choice.handle(WorkerUp("d", same_process=False), 4.0)
-    request.launch("p", "d")
+    request.launch("p", "d").commit()
     assert request.worker_down("d")[-1] == AwaitWorker(0, 2, WORKER_WAIT_S)
     assert error_of(request.choice.handle(WorkerUp("d", same_process=False), 5.0)).reason == "INTERNAL"
 
@@ -146,17 +154,81 @@ def test_restored_link_is_no_death() -> None:
 
 
 def test_suspected_peer_counts_as_dead_when_the_gateway_loses_it_too() -> None:
-    request = Request().launch("p", "d1")
-    assert request.fails(Cause.PEER_LOST, Role.PREFILL)[-1] == NeedRoute(0)
-    assert request.choice.history.avoid == {"d1"}
-    request.launch("p", "d2")
+    request = Request().launch("p1", "d")
+    assert request.fails(Cause.PEER_LOST, Role.DECODE)[-1] == NeedRoute(0)
+    assert request.choice.history.avoid == {"p1"}
+    request.launch("p2", "d")
     assert request.choice.retry_context.deaths == 0
-    assert request.worker_down("d1") == []
+    assert request.worker_down("p1") == []
     assert request.choice.retry_context.deaths == 1
-    request.fails(Cause.PEER_LOST, Role.PREFILL)
-    request.launch("p", "d3")
-    assert request.worker_down("d2")[-1] == AwaitWorker(0, 3, WORKER_WAIT_S)
+    request.fails(Cause.PEER_LOST, Role.DECODE)
+    request.launch("p3", "d")
+    assert request.worker_down("p2")[-1] == AwaitWorker(0, 3, WORKER_WAIT_S)
     assert request.choice.state is State.ROUTING
+
+
+@pytest.mark.parametrize("lost", ["by the gateway", "by its peer"])
+def test_decode_worker_that_had_not_begun_does_not_count_as_death(lost: str) -> None:
+    """Its prefill worker has not committed: it only kept memory for the request."""
+    request = Request()
+    for attempt in range(1, 4):
+        request.launch()
+        if lost == "by its peer":
+            request.fails(Cause.PEER_LOST, Role.PREFILL)
+        assert not any(isinstance(a, Fail | AwaitWorker) for a in request.worker_down(f"d{attempt}"))
+    assert request.choice.retry_context.deaths == 0
+    request.launch().token()
+    assert request.choice.output_ids == [0]
+
+
+def test_decode_worker_whose_prefill_worker_reports_late_counts_as_death() -> None:
+    request = Request().launch()
+    request.worker_down("d1")
+    request.choice.handle(PrefillCommitted(1), request.now + 0.6)
+    request.choice.handle(PrefillCommitted(1), request.now + 0.7)
+    assert request.choice.retry_context.deaths == 1
+    request.launch()
+    request.worker_down("d2")
+    late = request.choice.handle(PrefillCommitted(2), request.now + 0.6)
+    assert late == [AwaitWorker(0, 2, WORKER_WAIT_S)]
+
+
+def test_deaths_of_one_moment_count_once() -> None:
+    limits = RequestLimits(PROMPT_TOKENS, 10)
+    choices = [ChoiceState(limits, now=0.0, index=index) for index in range(2)]
+    for index, choice in enumerate(choices):
+        choice.handle(Admitted(), 0.0)
+        choice.handle(Launched(1, f"p{index}", f"d{index}"), 1.0)
+        choice.handle(TokensArrived(1, 0, (0,), index), 2.0)
+    for index, at in ((0, 3.0), (1, 3.9)):
+        for choice in choices:
+            actions = choice.handle(WorkerDown(f"d{index}", graceful=False), at)
+            assert not any(isinstance(a, Fail | AwaitWorker) for a in actions)
+    assert choices[0].retry_context.deaths == 1
+    assert all(choice.wants_route for choice in choices)
+
+
+@pytest.mark.parametrize(("gap_s", "reason"), [(0.9, "WORKER_LOST"), (1.1, "INTERNAL")])
+def test_deaths_that_chance_may_have_put_together_end_in_aborted(gap_s: float, reason: str) -> None:
+    """The second worker had begun after the first death: the request may be the cause, or not."""
+    request = Request(wait_s=0.0).launch().commit()
+    request.token()
+    died_at = request.now + 0.5
+    request.worker_down("d1")
+    request.now = died_at + 0.1 - 2.0
+    request.launch().commit()
+    error = error_of(request.worker_down("d2", after_s=died_at + gap_s - request.now))
+    assert error.reason == reason
+    assert error.metadata.get("tokens_emitted") == ("1" if reason == "WORKER_LOST" else None)
+
+
+def test_two_quick_deaths_without_output_end_in_internal() -> None:
+    """UNAVAILABLE would have clients send what may be a poison request to two more workers."""
+    request = Request(wait_s=0.0).launch().commit()
+    request.worker_down("d1", after_s=0.0)
+    request.now -= 1.9
+    request.launch().commit()
+    assert error_of(request.worker_down("d2", after_s=0.1)).reason == "INTERNAL"
 
 
 def test_loss_of_an_uninvolved_worker_has_no_effect() -> None:
@@ -260,12 +332,18 @@ def test_expired_wait_fails_by_what_was_delivered(tokens: int, code: str) -> Non
     assert error_of(request.choice.handle(WaitExpired(0, 1), 5.0)).code.name == code
 
 
-@pytest.mark.parametrize("limits", [{}, {"wait_s": 0.0}])
-def test_choice_without_attempts_or_wait_time_fails_at_once(limits: dict[str, float]) -> None:
-    request = Request(**limits)
-    if limits:
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_choice_without_wait_time_fails_at_once(attempts: int) -> None:
+    request = Request(wait_s=0.0)
+    if attempts:
         request.launch().worker_down("d1")
     assert error_of(request.choice.handle(NoRoute(Role.DECODE), 4.0)).reason == "NO_READY_WORKER"
+
+
+def test_choice_without_attempts_waits_briefly() -> None:
+    request = Request(wait_s=60.0)
+    assert request.choice.handle(NoRoute(Role.DECODE), 4.0) == [AwaitWorker(0, 0, FIRST_WAIT_S)]
+    assert request.choice.handle(WorkerUp("d", same_process=True), 5.0) == [NeedRoute(0)]
 
 
 def test_faults_are_charged_to_the_budget_and_preemptions_are_not() -> None:
@@ -277,10 +355,10 @@ def test_faults_are_charged_to_the_budget_and_preemptions_are_not() -> None:
     request.launch()
     assert request.worker_down("d3")[-1] == NeedRoute(0)
     request.launch()
-    error = error_of(request.fails(Cause.KV_TRANSFER_FAILED, now=4.0))
+    error = error_of(request.fails(Cause.KV_TRANSFER_FAILED, now=8.5))
     assert (error.code.name, error.reason) == ("UNAVAILABLE", "WORKER_LOST")
-    assert error.retry_after_s == pytest.approx(9.0)  # the first one was at 3 s, the window is 10 s
-    assert budget.try_spend(3.0 + 10.0)
+    assert error.retry_after_s == pytest.approx(9.0)  # the first one was at 7.5 s, the window is 10 s
+    assert budget.try_spend(7.5 + 10.0)
 
 
 def test_restored_output_is_not_emitted_again() -> None:

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import collect, reason_of, running
+from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, delivered
 
 ANSWERS = ["Paris, of course.", "It is Paris 😀!", "London? No: Paris."]
@@ -367,7 +367,7 @@ async def test_stream_interval_counts_each_choice_alone(
         assert sum(sizes) == len(answers[choice])
 
 
-async def test_admission_counts_all_choices_of_a_request(
+async def test_choices_start_as_room_comes(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
@@ -377,22 +377,43 @@ async def test_admission_counts_all_choices_of_a_request(
             asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request(sampling=two))))
             for _ in "ab"
         ]
-        (work,) = await decode.wait_for("attach")
-        await asyncio.sleep(0.1)
-        assert (stack.gateway.gate.queue.running, stack.gateway.gate.queue.waiting) == (1, 1)
-        step(
-            decode,
-            work,
-            [tokens_of(c, 0, answers[c]) for c in range(2)],
-            [finished(work, c) for c in range(2)],
-        )
-        work = (await decode.wait_for("attach", 2))[-1]
-        step(
-            decode,
-            work,
-            [tokens_of(c, 0, answers[c]) for c in range(2)],
-            [finished(work, c) for c in range(2)],
-        )
+        first, second = await decode.wait_for("attach", 2)
+        queue = stack.gateway.gate.queue
+        assert [list(first.choices), list(second.choices)] == [[0, 1], [0]]
+        assert (queue.running, queue.sequences, queue.waiting) == (2, 3, 0)
+        step(decode, second, [tokens_of(0, 0, answers[0])], [])
+        step(decode, first, [tokens_of(c, 0, answers[c]) for c in range(2)], [finished(first, 0)])
+        third = (await decode.wait_for("attach", 3))[-1]
+        assert list(third.choices) == [1], "the place of a choice that ended is the next one's"
+        assert third.id.request_id == second.id.request_id
+        step(decode, first, [], [finished(first, 1)])
+        step(decode, second, [], [finished(second, 0)])
+        step(decode, third, [tokens_of(1, 0, answers[1])], [finished(third, 1)])
         for call in calls:
             assert texts(await call) == dict(enumerate(ANSWERS[:2]))
         await stack.until_idle()
+
+
+async def test_late_choice_without_a_worker_waits_for_one(
+    bundled: ServedModel, redis_url: str, answers: list[list[int]]
+) -> None:
+    """Other choices of its request have sent output: it must not end as a request that can be replayed."""
+    prefill, decode, later = ScriptedPrefill(), ScriptedDecode(), ScriptedDecode()
+    async with running(bundled, redis_url, prefill, decode, max_inflight=1) as stack:
+        call = asyncio.ensure_future(
+            collect(stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(n=2))))
+        )
+        (first,) = await decode.wait_for("attach")
+        assert list(first.choices) == [0]
+        step(decode, first, [tokens_of(0, 0, answers[0])], [])
+        await until(lambda: not stack.gateway.gate.queue.waiting_tokens)
+        step(decode, first, [], [finished(first, 0)])
+        await decode.wait_for("attach", 2)
+        await decode.close()
+        await later.start(redis_url, DIGEST)
+        (third,) = await later.wait_for("attach")
+        assert list(third.choices) == [1]
+        step(later, third, [tokens_of(1, 0, answers[1])], [finished(third, 1)])
+        assert texts(await call) == dict(enumerate(ANSWERS[:2]))
+        await stack.until_idle()
+        await later.close()

@@ -100,7 +100,8 @@ def test_tools_are_refused_above_their_limits() -> None:
     assert toolbox(chat(*names[:-1]), ALL)
     assert field_of(InvalidParameter, lambda: toolbox(chat(*names), ALL)) == "chat.tools"
     assert toolbox(chat("a" * limits.MAX_TOOL_NAME_CHARS), ALL)
-    for name in ("a" * (limits.MAX_TOOL_NAME_CHARS + 1), "", "a b", "é", "<|im_end|>", "a\n"):
+    assert toolbox(chat("météo", "天気"), ALL)
+    for name in ("a" * (limits.MAX_TOOL_NAME_CHARS + 1), "", "a b", "<|im_end|>", "a\n"):
         assert field_of(InvalidParameter, lambda name=name: toolbox(chat(name), ALL)) == "chat.tools[0].name"
     assert field_of(InvalidParameter, lambda: toolbox(chat("a", "b", "a"), ALL)) == "chat.tools[2].name"
     assert toolbox(chat("a", parameters_json_schema=r'{"title": "\ud83d\ude00"}'), ALL)

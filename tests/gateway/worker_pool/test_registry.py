@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from diptych.runtime.discovery.records import WorkerRecord
+from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load, PrefillCodec
 from gateway.worker_pool.links import Link
-from gateway.worker_pool.registry import Worker, new_worker
+from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 
 
 class IgnoringListener:
@@ -36,6 +43,20 @@ def worker() -> Worker:
     )
     link = Link(PrefillCodec("g", 1), IgnoringListener(), worker_id="w", incarnation=1, address="127.0.0.1:1")
     return new_worker(record, link)
+
+
+@pytest.mark.parametrize(("read", "limit"), [(2048, 1600), (500, 500)])
+def test_token_limit_is_that_of_pool_and_context_of_decode_and_of_prefill_workers(
+    read: int, limit: int
+) -> None:
+    """Workers that were started one by one may have a --max-model-len each."""
+    prefill = worker()
+    prefill.record = dataclasses.replace(prefill.record, max_context=read)
+    serving = {Role.PREFILL: [prefill], Role.DECODE: [worker()]}
+    registry: Any = SimpleNamespace(serving=serving.__getitem__)
+    assert WorkerRegistry.token_limit(registry) == limit
+    serving[Role.DECODE] = []
+    assert WorkerRegistry.token_limit(registry) is None
 
 
 def test_load_adds_unreported_work_and_is_at_least_the_outstanding_work() -> None:

@@ -44,6 +44,35 @@ def test_tick_discounts_a_stall_of_this_process():
     assert [verdict for _, verdict in ticks(lease, 61.0, 65.0)] == [Verdict.SUSPECT, Verdict.EXPIRED]
 
 
+@pytest.mark.parametrize(("late_s", "fenced_after_s"), [(0.005, 2.0), (0.05, 3.0), (0.2, 5.0), (3.0, 8.0)])
+def test_patience_with_silence_grows_with_the_lateness_of_ticks(late_s: float, fenced_after_s: float):
+    """A machine that keeps this process waiting keeps the peer waiting, too; the bound holds all the same."""
+    lease, now = Lease(0.0, TIMES), 0.0
+    for step in range(80):
+        now += TIMES.interval_s + late_s
+        lease.on_heartbeat(now, step, True)
+        assert lease.tick(now) is Verdict.NONE
+    silent_since = lost = now
+    while lease.tick(now) is not Verdict.EXPIRED:
+        lost = now
+        now += TIMES.interval_s + late_s
+        assert now - silent_since < 120
+    stalls = late_s > TIMES.interval_s  # these are taken off the silence
+    assert stalls or lost - silent_since >= fenced_after_s - 0.5
+    assert stalls or now - silent_since <= 4 * TIMES.fence_after_s + TIMES.interval_s + late_s
+
+
+def test_patience_returns_when_the_machine_is_calm_again():
+    lease, now = Lease(0.0, TIMES), 0.0
+    for step in range(200):
+        now += TIMES.interval_s + (0.2 if step < 40 else 0.0)
+        lease.on_heartbeat(now, step, True)
+        lease.tick(now)
+    (_, suspect), (at, expired) = ticks(lease, now + 0.25, now + 9.0)
+    assert (suspect, expired) == (Verdict.SUSPECT, Verdict.EXPIRED)
+    assert at - now <= 2.5
+
+
 def test_tick_grants_a_broken_stream_the_relink_grace():
     lease = Lease(0.0, TIMES)
     lease.tick(0.25)

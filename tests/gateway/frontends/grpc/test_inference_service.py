@@ -140,7 +140,10 @@ async def test_metrics_count_requests(bundled: ServedModel, redis_url: str) -> N
         await stack.until_idle()
         _, page = await asyncio.to_thread(http, stack, "/metrics")
     name = bundled.card.name
-    labels = f'gen_ai_operation_name="text_completion",gen_ai_request_model="{name}"'
+    labels = (
+        'gen_ai_operation_name="text_completion",gen_ai_provider_name="diptych",'
+        f'gen_ai_request_model="{name}"'
+    )
     assert f"gen_ai_server_time_to_first_token_seconds_count{{{labels}}} 1.0" in page
     assert "diptych_output_tokens_total 3.0" in page
     assert 'diptych_workers_ready{role="decode"} 1.0' in page

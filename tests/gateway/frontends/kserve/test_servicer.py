@@ -86,7 +86,7 @@ async def test_metadata_describes_server_and_model(bundled: ServedModel, redis_u
 
 
 async def test_without_workers_it_is_not_ready(bundled: ServedModel, redis_url: str) -> None:
-    async with running(bundled, redis_url) as stack:
+    async with running(bundled, redis_url, worker_wait_timeout=0) as stack:
         stub: Any = open_inference_pb2_grpc.GRPCInferenceServiceStub(stack.channel)
         assert not (await stub.ServerReady(oip.ServerReadyRequest())).ready
         with pytest.raises(grpc.aio.AioRpcError) as refused:

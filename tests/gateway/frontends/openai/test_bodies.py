@@ -143,7 +143,12 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].content[0].type",
     ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+        "messages[0].content[0].refusal",
+    ),
     (CHAT, {"messages": USER * (limits.MAX_MESSAGES + 1)}, "messages"),
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -172,13 +177,40 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"tool_choice": "perhaps"}, "tool_choice"),
-    (CHAT, {"functions": []}, "functions"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"function_call": {"name": "f"}}, "function_call"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"detokenize": False}, "detokenize"),
+    (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty"),
+    (COMPLETIONS, {"prompt_logprobs": 2}, "prompt_logprobs"),
     (CHAT, {"modalities": ["audio"]}, "modalities"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"chat_template_kwargs": {"secret": 1}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"x": 10**400}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"x": json.loads("[" * 40 + "]" * 40)}}, "chat_template_kwargs"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"prompt": "x"}, "prompt"),
 ]
+
+
+# Each goes into a good body, and is answered as if it were not there.
+NOTHING_ASKED: list[tuple[str, dict[str, Any]]] = [
+    *((path, {name: value}) for path in (COMPLETIONS, CHAT) for name, value in (
+        ("detokenize", True), ("length_penalty", 1.0), ("length_penalty", 1), ("prompt_logprobs", 0),
+        ("spaces_between_special_tokens", True), ("early_stopping", False), ("logits_processors", []),
+        ("return_tokens_as_token_ids", False), ("kv_transfer_params", {}), ("vllm_xargs", {}),
+        ("cache_prompt", True), ("typical_p", 1), ("lora_path", None),
+    )),
+    *((CHAT, {name: value}) for name, value in (
+        ("function_call", "none"), ("functions", []), ("verbosity", "medium"), ("reasoning_effort", "none"),
+        ("reasoning_effort", "minimal"), ("include_reasoning", True), ("documents", []), ("think", False),
+        ("thinking", {"type": "disabled"}), ("reasoning", {"effort": "none"}), ("mm_processor_kwargs", {}),
+        ("chat_template_kwargs", {}), ("chat_template_kwargs", {"enable_thinking": False}), ("tools", []),
+        ("modalities", ["text"]), ("tool_choice", "none"), ("parallel_tool_calls", True),
+    )),
+]  # fmt: skip
 
 
 def good(path: str, model: str) -> dict[str, Any]:
@@ -201,6 +233,61 @@ async def test_bad_bodies_are_answered_with_400_and_the_member(bundled: ServedMo
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         await stack.until_idle()
         assert (await post(stack, COMPLETIONS, good(COMPLETIONS, bundled.card.name)))[0] == 200
+
+
+async def test_members_that_ask_for_nothing_are_accepted(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
+        for path, members in NOTHING_ASKED:
+            status, answer, _ = await post(stack, path, {**good(path, bundled.card.name), **members})
+            assert status == 200, (members, answer)
+
+
+# What clients keep of earlier answers, and put into the next request.
+KEPT_TURNS: list[dict[str, Any]] = [
+    {"content": "Hi", "id": "msg_1", "annotations": [{"type": "url_citation"}], "refusal": None},
+    {"content": "Hi", "parsed": {"a": 1}, "provider_specific_fields": {"x": None}, "cache_control": {}},
+    {"content": "Hi", "reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+    {"content": "Hi", "reasoning_content": {"not": "text"}, "function_call": None, "audio": None},
+    {"content": None, "refusal": "I will not."},
+    {"content": None, "reasoning_content": "hm"},
+    {"content": [{"type": "refusal", "refusal": "I will not."}]},
+    {"content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "Hi"}]},
+    {"content": [{"type": "redacted_thinking", "data": "d"}, {"type": "text", "text": "Hi"}]},
+    {"content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "annotations": []}]},
+]
+
+
+async def test_history_with_members_of_clients_is_accepted(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
+        for kept in KEPT_TURNS:
+            messages = [*USER, {"role": "assistant", **kept}, *USER]
+            status, answer, _ = await post(stack, CHAT, {"model": bundled.card.name, "messages": messages})
+            assert status == 200, (kept, answer)
+
+
+def test_unknown_members_of_turns_and_tools_are_ignored() -> None:
+    call = {"id": "1", "index": 0, "type": "function", "extra_content": {}, "parsed_arguments": {}}
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
+    turn = {"role": "assistant", "tool_calls": [{**call, "function": function}], "parsed": None}
+    tool = {"type": "function", "cache_control": {}, "function": {"name": "f", "strict": True, "x": 1}}
+    chosen = {"type": "function", "x": 1, "function": {"name": "f", "x": 1}}
+    members = {"model": "m", "messages": [turn], "tools": [tool], "tool_choice": chosen}
+    chat = read_chat(members).builders[0].request.chat
+    assert chat.messages[0].tool_calls[0] == pb.ToolCall(id="1", name="f", arguments_json="{}")
+    assert (chat.tools[0].name, chat.tool_choice.name) == ("f", "f")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"reasoning_content": "hm", "content": "Hi"},
+        {"reasoning": "hm", "content": "Hi"},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Hi"}]},
+    ],
+)
+def test_thoughts_go_to_the_template(kept: dict[str, Any]) -> None:
+    chat = read_chat({"model": "m", "messages": [{"role": "assistant", **kept}]}).builders[0].request.chat
+    assert chat.messages[0] == pb.ChatMessage(role="assistant", content="Hi", reasoning_content="hm")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_parts_of_requests_have_ids_of_their_own() -> None:
 async def test_a_refused_request_is_counted_once(
     bundled: ServedModel, redis_url: str, prompt: str | list[str]
 ) -> None:
-    async with running(bundled, redis_url) as stack:
+    async with running(bundled, redis_url, worker_wait_timeout=0) as stack:
         body = {"model": bundled.card.name, "prompt": prompt}
         status, _, _ = await post(stack, "/v1/completions", body)
         assert status == 503

@@ -1,0 +1,64 @@
+"""Call that an output ends within: cut by its length, a stop string or a limit on its time.
+
+Such a call comes back as the fragment that was written, if its name is known, and never as text with the
+markup of its format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.tools.json_calls import JsonObjects, new_call_id
+from gateway.tools.parser import Parsed
+from gateway.tools.tool import ToolCall
+
+_NAME: Final = re.compile(r'[^{]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")', re.DOTALL)
+_ARGUMENTS: Final = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedCalls:
+    """Reader of the text that a parser holds back at the end of an output.
+
+    Attributes:
+        names: of the tools that may be called.
+        markers: of the format.
+        forced: the output is calls only, so that none of its text is an answer.
+    """
+
+    names: Collection[str]
+    markers: Collection[str]
+    forced: bool
+
+    def read(self, held: str, *, cut: bool) -> Parsed:
+        """Return the fragment of a call in the last text, nothing for other markup, else the text.
+
+        Args:
+            held: what no call came of.
+            cut: the output did not end by itself.
+        """
+        if not (self.forced or cut):
+            return Parsed(held)
+        fragment = self._fragment(held)
+        if fragment is not None:
+            return Parsed(calls=(fragment,))
+        return Parsed("" if self.forced or any(marker in held for marker in self.markers) else held)
+
+    def _fragment(self, held: str) -> ToolCall | None:
+        head = _NAME.match(held)
+        if head is None:
+            return None
+        try:
+            name = json.loads(head[1])
+        except ValueError:
+            return None
+        if name not in self.names:
+            return None
+        arguments = _ARGUMENTS.match(held, head.end())
+        begun = held[arguments.end() :] if arguments is not None else ""
+        _, rest = JsonObjects().push(begun)
+        return ToolCall(name, begun[: len(begun) - len(rest)], new_call_id(), partial=True)
