@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -35,6 +36,7 @@ from gateway.frontends.openai.body_model import (
     unicode_text,
     unsupported,
 )
+from gateway.request.json_values import whole
 
 ROWS: Final = {row.http: row for row in PARAMETERS.values() if row.http and not row.own_reader}
 """Rows of the table by the member that both bodies have."""
@@ -207,9 +209,10 @@ ToolChoice = Annotated[
 ]
 
 
-_MaxTokens = count_of(PARAMETERS["max_tokens"])
-_CompletionMaxTokens = count_of(PARAMETERS["max_tokens"], ", or 0 with echo")
-_Logprobs = count_of(PARAMETERS["logprobs"])
+_WHOLE: Final = BeforeValidator(whole)
+_MaxTokens = Annotated[int, count_of(PARAMETERS["max_tokens"]), _WHOLE]
+_EchoMaxTokens = Annotated[int, count_of(PARAMETERS["max_tokens"], ", or 0 with echo"), _WHOLE]
+_Logprobs = Annotated[int, count_of(PARAMETERS["logprobs"]), _WHOLE]
 
 
 class CommonMembers(BodyModel):
@@ -219,7 +222,7 @@ class CommonMembers(BodyModel):
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = _described("beam_width")
-    max_tokens: _MaxTokens = _described("max_tokens")
+    max_tokens: _MaxTokens | None = _described("max_tokens")
     return_token_ids: bool | None = _described("return_token_ids")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -242,8 +245,8 @@ class CompletionsMembers(CommonMembers):
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     echo: bool | None = _described("echo")
-    max_tokens: _CompletionMaxTokens = _described("max_tokens")
-    logprobs: _Logprobs = _described("logprobs")
+    max_tokens: _EchoMaxTokens | None = _described("max_tokens")
+    logprobs: _Logprobs | None = _described("logprobs")
     suffix: Annotated[Any, absent("")] = None
     add_special_tokens: Annotated[Any, absent(True)] = None
 
@@ -252,9 +255,9 @@ class ChatMembers(CommonMembers):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatTurn], at_most(limits.MAX_MESSAGES)]
-    max_completion_tokens: _MaxTokens = _described("max_tokens")
+    max_completion_tokens: _MaxTokens | None = _described("max_tokens")
     logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
-    top_logprobs: _Logprobs = _described("logprobs")
+    top_logprobs: _Logprobs | None = _described("logprobs")
     tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -148,9 +148,9 @@ def within(held: tuple[int, int], allowed: tuple[int, int] | None = None, note: 
 Text = Annotated[str, AfterValidator(unicode_text)]
 
 
-def count_of(row: Parameter, note: str = "") -> Any:
-    """Make the type of an optional integer of the table's that has a reader of its own."""
-    return Annotated[int, within(UINT32, row.integers, note), BeforeValidator(whole)] | None
+def count_of(row: Parameter, note: str = "") -> AfterValidator:
+    """Make the validator of a count whose row in the table of parameters has a reader of its own."""
+    return within(UINT32, row.integers, note)
 
 
 Raw = dict[Any, Any]
