@@ -11,6 +11,7 @@ parameters (tools, response_format, grammars) have readers of their own.
 Plain data: imports neither protobuf nor anything else of Diptych.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -108,6 +109,13 @@ class Parameter:
         if high is not None:
             return f"at most {high:g}{note}"
         return "" if low is None else f"at least {low:g}{note}"
+
+    @property
+    def integers(self) -> tuple[int, int]:
+        """The lowest and highest integer that is in the range and that the wire field holds."""
+        low, high = self.fits
+        low = low if self.low is None else max(low, math.ceil(self.low))
+        return low, high if self.high is None else min(high, math.floor(self.high))
 
     def allows(self, value: float) -> bool:
         """Return whether `value` is in the range; NaN, which compares false with everything, never is."""

@@ -126,6 +126,12 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    lenient_json_schema: bool = setting(
+        False,
+        "Leave the keywords and patterns of JSON schemas out that outputs cannot be held to, instead of "
+        "refusing the request.",
+        section="Admission",
+    )
     workers_fd: int | None = internal(None, "File with the workers that `diptych up` has started.")
     write_timeout: Annotated[float, Field(gt=0, le=3600)] = setting(
         60.0,

@@ -99,7 +99,13 @@ class Gateway:
         self.unread_output = UnreadOutput(reader_limits, self.metrics)
         self.tokenizer_pool = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
-        self.request_parser = RequestParser(model, self.tokenizer_pool, tokens, time.monotonic)
+        self.request_parser = RequestParser(
+            model,
+            self.tokenizer_pool,
+            tokens,
+            time.monotonic,
+            lenient_json_schema=settings.lenient_json_schema,
+        )
         self.generator = Generator(
             model,
             self.worker_pool,

@@ -29,8 +29,11 @@ class RequestParser:
         tokenizer_pool: TokenizerPool,
         tokens: ResumeTokens,
         clock: Callable[[], float],
+        *,
+        lenient_json_schema: bool = False,
     ) -> None:
         self._model = model
+        self._lenient_json_schema = lenient_json_schema
         self._tokenizer_pool = tokenizer_pool
         self._tokens = tokens
         self._clock = clock
@@ -78,6 +81,7 @@ class RequestParser:
             self._model,
             header_request_id=call.header_request_id,
             token_limit=token_limit,
+            lenient_json_schema=self._lenient_json_schema,
         )
         if not message.resume_token:
             return parse()

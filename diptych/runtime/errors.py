@@ -113,8 +113,10 @@ class UnsupportedFeature(DiptychError):
 class ContextLengthExceeded(DiptychError):
     """Prompt plus max_tokens is over the model's context, or over the whole KV pool. All in tokens.
 
+    The message is OpenAI's sentence: clients cut their history when they find its beginning.
+
     ``at_least``: the prompt was not counted, because this many tokens are too many by themselves. ``field``:
-    where the prompt came from, if that is known.
+    the one to change, if known: the prompt, or what asks for more output than fits beside it.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -123,8 +125,12 @@ class ContextLengthExceeded(DiptychError):
     def __init__(
         self, prompt_tokens: int, max_tokens: int, limit: int, *, at_least: bool = False, field: str = ""
     ) -> None:
-        counted = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
-        message = f"{counted} prompt tokens and {max_tokens} tokens to generate exceed the limit of {limit}"
+        bound = "at least " if at_least else ""
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{bound}{prompt_tokens + max_tokens} tokens ({bound}{prompt_tokens} in the messages, "
+            f"{max_tokens} in the completion). Please reduce the length of the messages or completion."
+        )
         super().__init__(
             message,
             violations=(FieldViolation(field, message),) if field else (),

@@ -154,10 +154,15 @@ class OutputStream:
         self.take()
         return not stopped and self._stop_ids.isdisjoint(token_ids[:-1])
 
-    def finish(self) -> None:
-        """End the output: text held back goes into the last piece, unless a stop string matched."""
+    def finish(self, *, cut: bool = False) -> None:
+        """End the output: text held back goes into the last piece, unless a stop string matched.
+
+        ``cut``: the model had not ended, so that bytes of a character at the end are only its beginning, and
+        not shown.
+        """
         if self._detokenizer is not None and not self.over:
-            self._add_text(self._detokenizer.flush())
+            unfinished = self._detokenizer.flush()
+            self._add_text("" if cut and self.stop_match is None else unfinished)
             if self._stops is not None and not self.over:
                 self._show(self._stops.flush())
         if self._calls is not None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
+from diptych.runtime.grammar.json_schema import GUIDANCE
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.gbnf.nodes import BadGbnf
@@ -60,8 +61,11 @@ async def _verify(path: str, grammar: Grammar, checker: GrammarCheck, tenant: st
         raise InvalidParameter(path, str(error)) from error
 
 
-def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
-    """Return what the output must match. Raises InvalidParameter or UnsupportedFeature."""
+def structured_output(asked: pb.StructuredOutput, *, lenient: bool = False) -> Constraint | None:
+    """Return what the output must match. Raises InvalidParameter or UnsupportedFeature.
+
+    ``lenient``: what an output cannot be held to is left out of a schema, and does not refuse it.
+    """
     kind = asked.WhichOneof("constraint")
     if kind is None:
         return None
@@ -76,7 +80,15 @@ def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
         raise UnsupportedFeature(path)
     text: str = getattr(asked, kind)
     check_size(path, text)
-    return Constraint(path, reader(path, text))
+    grammar = reader(path, text)
+    if lenient and grammar.kind is Kind.JSON_SCHEMA:
+        grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(lenient_schema(json.loads(grammar.text))))
+    return Constraint(path, grammar)
+
+
+def lenient_schema(schema: Mapping[str, object]) -> dict[str, object]:
+    """Return the schema with the mark that its compiler is to leave out what it lacks."""
+    return {**schema, GUIDANCE: {"lenient": True}}
 
 
 def check_size(path: str, text: str) -> None:

@@ -36,10 +36,15 @@ class TokenBudget:
 
     limit: int  # the model's context, or the whole KV pool if that is smaller
     wanted: int  # output tokens the request insists on, at least 1
+    wanted_by: str = "stopping.max_tokens"  # the field that insists
 
     def check(self, field: str, prompt_tokens: int) -> None:
-        """Raise ContextLengthExceeded for a prompt that does not fit."""
+        """Raise ContextLengthExceeded for a prompt that does not fit, or not beside the wanted output.
+
+        The error names ``field``, or `wanted_by` where the prompt would fit with less output.
+        """
         if prompt_tokens + self.wanted > self.limit:
+            field = self.wanted_by if prompt_tokens < self.limit else field
             raise ContextLengthExceeded(prompt_tokens, self.wanted, self.limit, field=field)
 
     def check_before_counting(self, field: str, fewest: int) -> None:
@@ -69,8 +74,9 @@ def read_stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:
 
 def prompt_budget(stops: Stopping, limit: int) -> TokenBudget:
     """Return the prompt's budget under ``limit`` tokens in all."""
-    wanted = stops.min_tokens if stops.max_tokens is None else stops.max_tokens
-    return TokenBudget(limit, max(1, wanted))
+    if stops.max_tokens is None:
+        return TokenBudget(limit, max(1, stops.min_tokens), "stopping.min_tokens")
+    return TokenBudget(limit, max(1, stops.max_tokens))
 
 
 def _stop_strings(criteria: pb.StoppingCriteria) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
@@ -12,7 +13,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
 from gateway.request.field_checks import has_name_characters
-from gateway.request.structured_output import Constraint, check_size, read_schema
+from gateway.request.structured_output import Constraint, check_size, lenient_schema, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
 # Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.
@@ -52,10 +53,17 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
     return Toolbox(tools, mode, choice.name if mode is Mode.NAMED else "", single)
 
 
-def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
-    """Return what the output must match: required calls, else what was ``asked`` beside the tools."""
+def constraint_of(
+    tools: Toolbox | None, support: ToolSupport, asked: Constraint | None, *, lenient: bool = False
+) -> Constraint | None:
+    """Return what the output must match: required calls, else what was ``asked`` beside the tools.
+
+    ``lenient``: as in `structured_output`.
+    """
     if tools is None or support.call_format is None:
         return asked
+    if lenient:
+        tools = replace(tools, tools=tuple(map(_lenient, tools.tools)))
     if not tools.forced:
         optional = support.call_format.optional_grammar
         if optional is None or asked is not None or tools.mode is Mode.NONE:
@@ -78,6 +86,10 @@ def _parts(tools: Toolbox) -> tuple[tuple[str, Grammar], ...]:
         for index, tool in enumerate(tools.tools)
         if tool in tools.callable
     )
+
+
+def _lenient(tool: Tool) -> Tool:
+    return replace(tool, parameters=lenient_schema(tool.arguments_schema))
 
 
 def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tuple[ToolCall, ...]:

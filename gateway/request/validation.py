@@ -60,6 +60,7 @@ def parse_request(
     *,
     header_request_id: str = "",
     token_limit: int | None = None,
+    lenient_json_schema: bool = False,
     fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
     fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> ParsedRequest:
@@ -70,6 +71,7 @@ def parse_request(
         model: the served model.
         header_request_id: the x-request-id metadata, used where ``request_id`` is empty.
         token_limit: prompt and output together; smaller than the model's context where the whole KV pool is.
+        lenient_json_schema: leave out of schemas what an output cannot be held to.
         fresh_id: makes a request id where the caller gave none.
         fresh_seed: makes a seed in [0, 2**64) where the caller gave none.
 
@@ -87,9 +89,9 @@ def parse_request(
     rules = read_token_rules(request.sampling, model.tokenizer)
     check_a_token_is_left(rules, stops, card.eos_token_ids)
     sampling = read_sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
-    constraint = structured_output(request.structured_output)
+    constraint = structured_output(request.structured_output, lenient=lenient_json_schema)
     tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
-    constraint = constraint_of(tools, model.tools, constraint)
+    constraint = constraint_of(tools, model.tools, constraint, lenient=lenient_json_schema)
     if constraint is not None and not card.eos_token_ids:
         raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
     interval = field_checks.read_number(PARAMETERS["stream_interval"], response)

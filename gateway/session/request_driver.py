@@ -342,7 +342,7 @@ class RequestDriver:
 
     def _finish(self, choice: int, reason: FinishReason) -> None:
         output = self.outputs[choice]
-        output.finish()
+        output.finish(cut=reason is not FinishReason.STOP)
         if output.stopped:
             # Also when the match was complete only with the last held-back text, or when the terminal message
             # after a stop token was lost.

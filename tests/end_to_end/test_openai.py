@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import openai
@@ -12,6 +13,10 @@ import pytest
 from diptych.client import Client
 from tests.end_to_end.stack import Stack
 
+OVERFLOW = re.compile(
+    r"^This model's maximum context length is (\d+) tokens. However, you requested (\d+) tokens "
+    r"\((\d+) in the messages, (\d+) in the completion\)\."
+)
 PROMPT = "The capital of France is"
 USER: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -50,6 +55,22 @@ def test_a_chat_knows_paris(client: openai.OpenAI, model: str) -> None:
     assert last.usage.prompt_tokens_details is not None
     # The second time the prompt's whole blocks are in the prefix cache.
     assert (last.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+
+
+def test_running_usage_is_in_each_event(client: openai.OpenAI, model: str) -> None:
+    """Load tools such as guidellm ask so; options that this server does not know change nothing."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True, "unknown": 1}
+    shared: Any = {"model": model, "max_tokens": 8, "stream": True, "stream_options": options}
+    for stream in (
+        client.chat.completions.create(messages=USER, **shared),
+        client.completions.create(prompt=PROMPT, **shared),
+    ):
+        used = [chunk.usage for chunk in stream]
+        assert len(used) > 3
+        counts = [usage.completion_tokens for usage in used]
+        assert counts == sorted(counts)
+        assert 1 == counts[0] < counts[-1] == counts[-2]
+        assert len({usage.prompt_tokens for usage in used}) == 1
 
 
 WEATHER: Any = {
@@ -223,7 +244,21 @@ def test_a_list_of_prompts_scored_at_once(client: openai.OpenAI, model: str) -> 
 def test_what_a_client_does_wrong(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=model, prompt="x", max_tokens=1_000_000)
-    assert long.value.code == "context_length_exceeded"
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+    found = OVERFLOW.search(long.value.body["message"])  # type: ignore[index]
+    assert found is not None
+    limit, asked, prompt, completion = map(int, found.groups())
+    assert completion == 1_000_000
+    assert asked == prompt + completion > limit
+    client.completions.create(model=model, prompt="x", max_tokens=1)
+    with pytest.raises(openai.BadRequestError) as longer:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "a b " * limit}])
+    assert (longer.value.code, longer.value.param) == ("context_length_exceeded", "messages")
+    # By this litellm and other clients know it, wherever it stands in the text.
+    assert "This model's maximum context length is" in str(longer.value)
+    with pytest.raises(openai.BadRequestError) as newer:
+        client.chat.completions.create(model=model, messages=USER, max_completion_tokens=limit)
+    assert newer.value.param == "max_completion_tokens"
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model=model, messages=USER, top_p=3)
     assert (wrong.value.param, wrong.value.code) == ("top_p", "invalid_parameter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -77,7 +78,7 @@ def test_history_of_an_answer_is_accepted_as_clients_keep_it(client: openai.Open
     call["function"]["parsed_arguments"] = json.loads(call["function"]["arguments"])
     turn |= {"parsed": None, "reasoning_content": "hm", "id": "msg_1", "provider_specific_fields": {}}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "rain", "cache_control": {}}
-    second = client.chat.completions.create(**asked, messages=[*USER, turn, result])
+    second = client.chat.completions.create(**{**asked, "max_tokens": 100}, messages=[*USER, turn, result])
     assert second.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
@@ -88,6 +89,65 @@ def test_a_choice_and_an_expression_hold(client: openai.OpenAI, model: str) -> N
     matched = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "[ab]{3}c"}})
     assert matched.choices[0].text[3:] == "c"
     assert set(matched.choices[0].text[:3]) <= {"a", "b"}
+
+
+def test_classes_are_ascii_and_cut_outputs_have_whole_characters(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "prompt": "the", "temperature": 1.0}
+    for seed in range(6):
+        phone = client.completions.create(
+            **asked, seed=seed, max_tokens=40, extra_body={"guided_regex": r"\d{3}-\w\s\d{4}"}
+        )
+        assert re.fullmatch(r"[0-9]{3}-[0-9A-Za-z_][ \t\n\v\f\r][0-9]{4}", phone.choices[0].text)
+    four_bytes = {"guided_regex": "[\U0001f600-\U0001f64f]{9}"}
+    for max_tokens in range(1, 9):
+        whole = client.completions.create(**asked, seed=1, max_tokens=max_tokens, extra_body=four_bytes)
+        stream = client.completions.create(
+            **asked, seed=1, max_tokens=max_tokens, extra_body=four_bytes, stream=True
+        )
+        assert whole.choices[0].finish_reason == "length"
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+        assert "\ufffd" not in whole.choices[0].text
+
+
+def test_everyday_schemas_hold(client: openai.OpenAI, model: str) -> None:
+    day = {"enum": ["Mo", "Tu", "We"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "phone": {"type": "string", "format": "phone", "pattern": r"^(?=.*\d)[a\d]{2}$"},
+            "days": {"type": "array", "items": day, "uniqueItems": True, "minItems": 3},
+            "hours": {"type": "object", "additionalProperties": {"const": 1}, "propertyNames": day},
+        },
+        "required": ["phone", "days", "hours"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_object", "schema": schema}
+    answer = client.chat.completions.create(
+        model=model, messages=USER, response_format=wanted, max_tokens=400, temperature=1.0, seed=2
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert re.fullmatch("(?=.*[0-9])[a0-9]{2}", found["phone"])
+    assert sorted(found["days"]) == ["Mo", "Tu", "We"]
+    assert found["hours"].keys() <= {"Mo", "Tu", "We"}
+    schema["properties"]["phone"] = {"type": "array", "uniqueItems": True}  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, response_format=wanted)
+    assert refused.value.param == "response_format.schema"
+    assert "uniqueItems, at properties.phone" in str(refused.value)
+
+
+def test_fault_of_a_tool_has_the_path_that_the_client_wrote(client: openai.OpenAI, model: str) -> None:
+    for function, param in (
+        ({"name": "no good"}, "tools[0].function.name"),
+        ({"name": "f", "parameters": {"type": "string"}}, "tools[0].function.parameters"),
+    ):
+        tools: Any = [{"type": "function", "function": function}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=model, messages=USER, tools=tools)
+        assert refused.value.param == param
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, extra_body={"session_id": "a"})
+    assert refused.value.param == "session_id"
 
 
 def test_a_bad_schema_is_named_as_the_client_wrote_it(client: openai.OpenAI, model: str) -> None:

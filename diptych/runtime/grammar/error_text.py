@@ -23,12 +23,18 @@ _KEYWORDS: Final = frozenset(
         *("unevaluatedProperties", "uniqueItems"),
     ]
 )
+NOT_VALID: Final = "is not valid"
+NO_BOUNDARY: Final = (
+    "has a word boundary (\\b or \\B), which is not supported: name the characters that may stand there"
+)
+LOOK_AROUND_WORD: Final = "look-around"
+_NO_KEYWORDS: Final = "has keywords that are not supported: "
 _FAULTS: Final = (
     ("Unsatisfiable", "nothing can satisfy it"),
     ("NoExtension", "nothing can satisfy it"),
     ("oneOf constraints", "has a oneOf whose alternatives are not told apart by their types; anyOf is"),
     ("Unknown format", "has a format that is not known here"),
-    ("look-around", "has look-around, which is not supported"),
+    (LOOK_AROUND_WORD, "has look-around, which is not supported"),
     ("backreferences", "has back references, which are not supported"),
     ("not present in a registry", "refers to another document"),
     ("Invalid type", "has a type that is none of JSON Schema's"),
@@ -61,9 +67,14 @@ def fault_of(error: str) -> str:
     words = head.split("\n", 1)[0] if in_regex is None else in_regex[2]
     if "Unimplemented keys" in words:
         known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(words)))
-        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
+        return f"{_NO_KEYWORDS}{', '.join(known)}" if known else "is not supported"
     fault = next((fault for word, fault in _FAULTS if word in words), None)
-    return fault or _placed(head) or "is not valid"
+    return fault or _placed(head) or NOT_VALID
+
+
+def keywords_in(fault: str) -> frozenset[str] | None:
+    """Return the keywords that a fault from `fault_of` says are missing; None if it is another."""
+    return frozenset(fault.removeprefix(_NO_KEYWORDS).split(", ")) if fault.startswith(_NO_KEYWORDS) else None
 
 
 def _placed(error: str) -> str | None:

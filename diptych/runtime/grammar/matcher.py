@@ -9,8 +9,18 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from diptych.runtime.grammar.closed_objects import close_objects
-from diptych.runtime.grammar.error_text import fault_of
+from diptych.runtime.grammar.error_text import LOOK_AROUND_WORD, NO_BOUNDARY, NOT_VALID, fault_of, keywords_in
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
+from diptych.runtime.grammar.json_schema import (
+    GUIDANCE,
+    has_boundary,
+    has_keyword,
+    has_look_around,
+    is_lenient,
+    place_of,
+    prepare_schema,
+)
+from diptych.runtime.grammar.patterns import ascii_classes, has_word_boundary
 
 # Fuel is llguidance's count of elementary work: about 50,000 a millisecond while a lexer is built, 14,000 in
 # a step, and 20,000 parser items. A step of one row delays every row of its batch.
@@ -26,7 +36,7 @@ LIMITS: Final = LLParserLimits(
 
 # Between two tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound a model
 # that is unsure writes white space until its tokens run out.
-_BOUNDED: Final = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,24}"}}
+_BOUNDED: Final = {"whitespace_pattern": r" |\n[ \t]{0,24}"}
 # Where the grammar leaves one continuation only, llguidance would let come the one token that a tokenizer
 # begins it with, and nothing else. A mask that allows all that fits is what a reader expects, and does not
 # depend on how the text before is cut into tokens.
@@ -46,8 +56,32 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise BadGrammar(fault_of(matcher.get_error()))
+        raise BadGrammar(_fault(grammar, matcher.get_error(), tokenizer))
     return matcher
+
+
+def _fault(grammar: Grammar, error: str, tokenizer: LLTokenizer) -> str:
+    """Return what is wrong with a grammar, and where, in words that quote none of its values."""
+    fault = fault_of(error)
+    if grammar.kind is Kind.REGEX:
+        if has_word_boundary(grammar.text):
+            return NO_BOUNDARY
+        # A place is in the client's own text.
+        source = _HEADER + _lark_of_regex(grammar.text)
+        own = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+        return fault_of(own.get_error()) if own.is_error() else fault
+    if grammar.kind is not Kind.JSON_SCHEMA:
+        return fault
+    schema = json.loads(grammar.text)
+    if (missing := keywords_in(fault)) is not None:
+        at = place_of(schema, has_keyword(missing))
+    elif LOOK_AROUND_WORD in error:
+        at = place_of(schema, has_look_around)
+    elif fault == NOT_VALID and ((at := place_of(schema, has_boundary)) or has_boundary(schema)):
+        fault = NO_BOUNDARY
+    else:
+        return fault
+    return f"{fault}, at {at}" if at else fault
 
 
 def embedded_schema(schema: Mapping[str, object]) -> str:
@@ -55,7 +89,8 @@ def embedded_schema(schema: Mapping[str, object]) -> str:
 
     White space is bounded, and objects are closed unless they say otherwise.
     """
-    return f"%json {json.dumps(close_objects(schema) | _BOUNDED)}"
+    guidance = {**_BOUNDED, "lenient": True} if is_lenient(schema) else _BOUNDED
+    return f"%json {json.dumps(close_objects(prepare_schema(schema)) | {GUIDANCE: guidance})}"
 
 
 def _json_schema(text: str) -> str:
@@ -67,6 +102,10 @@ def _json_schema(text: str) -> str:
 
 
 def _regex(text: str) -> str:
+    return _lark_of_regex(ascii_classes(text))
+
+
+def _lark_of_regex(text: str) -> str:
     source: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
     return source
 

@@ -126,7 +126,7 @@ def _ids(path: str, value: object, parameter: Parameter) -> Sequence[int]:
 def _integer(path: str, value: object, parameter: Parameter) -> int:
     if parameter.inverted:  # Triton: the lower number comes first, and 0 is the first
         return -integer(path, unquoted(value), (0, parameter.fits[1]))
-    return integer(path, unquoted(value), parameter.fits)
+    return integer(path, unquoted(value), parameter.integers)
 
 
 _READERS: Final[Mapping[object, Callable[[str, object, Parameter], Any]]] = {

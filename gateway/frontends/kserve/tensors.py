@@ -53,7 +53,7 @@ Element = bool | int | float | bytes
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Input of a request; ``path`` is its place there."""
+    """Input of a request; ``path`` is its place there, with its name: "inputs[text_input]"."""
 
     path: str
     datatype: str
@@ -69,9 +69,9 @@ def read_inputs(request: oip.ModelInferRequest) -> dict[str, Tensor]:
         raise InvalidParameter("raw_input_contents", "must have one entry for each input")
     found: dict[str, Tensor] = {}
     for index, tensor in enumerate(request.inputs):
-        path = f"inputs[{index}]"
+        path = f"inputs[{printable(tensor.name) or index}]"
         if tensor.name in found:
-            raise InvalidParameter(f"{path}.name", "names an input twice")
+            raise InvalidParameter(path, "is given twice")
         refuse_parameters(path, tensor)
         found[tensor.name] = _read(tensor, path, raw[index] if raw else None)
     return found

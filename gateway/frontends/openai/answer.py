@@ -90,6 +90,7 @@ class Answer(ABC):
         self._fingerprint = fingerprint
         self._created = created
         self._usage = pb.Usage()
+        self._running = pb.Usage()  # so far, of a stream that shows it
         self._head = self._tail = ""
         # The same for all prompts.
         self._stop_token_ids = frozenset(asked.builders[0].request.stopping.stop_token_ids)
@@ -101,21 +102,31 @@ class Answer(ABC):
         """
         if message.HasField("usage"):
             self._add(message.usage)
+        self._running.prompt_tokens += message.prompt.token_count
+        self._running.cached_prompt_tokens += message.prompt.cached_token_count
         turns = Yielder()
         events = []
         if message.HasField("prompt"):
             for choice in await self.opening(prompt, message.prompt, turns):
-                events.append([self._head, *choice, self._tail])
+                events.append([self._head, *choice, self._event_end()])
         for output in message.outputs:
             made = await self.event_choice(self._number(prompt, output.index), output, turns)
-            events.append([self._head, made, self._tail])
+            if not self._asked.prompt_only:
+                self._running.completion_tokens += len(output.token_ids)
+            events.append([self._head, made, self._event_end()])
         return events
+
+    def _event_end(self) -> str:
+        """Return the text after the choice of an event."""
+        if not self._asked.usage.running:
+            return self._tail
+        return f'],"usage":{json.dumps(usage(self._running))}}}\n\n'
 
     def begin(self, request_id: str) -> None:
         """Name the answer, before its first event."""
         opened = json.dumps(self._envelope(self.event_object, request_id))
         self._head = f'data: {opened[:-1]}, "choices":['
-        self._tail = '],"usage":null}\n\n' if self._asked.with_usage else "]}\n\n"
+        self._tail = '],"usage":null}\n\n' if self._asked.usage.last else "]}\n\n"
 
     def id_of(self, request_id: str) -> str:
         """Return the answer's id."""
@@ -123,7 +134,7 @@ class Answer(ABC):
 
     def last_events(self) -> str:
         """Return the events after all choices of all prompts."""
-        if not self._asked.with_usage:
+        if not self._asked.usage.last:
             return DONE
         return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
 

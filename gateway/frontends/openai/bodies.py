@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
+    ConfigDict,
     Field,
     PlainValidator,
     Tag,
@@ -22,18 +24,19 @@ from diptych.parameters import PARAMETERS
 from gateway import limits
 from gateway.frontends.openai.body_model import (
     BodyModel,
-    Count,
     OpenModel,
     Raw,
     Text,
     absent,
     at_most,
+    count_of,
     either,
     parameter_fields,
     tagged,
     unicode_text,
     unsupported,
 )
+from gateway.request.json_values import whole
 
 ROWS: Final = {row.http: row for row in PARAMETERS.values() if row.http and not row.own_reader}
 """Rows of the table by the member that both bodies have."""
@@ -84,11 +87,16 @@ FunctionType = Annotated[Text, AfterValidator(_function_only)]
 
 
 class StreamOptions(BodyModel):
-    """Options of a stream. Obfuscation pads against eavesdroppers of TLS, which is not in use here."""
+    """Options of a stream. Others are ignored: they concern how a stream is sent and not what is generated.
+
+    Obfuscation pads against eavesdroppers of TLS, which is not in use here.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Annotated[Any, absent(False)] = None
+    continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
 
 
 class JsonSchemaFormat(BodyModel):
@@ -101,10 +109,14 @@ class JsonSchemaFormat(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """Form of an answer: ``text``, ``json_object`` or ``json_schema``."""
+    """Form of an answer: ``text``, ``json_object`` or ``json_schema``.
+
+    Some clients write the schema beside the type, with either of the last two.
+    """
 
     type: Text
     json_schema: JsonSchemaFormat | None = None
+    schema_: Raw | None = Field(None, alias="schema")
 
 
 class StructuredOutputs(BodyModel):
@@ -197,6 +209,12 @@ ToolChoice = Annotated[
 ]
 
 
+_WHOLE: Final = BeforeValidator(whole)
+_MaxTokens = Annotated[int, count_of(PARAMETERS["max_tokens"]), _WHOLE]
+_EchoMaxTokens = Annotated[int, count_of(PARAMETERS["max_tokens"], ", or 0 with echo"), _WHOLE]
+_Logprobs = Annotated[int, count_of(PARAMETERS["logprobs"]), _WHOLE]
+
+
 class CommonMembers(BodyModel):
     """Members of both bodies that are no rows of the table."""
 
@@ -204,7 +222,7 @@ class CommonMembers(BodyModel):
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = _described("beam_width")
-    max_tokens: Count | None = _described("max_tokens")
+    max_tokens: _MaxTokens | None = _described("max_tokens")
     return_token_ids: bool | None = _described("return_token_ids")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -227,7 +245,8 @@ class CompletionsMembers(CommonMembers):
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     echo: bool | None = _described("echo")
-    logprobs: Count | None = _described("logprobs")
+    max_tokens: _EchoMaxTokens | None = _described("max_tokens")
+    logprobs: _Logprobs | None = _described("logprobs")
     suffix: Annotated[Any, absent("")] = None
     add_special_tokens: Annotated[Any, absent(True)] = None
 
@@ -236,9 +255,9 @@ class ChatMembers(CommonMembers):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatTurn], at_most(limits.MAX_MESSAGES)]
-    max_completion_tokens: Count | None = _described("max_tokens")
+    max_completion_tokens: _MaxTokens | None = _described("max_tokens")
     logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
-    top_logprobs: Count | None = _described("logprobs")
+    top_logprobs: _Logprobs | None = _described("logprobs")
     tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -127,19 +127,32 @@ def unicode_text(value: str) -> str:
     return value
 
 
-def within(bounds: tuple[int, int]) -> AfterValidator:
-    """Make the validator of an integer that a wire field must hold."""
+def within(held: tuple[int, int], allowed: tuple[int, int] | None = None, note: str = "") -> AfterValidator:
+    """Make the validator of an integer that a wire field must hold.
+
+    Args:
+        held: what the field holds; others are refused here.
+        allowed: the range to name then, if it is another. The core checks it.
+        note: of the range.
+    """
+    low, high = allowed or held
 
     def check(value: int) -> int:
-        if not bounds[0] <= value <= bounds[1]:
-            raise rule(f"must be from {bounds[0]} to {bounds[1]}")
+        if not held[0] <= value <= held[1]:
+            raise rule(f"must be from {low} to {high}{note}")
         return value
 
     return AfterValidator(check)
 
 
 Text = Annotated[str, AfterValidator(unicode_text)]
-Count = Annotated[int, within(UINT32), BeforeValidator(whole)]
+
+
+def count_of(row: Parameter, note: str = "") -> AfterValidator:
+    """Make the validator of a count whose row in the table of parameters has a reader of its own."""
+    return within(UINT32, row.integers, note)
+
+
 Raw = dict[Any, Any]
 """Object whose members are read later or elsewhere, such as a JSON schema."""
 
@@ -177,7 +190,8 @@ def parameter_fields(rows: Mapping[str, Parameter]) -> dict[str, Any]:
 def _type_of(name: str, row: Parameter) -> Any:
     if row.type is int:
         bounds = (-row.fits[1], row.fits[1]) if row.inverted else row.fits
-        return Annotated[int, within(bounds), BeforeValidator(whole)] | None
+        allowed = None if row.inverted else row.integers
+        return Annotated[int, within(bounds, allowed), BeforeValidator(whole)] | None
     if row.type in _OWN:
         read = _OWN[row.type]
         return Annotated[Any, PlainValidator(lambda value: None if value is None else read(name, value, row))]

@@ -33,7 +33,7 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
     builder = RequestBuilder.from_body(body)
     request = builder.request
     put_constraint(body, builder)
-    stream, with_usage = read_stream(body)
+    usage = read_stream(body, [builder])
     _put_output_limit(body, builder)
     logprobs = _put_logprobs(body, builder)
     request.chat.SetInParent()  # also without a message
@@ -47,7 +47,7 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
         request.response.token_ids = True
         request.response.echo_prompt = True
     return HttpGenerateRequest(
-        (builder,), stream, with_usage, logprobs, token_ids=bool(body.return_token_ids)
+        (builder,), bool(body.stream), usage, logprobs, token_ids=bool(body.return_token_ids)
     )
 
 

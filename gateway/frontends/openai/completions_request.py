@@ -25,7 +25,7 @@ def read_completions(members: dict[str, Any]) -> HttpGenerateRequest:
     body = validate_members(CompletionsBody, members)
     builder = RequestBuilder.from_body(body)
     put_constraint(body, builder)
-    stream, with_usage = read_stream(body)
+    usage = read_stream(body, [builder])
     echo, max_tokens = bool(body.echo), body.max_tokens
     if max_tokens == 0 and not echo:
         raise InvalidParameter("max_tokens", "must be at least 1 without echo")
@@ -39,7 +39,9 @@ def read_completions(members: dict[str, Any]) -> HttpGenerateRequest:
         for one in prompts:  # ids are known already; with the prompt the output's text might be another
             one.request.response.echo_prompt |= one.request.WhichOneof("prompt") == "text"
     scored = body.logprobs is not None
-    return HttpGenerateRequest(prompts, stream, with_usage, scored, echo, max_tokens == 0, show_ids)
+    return HttpGenerateRequest(
+        prompts, bool(body.stream), usage, scored, echo, max_tokens == 0, token_ids=show_ids
+    )
 
 
 def _put_response(response: pb.ResponseOptions, logprobs: int | None, echo: bool) -> None:

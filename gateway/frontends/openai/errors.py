@@ -57,12 +57,13 @@ def status_of(code: grpc.StatusCode) -> int:
     return HTTPStatus.OK if code is grpc.StatusCode.OK else STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def http_error(error: DiptychError, names: Mapping[str, str]) -> HttpError:
+def http_error(error: DiptychError, names: Mapping[str, str] | None) -> HttpError:
     """Build the response.
 
     Args:
         error: of the core.
-        names: what the client called the fields of the core; see `param_of`.
+        names: what the client called the fields of the core (`param_of`); None: the error has the client's
+            own name, since it is of the body and not of the core.
     """
     status = status_of(error.code)
     headers = {}
@@ -77,12 +78,13 @@ def http_error(error: DiptychError, names: Mapping[str, str]) -> HttpError:
     return HttpError(status, json.dumps(error_object(error, names)).encode(), headers)
 
 
-def error_object(error: DiptychError, names: Mapping[str, str]) -> dict[str, Any]:
+def error_object(error: DiptychError, names: Mapping[str, str] | None) -> dict[str, Any]:
     message, param = error.message, None
     if error.violations:
         first = error.violations[0]
-        param = param_of(first.field, names)
-        message = f"{param}: {first.description}"
+        param = first.field if names is None else param_of(first.field, names)
+        # A message of the error's own is one that clients look for as it is.
+        message = f"{param}: {first.description}" if message != first.description else message
     code = _CODES.get(error.reason, error.reason.lower())
     return plain_error(status_of(error.code), message, code, param)
 

@@ -102,7 +102,7 @@ class EventStream:
         """End the stream after the last message of the last prompt."""
         return await self._finish(self._answer.last_events())
 
-    async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
+    async def fail(self, error: DiptychError, names: Mapping[str, str] | None) -> web.StreamResponse:
         """End the stream with an error, after output went out; disconnect a client that does not take it."""
         event = f"data: {json.dumps(error_object(error, names))}\n\n"
         try:
@@ -154,7 +154,10 @@ async def send_whole(
 
 
 class HttpCall(Call):
-    """A request to ``route``. ``stream`` is there once the body asked for one; ``names`` as in `param_of`."""
+    """Request to ``route``.
+
+    ``stream`` is there once the body asked for one; ``names`` are as in `http_error`.
+    """
 
     def __init__(self, route: str, request: web.BaseRequest, received_at: float) -> None:
         headers = request.headers
@@ -170,7 +173,7 @@ class HttpCall(Call):
         self._scheme = request.scheme
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
-        self.names: Mapping[str, str] = {}
+        self.names: Mapping[str, str] | None = None
         self.id_of: Callable[[str], str] = str  # set with the kind of the answer
 
     @property

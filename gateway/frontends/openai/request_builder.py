@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import InvalidParameter
@@ -18,12 +19,18 @@ _RENAMED: Final[Mapping[str, str]] = {
     "token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
     "request": "body",
+    "chat.tool_choice.mode": "tool_choice",
+    "chat.tool_choice.parallel": "parallel_tool_calls",
     **{row.wire: row.http for row in PARAMETERS.values() if row.http},
 }
 _GROUPS: Final = ("sampling.", "stopping.", "response.", "chat.")
-_PARTS: Final[Mapping[str, str]] = {
-    ".arguments_json": ".function.arguments",
-    ".parameters_json_schema": ".function.parameters",
+# Of tools, calls and a named choice: members of the object "function" in OpenAI's form.
+_OF_FUNCTION: Final = re.compile(
+    r"^(.*\b(?:tools|tool_calls)\[\d+\]|tool_choice)\.(name|description|arguments_json|parameters_json_schema)"
+)
+_FUNCTION: Final[Mapping[str, str]] = {
+    "arguments_json": "arguments",
+    "parameters_json_schema": "parameters",
 }
 
 
@@ -59,6 +66,18 @@ class RequestBuilder:
             sampling.ClearField("temperature")
 
 
+class StreamUsage(NamedTuple):
+    """Events of a stream that have the usage.
+
+    Args:
+        last: an event of its own after all others (``stream_options.include_usage``).
+        running: each event has the usage so far (vLLM's ``continuous_usage_stats``).
+    """
+
+    last: bool = False
+    running: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class HttpGenerateRequest:
     """HTTP request after parsing.
@@ -66,7 +85,7 @@ class HttpGenerateRequest:
     Args:
         builders: one for each prompt, in the client's order.
         stream: answer with server-sent events.
-        with_usage: a last event with the usage (``stream_options.include_usage``).
+        usage: the events that have it.
         logprobs: show them.
         echo: the prompt comes before the output.
         prompt_only: no output was asked for (``max_tokens`` of 0): the token that was made is not shown.
@@ -75,7 +94,7 @@ class HttpGenerateRequest:
 
     builders: tuple[RequestBuilder, ...]
     stream: bool
-    with_usage: bool
+    usage: StreamUsage
     logprobs: bool
     echo: bool = False
     prompt_only: bool = False
@@ -88,12 +107,17 @@ class HttpGenerateRequest:
         return sampling.n if sampling.HasField("n") else 1
 
 
-def read_stream(body: CommonMembers) -> tuple[bool, bool]:
-    """Return (stream, with a last event for the usage)."""
-    stream, options = bool(body.stream), body.stream_options
-    if options is not None and not stream:
+def read_stream(body: CommonMembers, builders: Iterable[RequestBuilder]) -> StreamUsage:
+    """Read ``stream_options``. For a running usage the core sends ids, which are counted."""
+    options = body.stream_options
+    if options is None:
+        return StreamUsage()
+    if not body.stream:
         raise InvalidParameter("stream_options", "needs stream")
-    return stream, options is not None and bool(options.include_usage)
+    running = bool(options.continuous_usage_stats)
+    for builder in builders if running else ():
+        builder.request.response.token_ids = True
+    return StreamUsage(bool(options.include_usage), running)
 
 
 def param_of(path: str, names: Mapping[str, str]) -> str:
@@ -105,6 +129,4 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
         if path.startswith(group):
             path = path[len(group) :]
             break
-    for part, param in _PARTS.items():
-        path = path.replace(part, param)
-    return path
+    return _OF_FUNCTION.sub(lambda found: f"{found[1]}.function.{_FUNCTION.get(found[2], found[2])}", path)

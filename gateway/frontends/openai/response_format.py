@@ -49,7 +49,12 @@ def _put_format(wanted: ResponseFormat, builder: RequestBuilder) -> bool:
     output, path = builder.request.structured_output, "response_format.json_schema"
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise UnsupportedFeature("response_format.type", "must be text, json_object or json_schema")
-    if wanted.type == "json_schema":
+    if wanted.schema_ is not None:
+        if wanted.type == "text" or wanted.json_schema is not None:
+            raise InvalidParameter("response_format.schema", "goes with json_object or json_schema, alone")
+        output.json_schema = dump_schema("response_format.schema", wanted.schema_)
+        builder.names["structured_output.json_schema"] = "response_format.schema"
+    elif wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise InvalidParameter(path, "is required")
         output.json_schema = dump_schema(f"{path}.schema", wanted.json_schema.schema_)

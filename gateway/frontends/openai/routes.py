@@ -242,6 +242,7 @@ class OpenAIRoutes:
         name = _route_of(request).removeprefix(f"{_MODELS}/")
         try:
             with self._calls.account(call):
+                call.names = {}
                 found = await self._text.get_model(pb.GetModelRequest(model=name))
                 return _json(json.dumps(self._describe(found.model, name)).encode())
         except DiptychError as error:

@@ -229,7 +229,8 @@ HTTP: list[tuple[int, str, str | None, dict[str, Any]]] = [
     (400, "invalid_parameter", "logit_bias", {"logit_bias": {"1": 1e39}}),
     (400, "invalid_parameter", "stop[0]", {"stop": [""]}),
     (400, "invalid_parameter", "cache_salt", {"cache_salt": f"{SECRET}\n"}),
-    (400, "context_length_exceeded", "prompt", {"prompt": [1] * 500, "max_tokens": 500}),
+    (400, "context_length_exceeded", "max_tokens", {"prompt": [1] * 500, "max_tokens": 500}),
+    (400, "context_length_exceeded", "prompt", {"prompt": [1] * 1000, "max_tokens": 500}),
     (404, "model_not_found", None, {"model": "../../etc/passwd"}),
 ]
 

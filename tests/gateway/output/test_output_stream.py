@@ -183,3 +183,25 @@ def test_scores_alone_make_a_piece_due(bundled: ServedModel) -> None:
         stream(bundled, want_text=False, want_token_ids=False, want_scores=True), [[i] for i in ids]
     )
     assert [len(piece.scores) for piece in pieces] == [1] * len(ids) + [0]
+
+
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_output_that_is_cut_never_ends_in_half_a_character(bundled: ServedModel, end: int) -> None:
+    """Bytes that no further byte could complete are the model's own, and shown; so is what it ends with."""
+    ids = bundled.tokenizer.encode("ab\U0001f9ff", add_special=False)
+    assert len(ids) > 3
+    for cut in (True, False):
+        for streamed in (True, False):
+            output = stream(bundled)
+            text = ""
+            for token in ids[:-end]:
+                output.push([token])
+                text += output.take().text if streamed else ""
+            output.finish(cut=cut)
+            text += output.take().text
+            whole = bundled.tokenizer.decode(ids[:-end], True)
+            assert text == (whole.rstrip("\ufffd") if cut else whole)
+    ended = stream(bundled, stop_ids=frozenset({0}))
+    ended.push([*ids[:-1], 0])
+    ended.finish(cut=True)
+    assert ended.take().text.endswith("\ufffd")

@@ -279,7 +279,7 @@ def test_what_is_certainly_too_long_is_never_tokenized(
     monkeypatch.setattr(bundled.tokenizer, "encode_parts", fail)
     tight = TokenBudget(limit=100, wanted=1)
     for prompt in ({"text": "a" * 100_000}, {"chat": chat(("user", "a" * 100_000))}):
-        with pytest.raises(ContextLengthExceeded, match=r"^at least \d+ prompt tokens and 1 tokens"):
+        with pytest.raises(ContextLengthExceeded, match=r" \(at least \d+ in the messages, 1 in"):
             ids(bundled, tight, **prompt)
 
 
@@ -293,4 +293,5 @@ def test_a_prompt_that_fits_with_less_output_is_counted(bundled: ServedModel, wa
             ids(bundled, budget, **prompt)
         counted = len(ids(bundled, **prompt))
         assert caught.value.metadata["prompt_tokens"] == str(counted)
-        assert caught.value.message.startswith(f"{counted} prompt tokens")
+        assert f" ({counted} in the messages, {wanted} in the completion)" in caught.value.message
+        assert [violation.field for violation in caught.value.violations] == ["stopping.max_tokens"]

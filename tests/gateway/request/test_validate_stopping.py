@@ -72,7 +72,8 @@ def test_as_many_stop_strings_as_allowed() -> None:
     [({}, 1), ({"max_tokens": 5}, 5), ({"min_tokens": 3}, 3), ({"max_tokens": 5, "min_tokens": 3}, 5)],
 )
 def test_what_a_request_insists_on(criteria: dict[str, Any], wanted: int) -> None:
-    assert prompt_budget(checked(**criteria), limit=100) == TokenBudget(limit=100, wanted=wanted)
+    field = "stopping.max_tokens" if "max_tokens" in criteria else "stopping.min_tokens"
+    assert prompt_budget(checked(**criteria), limit=100) == TokenBudget(100, wanted, field)
 
 
 def test_a_budget_at_its_limit_and_one_over() -> None:
@@ -80,4 +81,7 @@ def test_a_budget_at_its_limit_and_one_over() -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         TokenBudget(limit=10, wanted=4).check("text", 7)
     assert caught.value.metadata == {"prompt_tokens": "7", "max_tokens": "4", "limit": "10"}
+    assert [violation.field for violation in caught.value.violations] == ["stopping.max_tokens"]
+    with pytest.raises(ContextLengthExceeded) as caught:
+        TokenBudget(limit=10, wanted=1).check("text", 10)  # with no output beside it
     assert [violation.field for violation in caught.value.violations] == ["text"]

@@ -111,7 +111,6 @@ def test_all_tokens_that_fit_may_come() -> None:
         (Kind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can satisfy"),
         (Kind.JSON_SCHEMA, "false", "no JSON object"),
         (Kind.JSON_SCHEMA, '{"$ref": "http://secret/x.json"}', "another document"),
-        (Kind.JSON_SCHEMA, '{"type": "string", "format": "secret"}', "format"),
         (Kind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "not supported: uniqueItems"),
         (Kind.JSON_SCHEMA, '{"oneOf": [{"minLength": 1}, {"minLength": 2}]}', "oneOf"),
         (Kind.JSON_SCHEMA, '{"items":' * 1000 + "{}" + "}" * 1000, "nested too deep"),

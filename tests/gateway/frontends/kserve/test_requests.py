@@ -121,10 +121,10 @@ def two_prompts() -> oip.ModelInferRequest:
 BAD: list[tuple[oip.ModelInferRequest, str]] = [
     (asking(None), "inputs"),
     (two_prompts(), "inputs"),
-    (asking(None, inputs={"text_input": ("BYTES", [b"a", b"b"])}), "inputs[0]"),
-    (asking(None, inputs={"text_input": ("BYTES", [b"\xff"])}), "inputs[0]"),
-    (asking(None, inputs={"text_input": ("FP32", [1.0])}), "inputs[0].datatype"),
-    (asking(None, inputs={"token_ids": ("INT32", [1, -1])}), "inputs[0][1]"),
+    (asking(None, inputs={"text_input": ("BYTES", [b"a", b"b"])}), "inputs[text_input]"),
+    (asking(None, inputs={"text_input": ("BYTES", [b"\xff"])}), "inputs[text_input]"),
+    (asking(None, inputs={"text_input": ("FP32", [1.0])}), "inputs[text_input].datatype"),
+    (asking(None, inputs={"token_ids": ("INT32", [1, -1])}), "inputs[token_ids][1]"),
     (asking(colour="red"), "parameters[colour]"),
     (asking(**{"a\nb": "red"}), "parameters[a?b]"),
     (asking(**{str(i): 1 for i in range(MAX_PARAMETERS + 1)}), "parameters"),
@@ -140,11 +140,11 @@ BAD: list[tuple[oip.ModelInferRequest, str]] = [
     (asking(timeout="soon"), "parameters[timeout]"),
     (asking(timeout=2**62), "parameters[timeout]"),
     (asking(exclude_input_in_output=False), "parameters[exclude_input_in_output]"),
-    (asking(inputs={"max_tokens": ("INT32", [1, 2])}), "inputs[1]"),
-    (asking(inputs={"max_tokens": ("INT32", [3])}, max_tokens=3), "inputs[1]"),
-    (asking(inputs={"sampling_parameters": ("BYTES", [b"{"])}), "inputs[1]"),
-    (asking(inputs={"sampling_parameters": ("BYTES", [b"[]"])}), "inputs[1]"),
-    (asking(inputs={"sampling_parameters": ("INT32", [1])}), "inputs[1]"),
+    (asking(inputs={"max_tokens": ("INT32", [1, 2])}), "inputs[max_tokens]"),
+    (asking(inputs={"max_tokens": ("INT32", [3])}, max_tokens=3), "inputs[max_tokens]"),
+    (asking(inputs={"sampling_parameters": ("BYTES", [b"{"])}), "inputs[sampling_parameters]"),
+    (asking(inputs={"sampling_parameters": ("BYTES", [b"[]"])}), "inputs[sampling_parameters]"),
+    (asking(inputs={"sampling_parameters": ("INT32", [1])}), "inputs[sampling_parameters]"),
     (with_json(top_p="x"), "sampling_parameters.top_p"),
     (with_json(stop=[1]), "sampling_parameters.stop"),
     (with_json(stop_token_ids=[1, "x"]), "sampling_parameters.stop_token_ids[1]"),
@@ -155,14 +155,14 @@ BAD: list[tuple[oip.ModelInferRequest, str]] = [
     # What only the core knows to be wrong.
     (asking(top_p=2.0), "parameters[top_p]"),
     (with_json(top_p=2.0), "sampling_parameters.top_p"),
-    (asking(inputs={"top_p": ("FP32", [2.0])}), "inputs[1]"),
+    (asking(inputs={"top_p": ("FP32", [2.0])}), "inputs[top_p]"),
     (asking(n=0), "parameters[n]"),
     (asking(stop=""), "parameters[stop]"),
     (asking(cache_salt="\n"), "parameters[cache_salt]"),
-    (asking(""), "inputs[0]"),
-    (asking(None, inputs={"token_ids": ("INT64", [1, 4_000_000_000])}), "inputs[0]"),
-    (asking(None, inputs={"token_ids": ("INT64", [])}), "inputs[0]"),
-    (asking(None, inputs={"top_k": ("INT32", [4]), "text_input": ("BYTES", [b""])}), "inputs[1]"),
+    (asking(""), "inputs[text_input]"),
+    (asking(None, inputs={"token_ids": ("INT64", [1, 4_000_000_000])}), "inputs[token_ids]"),
+    (asking(None, inputs={"token_ids": ("INT64", [])}), "inputs[token_ids]"),
+    (asking(None, inputs={"top_k": ("INT32", [4]), "text_input": ("BYTES", [b""])}), "inputs[text_input]"),
     (asking(id="no spaces"), "id"),
     (changed(asking(), model_name=""), "model_name"),
 ]
@@ -192,7 +192,9 @@ def test_errors_name_the_clients_field(
 def test_a_prompt_that_is_too_long_is_named_as_its_tensor(bundled: ServedModel) -> None:
     error = refusal(asking(max_tokens=10**6), bundled)
     assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
-    assert [violation.field for violation in error.violations] == ["inputs[0]"]
+    assert [violation.field for violation in error.violations] == ["parameters[max_tokens]"]
+    error = refusal(asking("a b c " * 10**5), bundled)
+    assert [violation.field for violation in error.violations] == ["inputs[text_input]"]
 
 
 def test_another_model_or_version_is_not_found(bundled: ServedModel) -> None:

@@ -164,7 +164,7 @@ async def test_requests_of_a_stream_run_side_by_side(bundled: ServedModel, redis
     (whole,) = answers(found["whole"])
     assert (text([whole]), final(found["whole"])) == (TEXT, [True])
     (error,) = found[""]
-    assert error.error_message.startswith("INVALID_ARGUMENT INVALID_PARAMETER: inputs[0]: ")
+    assert error.error_message.startswith("INVALID_ARGUMENT INVALID_PARAMETER: inputs[text_input]: ")
     assert final([error]) == [True]
 
 

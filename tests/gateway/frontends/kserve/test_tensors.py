@@ -41,7 +41,7 @@ def field_of(request: oip.ModelInferRequest) -> str:
 def test_raw_numbers_are_those_of_numpy(datatype: str) -> None:
     values = np.array([[0, 1], [1, 100]]).astype(NUMPY[datatype])
     read = read_inputs(asking_raw(("a", datatype, [2, 2], values.tobytes())))["a"]
-    assert (read.path, read.datatype, list(read.values)) == ("inputs[0]", datatype, values.flatten().tolist())
+    assert (read.path, read.datatype, list(read.values)) == ("inputs[a]", datatype, values.flatten().tolist())
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
@@ -80,7 +80,7 @@ def test_typed_contents_are_read(datatype: str, values: list[Any]) -> None:
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(datatype: str, shape: list[int], data: bytes) -> None:
-    assert field_of(asking_raw(("a", datatype, shape, data))) == "inputs[0].shape"
+    assert field_of(asking_raw(("a", datatype, shape, data))) == "inputs[a].shape"
 
 
 def test_the_largest_shapes_are_read() -> None:
@@ -95,25 +95,25 @@ def test_the_largest_shapes_are_read() -> None:
 def test_faults_are_named_with_their_field() -> None:
     twice = asking("x")
     add(twice, "text_input", "BYTES", [b"y"])
-    assert field_of(twice) == "inputs[1].name"
+    assert field_of(twice) == "inputs[text_input]"
     unknown = asking("x")
     unknown.inputs[0].datatype = "FP16"
-    assert field_of(unknown) == "inputs[0].datatype"
+    assert field_of(unknown) == "inputs[text_input].datatype"
     short = asking("x")
     short.inputs[0].shape[:] = [2]
-    assert field_of(short) == "inputs[0].contents"
+    assert field_of(short) == "inputs[text_input].contents"
     other = asking("x")
     other.inputs[0].datatype = "INT32"  # its contents are those of BYTES
-    assert field_of(other) == "inputs[0].contents"
+    assert field_of(other) == "inputs[text_input].contents"
     both = asking_raw(("a", "INT32", [1], b"\0" * 4))
     both.inputs[0].contents.int_contents.append(0)
-    assert field_of(both) == "inputs[0].contents"
+    assert field_of(both) == "inputs[a].contents"
     missing = asking_raw(("a", "INT32", [1], b"\0" * 4))
     missing.inputs.add(name="b", datatype="INT32", shape=[1])
     assert field_of(missing) == "raw_input_contents"
     elsewhere = asking("x")
     elsewhere.inputs[0].parameters["shared_memory_region"].string_param = "r"
-    assert field_of(elsewhere) == "inputs[0].parameters[shared_memory_region]"
+    assert field_of(elsewhere) == "inputs[text_input].parameters[shared_memory_region]"
     many = asking(None, inputs={str(i): ("INT32", [1]) for i in range(tensors.MAX_INPUTS + 1)})
     assert field_of(many) == "inputs"
 

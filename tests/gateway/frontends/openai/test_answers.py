@@ -109,6 +109,28 @@ async def test_streamed_tool_calls_are_numbered_by_choice() -> None:
     assert choices[3]["finish_reason"] == "tool_calls"
 
 
+async def test_running_usage_is_in_each_event_and_the_last_is_the_whole() -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True, "new_in_some_client": {"x": 1}}
+    for answer in (
+        chat(stream=True, stream_options=options),
+        completion(stream=True, stream_options=options, prompt="a"),
+    ):
+        assert answer._asked.builders[0].request.response.token_ids
+        answer.begin("r")
+        info = pb.PromptInfo(token_count=7, cached_token_count=2)
+        text = await sent(answer, 0, message(pb.OutputDelta(text="a", token_ids=[5]), prompt=info))
+        text += await sent(answer, 0, message(pb.OutputDelta(text="b", token_ids=[6, 7])))
+        used = pb.Usage(prompt_tokens=7, completion_tokens=4, cached_prompt_tokens=2)
+        end = pb.OutputDelta(token_ids=[8], finish_reason=pb.FINISH_REASON_STOP)
+        text += await sent(answer, 0, message(end, usage=used))
+        made = events(text + answer.last_events())
+        counted = [(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]) for event in made]
+        assert counted == [(7, 1), (7, 3), (7, 4), (7, 4)]
+        assert made[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+        assert [len(event["choices"]) for event in made] == [1, 1, 1, 0]
+        assert "token_ids" not in text
+
+
 async def test_further_arguments_of_a_streamed_call_have_its_index_and_no_name() -> None:
     answer = chat(stream=True)
     answer.begin("r")
@@ -255,6 +277,12 @@ def test_no_infinity_gets_into_json() -> None:
         ("chat.messages[2].role", "messages[2].role"),
         ("chat.messages[2].tool_calls[0].arguments_json", "messages[2].tool_calls[0].function.arguments"),
         ("chat.tools[1].parameters_json_schema", "tools[1].function.parameters"),
+        ("chat.tools[1].name", "tools[1].function.name"),
+        ("chat.messages[2].tool_calls[0].name", "messages[2].tool_calls[0].function.name"),
+        ("chat.messages[2].tool_calls[0].id", "messages[2].tool_calls[0].id"),
+        ("chat.messages[2].name", "messages[2].name"),
+        ("chat.tool_choice.name", "tool_choice.function.name"),
+        ("chat.tool_choice.mode", "tool_choice"),
         ("cache.salt", "cache_salt"),
         ("stopping.max_tokens", "max_completion_tokens"),
         ("x-request-id", "x-request-id"),
@@ -269,6 +297,8 @@ def test_structure_in_all_its_spellings() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for members in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"response_format": {"type": "json_schema", "schema": schema}},
         {"guided_json": schema},
         {"guided_json": json.dumps(schema)},
         {"json_schema": json.dumps(schema)},

@@ -334,3 +334,37 @@ async def test_a_header_gives_way_to_a_name_that_is_asked_for(bundled: ServedMod
         await second.close()
         first.cancel()
         await stack.until_idle()
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+async def test_lenient_json_schema_leaves_out_what_cannot_be_held(
+    bundled: ServedModel, redis_url: str, lenient: bool
+) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": "^(?!a)"}, "uniqueItems": True}
+    body = {"model": bundled.card.name, "prompt": "a", "max_tokens": 32, "guided_json": schema}
+    async with gateway_api(bundled, redis_url, lenient_json_schema=lenient) as (stack, _, _):
+        status, answer, _ = await post(stack, "/v1/completions", body)
+        assert status == (200 if lenient else 400)
+        assert lenient or answer["error"]["param"] == "guided_json"
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "rule"),
+    [
+        ("chat/completions", {"max_tokens": -1}, "max_tokens: must be from 1 to 4294967295"),
+        ("completions", {"max_tokens": -1}, "max_tokens: must be from 1 to 4294967295, or 0 with echo"),
+        ("completions", {"n": -1}, "n: must be from 1 to "),
+        ("chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs: must be from 0 to 20"),
+    ],
+)
+async def test_integer_beyond_its_field_is_answered_with_the_true_range(
+    bundled: ServedModel, redis_url: str, path: str, members: dict[str, Any], rule: str
+) -> None:
+    prompt: Any = (
+        {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
+        body = {"model": bundled.card.name, **prompt, **members}
+        status, answer, _ = await post(stack, f"/v1/{path}", body)
+    assert status == 400
+    assert answer["error"]["message"].startswith(rule)
