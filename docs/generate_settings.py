@@ -19,7 +19,7 @@ Every setting is a flag, a variable and a key of a configuration file. Flags win
 wins over defaults. `diptych config` prints the effective configuration, each value with where it came from, and its digest.
 
 ```sh
-diptych config --max-batch 32
+diptych config --kv-memory-mib 4096
 ```
 
 `--config FILE` reads YAML, whose keys are the flags' names. A file for `up` may have sections for one program each:

@@ -22,6 +22,10 @@ from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from decode_worker.config import DecodeSettings
+from diptych.runtime.settings import ProgramSettings
+from gateway.config import GatewaySettings
+from prefill_worker.config import PrefillSettings
 from tests.end_to_end.documented_commands import Command, commands_of
 from tests.end_to_end.stack import Stack
 
@@ -33,6 +37,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 DIPTYCH = [sys.executable, "-m", "diptych"]
 FOREIGN = ("openssl", "export", "printf", "podman", "git", "cd", "kubectl")
 """Commands of other tools; what of them is ours (flags, files, manifests) is tested where it lies."""
+
+
+SETTINGS: dict[str, type[ProgramSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
 
 
 def run(words: list[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -55,7 +66,10 @@ def run_help(command: Command, stack: Stack, folder: Path) -> None:
 def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
-    run([*DIPTYCH, "config", *([] if role == "up" else ["--program", role]), *flags], cwd=folder)
+    if role == "up":
+        run([*DIPTYCH, "config", *flags], cwd=folder)
+    else:
+        SETTINGS[role].read_argv(flags)  # raises BadSettings
 
 
 def run_client_command(command: Command, stack: Stack, folder: Path) -> None:
@@ -83,7 +97,7 @@ def run_bench(command: Command, stack: Stack, folder: Path) -> None:
     port = str(stack.account["gateway"]["http_port"])
     words = [word.replace("8080", port) for word in words]
     words = ["1" if re.fullmatch(r"\d+(,\d+)+", word) else word for word in words]
-    reach = [] if "--base-url" in words else ["--base-url", stack.address]
+    reach = [] if "--base-url" in words else ["--address", stack.address]
     short = ["--num-prompts", "2", "--random-output-len", "4"]
     run([*DIPTYCH, "bench", *words, *reach, *short], cwd=folder)
 

@@ -41,19 +41,6 @@ def test_it_runs_and_shows_what_it_is_for(stack: Stack, name: str) -> None:
     assert done.stderr == ""
 
 
-def test_tools_says_that_the_bundled_model_has_none(bundled: Stack) -> None:
-    done = subprocess.run(
-        [sys.executable, f"{EXAMPLES / 'tools.py'}", bundled.address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("this model's chat template has no tools")
-    assert "Traceback" not in done.stderr
-
-
 def test_no_example_is_left_out() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHOWN)
     readme = (EXAMPLES / "README.md").read_text()
