@@ -18,15 +18,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from decode_worker.config import DecodeSettings
-from diptych.runtime.settings import ProgramSettings
-from gateway.config import GatewaySettings
-from prefill_worker.config import PrefillSettings
 from tests.end_to_end.documented_commands import Command, commands_of
+from tests.end_to_end.reference import model_file
 from tests.end_to_end.stack import Stack
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +37,10 @@ FOREIGN = ("openssl", "export", "printf", "podman", "git", "cd", "kubectl")
 """Commands of other tools; what of them is ours (flags, files, manifests) is tested where it lies."""
 
 
-SETTINGS: dict[str, type[ProgramSettings]] = {
-    "gateway": GatewaySettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
+SETTINGS = {
+    "gateway": "gateway.config import GatewaySettings",
+    "prefill": "prefill_worker.config import PrefillSettings",
+    "decode": "decode_worker.config import DecodeSettings",
 }
 
 
@@ -66,10 +64,23 @@ def run_help(command: Command, stack: Stack, folder: Path) -> None:
 def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
+    flags = [str(model_file()) if flag.startswith("/models/") else flag for flag in flags]
     if role == "up":
         run([*DIPTYCH, "config", *flags], cwd=folder)
-    else:
-        SETTINGS[role].read_argv(flags)  # raises BadSettings
+        return
+    _write_files(folder)
+    read = f"import sys; from {SETTINGS[role]} as Settings; Settings.read_argv(sys.argv[1:])"
+    run([sys.executable, "-c", read, *flags], cwd=folder)
+
+
+def _write_files(folder: Path) -> None:
+    """Write the files that the page has made before: keys.jsonl, cert.pem and key.pem."""
+    certificate = trustme.CA().issue_cert("10.0.0.1")
+    certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
+    certificate.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
+    keys = run([*DIPTYCH, "key", "new", "--tenant", "billing"]).stdout
+    (folder / "keys.jsonl").touch(0o600)
+    (folder / "keys.jsonl").write_text(keys)
 
 
 def run_client_command(command: Command, stack: Stack, folder: Path) -> None:
