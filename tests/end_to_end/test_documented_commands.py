@@ -76,6 +76,7 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
 def _write_files(folder: Path) -> None:
     """Write the files that the page has made before: keys.jsonl, cert.pem and key.pem."""
     certificate = trustme.CA().issue_cert("10.0.0.1")
+    (folder / "key.pem").touch(0o600)
     certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
     certificate.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
     keys = run([*DIPTYCH, "key", "new", "--tenant", "billing"]).stdout
