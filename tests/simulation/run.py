@@ -172,7 +172,7 @@ def _recording(run: Run) -> Iterator[None]:
     """Record the verdicts of the retry policy."""
     names = (
         *("decide", "wait_or_give_up", "no_worker_error"),
-        *("over_budget_error", "shutting_down_error", "quarantined"),
+        *("over_budget_error", "shutting_down_error", "quarantine_error", "quarantined"),
     )
     real = {name: getattr(choice_state_module, name) for name in names}
 

@@ -30,7 +30,7 @@ def shrink(scenario: Scenario, *, most_runs: int = 300) -> Scenario:
     while True:
         before = scenario
         scenario = _without(scenario, "faults", fails)
-        scenario = _without(scenario, "asks", fails)
+        scenario = _without(scenario, "requests", fails)
         if scenario == before or runs > most_runs:
             return scenario
 
