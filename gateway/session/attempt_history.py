@@ -6,6 +6,7 @@ A request has one `RequestLimits`, with the `FailedWorkers` of all its choices; 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class FailedWorkers:
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []  # by time; dead, unless they come back
-        self._suspects: dict[str, float] = {}  # lost by their peers; since when they had the request
+        self._suspects: dict[str, tuple[float, float]] = {}  # since when they had it, when peers lost them
 
     @property
     def deaths(self) -> int:
@@ -70,9 +71,15 @@ class FailedWorkers:
         """Return the lost workers for the log, each with what is known of its death."""
         return [f"{x.worker_id} ({'dead' if x.confirmed else 'unconfirmed'})" for x in self._losses]
 
-    def suspect(self, worker_id: str, *, since: float = 0.0) -> None:
-        """Record that another worker lost this one while both had the request, ``since`` that time."""
-        self._suspects[worker_id] = since
+    def suspect(self, worker_id: str, *, since: float = 0.0, at: float = math.inf) -> None:
+        """Record that another worker lost this one, ``at`` that time, while both had the request.
+
+        If this gateway loses it too, it died at the earlier of both times.
+
+        Args:
+            since: when it got the attempt.
+        """
+        self._suspects[worker_id] = since, at
 
     def is_suspect(self, worker_id: str) -> bool:
         return worker_id in self._suspects
@@ -87,10 +94,12 @@ class FailedWorkers:
             at: seconds on a monotonic clock.
             since: when it got the attempt; None = as recorded by `suspect`, or now.
         """
-        suspected_since = self._suspects.pop(worker_id, at)
+        suspected_since, suspected_at = self._suspects.pop(worker_id, (at, math.inf))
         known = any(loss.worker_id == worker_id and not loss.confirmed for loss in self._losses)
         if not graceful and not known:
-            self._losses.append(_Loss(worker_id, at, suspected_since if since is None else since))
+            loss = _Loss(worker_id, min(at, suspected_at), suspected_since if since is None else since)
+            self._losses.append(loss)
+            self._losses.sort(key=lambda known_loss: known_loss.at)
 
     def worker_up(self, worker_id: str, *, same_process: bool) -> None:
         """Record a link to the worker: to the same process, or to another in its place."""

@@ -343,7 +343,7 @@ class ChoiceState:
             worker_id = next((w for w in self._pair.values() if w != worker_id), worker_id)
             begun = self.state is State.DECODING or worker_id == self._pair.get(Role.PREFILL)
             if begun:  # a decode worker whose prefill worker has not committed yet has not
-                self._limits.failed_workers.suspect(worker_id, since=self._launched_at)
+                self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
         elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
             # Whichever worker reports it: a decode worker computes nothing before it has sent a first token.
             worker_id = self._pair[Role.PREFILL]

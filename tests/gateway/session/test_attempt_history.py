@@ -39,3 +39,12 @@ def test_deaths_in_a_moment_count_once_if_the_workers_had_the_request_before(
         if not (at - had_for < first_at and at - first_at <= MOMENT_S):
             first_at, count = at, count + 1
     assert failed.deaths == count
+
+
+def test_death_counts_from_when_a_peer_noticed_it() -> None:
+    """The attempt after it began before this gateway's own link broke: its death is another one."""
+    failed = FailedWorkers()
+    failed.suspect("p0", since=0.0, at=1.0)
+    failed.worker_down("p1", graceful=False, at=1.1, since=1.01)
+    failed.worker_down("p0", graceful=False, at=1.2)
+    assert failed.deaths == 2
