@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_worker.config import DecodeSettings
-from diptych.engine.models.shape import UnsupportedModel
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from kvtransfer.drivers.handshake import incompatible_field
+from tests.diptych.runtime.tokenizer.small_models import byte_level
 
 SIZES = {
     "vocab_size": 96,
@@ -27,6 +28,7 @@ SIZES = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
@@ -48,5 +50,5 @@ async def test_fp8_engines_serve_and_pair_with_each_other_only(folder: Path) -> 
 
 
 async def test_the_native_backend_refuses_fp8_kv(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8"):
+    with pytest.raises(ValidationError, match="--kv-cache-dtype fp8: the native CPU step"):
         await load(folder, "fp8", "native")
