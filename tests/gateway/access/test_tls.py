@@ -204,7 +204,7 @@ async def test_tls_allows_any_bind_address(bundled: ServedModel, redis_url: str,
         (["--tls-cert", "{cert}"], "--tls-key"),
         (["--tls-key", "{key}"], "--tls-key"),
         (["--tls-client-ca", "{roots}"], "--tls-client-ca"),
-        (["--tls-cert", "{cert}", "--tls-key", "{cert}"], "can be read by everybody"),
+        (["--tls-cert", "{cert}", "--tls-key", "{cert}"], "can be read by every user"),
         (["--tls-cert", "{cert}", "--tls-key", "{other}"], "are not a certificate and its key"),
         (["--tls-cert", "{cert}", "--tls-key", "{missing}"], "--tls-key (DIPTYCH_TLS_KEY): cannot read /no:"),
         (
