@@ -78,6 +78,7 @@ async def test_every_call_of_a_burst_ends_ok_or_with_a_refusal_and_bystanders_go
 async def test_calls_beyond_the_limit_are_refused_with_a_hint(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Check `limits.MAX_CALLS` at a lower value: thousands of calls would take a minute."""
     monkeypatch.setattr("gateway.limits.MAX_CALLS", 1)
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode()) as stack:
         waiting = stack.stub.StreamGenerate(stack.request())

@@ -125,6 +125,7 @@ HERE = {
     "MAX_JSON_IDS": "test_number_of_ids_in_a_body_is_limited",
     "MAX_JSON_LIST": "test_list_lengths_in_a_body_are_limited",
     "MAX_COPIED_BYTES": "test_bytes_shared_by_several_prompts_are_limited",
+    "MAX_TEMPLATE_KWARGS_DEPTH": "test_depth_of_template_kwargs_is_limited",
 }
 ELSEWHERE = {
     "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
@@ -137,6 +138,8 @@ ELSEWHERE = {
     "MAX_MESSAGE_NAME_CHARS": "gateway/request/test_validate_prompt.py",
     "MAX_RENDERED_CHARS": "gateway/model/test_chat_template.py",
     "MAX_TEMPLATE_BYTES": "gateway/model/test_chat_template.py",
+    "MAX_CALLS": "gateway/test_bursts.py",
+    "MAX_TEMPLATE_REFUSAL_CHARS": "gateway/model/test_chat_template.py",
     "MAX_TOOLS": "gateway/tools/test_validate_tools.py",
     "MAX_TOOL_NAME_CHARS": "gateway/tools/test_validate_tools.py",
     "MAX_TOOL_CALLS": "gateway/tools/test_validate_tools.py",
@@ -270,6 +273,19 @@ def test_number_of_ids_in_a_body_is_limited() -> None:
     assert len(builder.request.token_ids.ids) == limits.MAX_JSON_IDS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=[1] * (limits.MAX_JSON_IDS + 1)))
+
+
+def test_depth_of_template_kwargs_is_limited() -> None:
+    def chat(depth: int) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(depth - 1):
+            value = [value]
+        turns = [{"role": "user", "content": "x"}]
+        return {"model": "m", "messages": turns, "chat_template_kwargs": {"x": value}}
+
+    assert read_chat(chat(limits.MAX_TEMPLATE_KWARGS_DEPTH))
+    with pytest.raises(InvalidParameter, match=r"^chat_template_kwargs: .*too deeply"):
+        read_chat(chat(limits.MAX_TEMPLATE_KWARGS_DEPTH + 1))
 
 
 def test_list_lengths_in_a_body_are_limited() -> None:

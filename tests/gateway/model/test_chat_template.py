@@ -170,6 +170,15 @@ def test_rendered_size_is_refused_above_the_limit() -> None:
         template.render([Message("user", most + "x")], add_generation_prompt=False)
 
 
+def test_words_of_a_templates_refusal_are_bounded() -> None:
+    most = "w" * limits.MAX_TEMPLATE_REFUSAL_CHARS
+    template = ChatTemplate("{{ raise_exception('" + most + "w') }}", CONTROL, NAMES)
+    with pytest.raises(RenderRefused) as caught:
+        template.render([Message("user", "x")], add_generation_prompt=True)
+    assert most in str(caught.value)
+    assert most + "w" not in str(caught.value)
+
+
 def test_unusable_templates_raise() -> None:
     with pytest.raises(UnusableTemplate, match="line 2"):
         ChatTemplate("fine\n{% if %}", CONTROL, NAMES)
