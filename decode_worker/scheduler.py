@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
     shared: tuple[int, int] | None = None
     """A block that it would write to, and its number of holders: it needs a copy while others hold it."""
     reserved: bool = False
-    """Whether its worst case was reserved at its grant: it grows on that, and is never the victim."""
+    """True if its worst case was reserved at its grant: it grows on that, and is never the victim."""
     priority: int = 0
     """Higher is further in front."""
 

@@ -299,7 +299,7 @@ class Sampling:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    """In [0, 2**64): a caller's signed seed in two's complement, else a random one."""
+    """Number in [0, 2**64): a caller's signed seed in two's complement, else a random one."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, repr=False)
     allowed_token_ids: tuple[int, ...] = field(default=(), repr=False)
     """Empty is all."""

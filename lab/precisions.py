@@ -11,7 +11,7 @@ from diptych.engine.loaded_model import Model, load_model
 from diptych.runtime.settings import DType
 
 PRECISIONS: tuple[DType, ...] = ON_CPU
-"""All that a CPU computes in; fp32 is what the others are judged by."""
+"""Precisions that a CPU computes in; fp32 is what the others are judged by."""
 
 
 def load_precision(path: Path, name: DType) -> Model:

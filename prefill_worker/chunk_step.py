@@ -27,7 +27,7 @@ class Computed:
     """The results of a chunk beside keys and values."""
 
     first_tokens: tuple[work_pb2.SampledToken, ...] = ()
-    """With the last chunk: one for each choice, in their order, or the first tokens of a beam search."""
+    """First tokens, with the last chunk: one for each choice, in their order, or those of a beam search."""
     prompt_scores: tuple[work_pb2.Score, ...] = ()
     """Log-probabilities of the tokens that follow the chunk's own: the first is at position start + 1."""
 

@@ -34,6 +34,7 @@ UNUSED = {
     r"[Ss]etbacks?|[Cc]asualt": "attempt history, failed workers",
 }
 UNUSED_WORD = re.compile("|".join(f"(?P<w{i}>\\b(?:{word}))" for i, word in enumerate(UNUSED)))
+Attributes = Iterator[tuple[int, str]]
 TYPED_WITH_SHAPES = "kernels/gpu"
 
 
@@ -54,8 +55,21 @@ def check_file(path: Path, root: Path) -> Iterator[str]:
         where = f"{name}:{getattr(node, 'lineno', 1)}"
         if FIRST_WORDS.match(text) or (function and not _is_property(node) and FUNCTION_WORDS.match(text)):
             yield f"{where}: begin with a {'verb' if function else 'noun'}, not {text.splitlines()[0][:50]!r}"
+        for line, words in _attribute_docstrings(node):
+            if FIRST_WORDS.match(words):
+                yield f"{name}:{line}: begin with a noun, not {words.splitlines()[0][:50]!r}"
         if function and str(name).startswith(TYPED_WITH_SHAPES) and not _is_kernel(node):
             yield from _untyped(node, where, text)
+
+
+def _attribute_docstrings(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Attributes:
+    """Yield line and text of each string that stands below an attribute or a constant."""
+    for statement in node.body[1:]:
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield statement.lineno, text
 
 
 def _is_property(node: ast.AST) -> bool:

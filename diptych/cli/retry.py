@@ -15,7 +15,7 @@ from diptych.client.timeouts import time_left
 Result = TypeVar("Result")
 
 _PAUSES_S = (0.2, 0.4, 0.8)
-"""Where the server asks for no other: for one that is being replaced."""
+"""Pause where the server asks for no other: for one that is being replaced."""
 
 
 def call_with_retries(

@@ -160,7 +160,7 @@ class StackOptions:
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """By field, or by role.field of an override: `--dtype`, `DIPTYCH_DTYPE`, `serving.yaml:3`, `--set …`."""
+    """Origin by field, or an override's role.field: `--dtype`, `DIPTYCH_DTYPE`, `serving.yaml:3`, `--set`."""
     config_digest: str | None = None
 
     def origin(self, name: str) -> str:

@@ -29,11 +29,11 @@ class SequenceStep:
     start: int
     token_ids: Sequence[int]
     wants_logits: bool
-    """Whether the step returns logits after the last of `token_ids`."""
+    """True if the step returns logits after the last of `token_ids`."""
     trailing: int = 1
-    """Where logits are wanted, after how many of the last tokens of `token_ids`."""
+    """Number of the last tokens of `token_ids` after which logits are wanted."""
     follows: int | None = None
-    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose sampled
+    """Row of the step launched before, for one that is launched ahead (`Runner.launch`): the row's sampled
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
 

@@ -73,7 +73,7 @@ class Beam:
     token_ids: tuple[int, ...]
     total: float
     scores: tuple[TokenLogprob | None, ...]
-    """One a token; None where the candidates came without."""
+    """Log-probabilities, one a token; None where the candidates came without."""
 
     def then(self, candidate: Candidate) -> Beam:
         """Return the beam with one token more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 CONTEXT_BYTES = 600 << 20
-"""What a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
+"""Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
 _FEW_BYTES = 256 << 20
 """Left free for small temporaries and the allocator's rounding."""
 _BYTES_A_GRAPH = 6 << 20

@@ -31,7 +31,7 @@ class Model:
     shape: ModelShape
     precision: Precision
     dtype: torch.dtype
-    """Of keys and values."""
+    """Type of keys and values."""
     backend: Backend
     backend_name: BackendName
     device: torch.device = _CPU

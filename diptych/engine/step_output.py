@@ -16,7 +16,7 @@ class StepOutput:
     """A token for each row of logits that was sampled, and the logits of the others."""
 
     tokens: Sequence[Sampled | SampleFailure | None]
-    """One entry a row; None: its logits are in `logits`."""
+    """Tokens, one entry a row; None: its logits are in `logits`."""
     logits: torch.Tensor
     """Float32 `[rows that were not sampled, vocab]` on the CPU, in order."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 PATIENCE_S = 0.5
 """A prompt waits this long before the streams slow down further."""
 LOST_S = 1.0
-"""From this wait on the streams have their slowest pace."""
+"""Wait from which on the streams have their slowest pace."""
 
 
 class StepPacing:

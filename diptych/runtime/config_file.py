@@ -24,7 +24,7 @@ class Entry:
     key: str
     text: str
     where: str
-    """As in `serving.yaml:3`."""
+    """Place in the file, such as `serving.yaml:3`."""
 
     @property
     def name(self) -> str:

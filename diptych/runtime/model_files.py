@@ -36,7 +36,7 @@ _OTHER_GGUFS: Final = {
 }
 _TEXT_OF_CLIP: Final = ("clip", "mmproj")
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file; the format's own bound."""
+"""Bytes of a safetensors file's header; the format's own bound."""
 
 
 class UnusableModel(StartupError, ValueError):

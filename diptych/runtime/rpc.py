@@ -33,11 +33,11 @@ _PENDING_CALLS = 1 << 20
 """Calls that may lie in gRPC's queue until the event loop takes them: more than there can be streams."""
 
 _IDLE_MS = 300_000
-"""After which a client's connection without a call is closed; its next call makes another one."""
+"""Time after which a client's connection without a call is closed; its next call makes another one."""
 _HANDSHAKE_MS = 10_000
-"""In which a connection has to become one of HTTP/2; in gRPC's two minutes silent ones take all places."""
+"""Time to become a connection of HTTP/2; in gRPC's two minutes silent ones take all places."""
 _FEW_IDLE_MS, _FEW_HANDSHAKE_MS = 10_000, 3000
-"""The same where there are few descriptors: idle connections have to make room for probes soon."""
+"""Idle and handshake milliseconds with few descriptors: idle connections make room for probes soon."""
 _KEEPALIVE_MS = 1000
 _PING_TIMEOUT_MS = 1000
 

@@ -12,7 +12,7 @@ VARIABLE_PREFIX = "DIPTYCH_"
 CONFIG_FLAG = "config"
 DEFAULT = "default"
 _PAIR = ("dtype", "quantization")
-"""One choice: the source that names one of them decides both."""
+"""Settings that are one choice: the source that names one of them decides both."""
 
 
 class Fault(NamedTuple):
@@ -21,7 +21,7 @@ class Fault(NamedTuple):
     message: str
     field: str = ""
     origin: str = ""
-    """As of a `Value`."""
+    """Origin, as of a `Value`."""
 
     def __str__(self) -> str:
         """Return one line, which names the flag and its variable, or the place in a file."""

@@ -32,17 +32,17 @@ from diptych.worker_process.worker_spec import WorkerSpec, heartbeat
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-"""Each wakeup stops both of two cores that compute in step: ten a second cost prompts one per cent more."""
+"""Interval: each wakeup stops both of two cores that compute in step; ten a second cost prompts 1% more."""
 STUCK_S = 60.0
 """A step that is so far past its own generous prediction will not end: GET /health fails."""
 LAST_MESSAGES_S = 0.2
-"""For the last messages to be written, before streams are ended."""
+"""Time for the last messages to be written, before streams are ended."""
 CLOSE_S = 1.0
-"""For the running step to end after everything else: its requests are gone."""
+"""Time for the running step to end after everything else: its requests are gone."""
 FINISHING_SHARE = 0.5
 """Part of the grace in which requests may finish; returned ones have as long to find another worker."""
 HAND_BACK_S = 1.0
-"""For a step that still writes returned requests to end and report it."""
+"""Time for a step that still writes returned requests to end and report it."""
 
 
 class DrainDeadline:

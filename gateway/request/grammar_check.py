@@ -123,7 +123,7 @@ REMEMBERED: Final = 1024
 MAX_WAITING: Final = 256
 """Grammars of one tenant that wait for the child. A request has as many as it has tools, and one more."""
 TURN_S: Final = 0.5
-"""So long after its first answer a turn goes on to the tenant's next grammar: most take some milliseconds."""
+"""Time after its first answer in which a turn goes on to the tenant's next grammar."""
 
 
 @dataclass(eq=False)

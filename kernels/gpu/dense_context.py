@@ -21,7 +21,7 @@ from kernels.gpu.launch import power_of_two
 FEW_SEQUENCES = 64
 """Up to so many one kernel serves all steps: none is compiled for their number while requests wait."""
 _TOKENS = 64
-"""That a program brings."""
+"""Tokens that a program brings."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter; read once, as Triton does when it decorates a kernel."""
+"""True if kernels run in Triton's interpreter; read once, as Triton does when it decorates a kernel."""
 
 LOG2_E = 1.4426950408889634
 """exp(x) = 2 ** (x * LOG2_E): the hardware has powers of two."""

@@ -29,7 +29,7 @@ PART = 4096
 """Logits that a program looks at."""
 _GROUP = 256
 _GROUPS = PART // _GROUP
-"""In a part."""
+"""Groups in a part."""
 TABLE = 64
 """Rows of the table in which a long list of weights is summed (diptych/engine/sampling/random.py)."""
 

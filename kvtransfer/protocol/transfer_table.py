@@ -91,9 +91,9 @@ class EscalationTimeouts:
     """Seconds until a wait is escalated; waiting alone frees nothing."""
 
     attach_s: float = 1.0
-    """After this long without its attach an ask is denied."""
+    """Time without its attach after which an ask is denied."""
     stop_s: float = 30.0
-    """After this long without an answer to Abort the writer is fenced."""
+    """Time without an answer to Abort after which the writer is fenced."""
     arrival_s: float = 5.0
     """Copies that a commit announced and of which none comes any more are given up: a frame whose header was
     damaged names no grant, and no error would be seen."""

@@ -104,7 +104,7 @@ class Run:
     block_ids: Sequence[int]
     """The blocks in `memory`."""
     target_ids: Sequence[int] = ()
-    """Their blocks in the decode worker's pool, for transports that map it."""
+    """Blocks of the decode worker's pool that they go to, for transports that map it."""
     computed: torch.cuda.Event | None = None
     """Event after which the blocks are computed; None on the CPU."""
 

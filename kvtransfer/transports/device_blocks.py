@@ -13,7 +13,7 @@ from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.host_blocks import DIGEST_BYTES
 
 NOWHERE = -1
-"""As a target: the block is only read. As a source: nothing is read, and nothing written."""
+"""Mark in place of a block: as a target, the block is only read; as a source, nothing is read or written."""
 
 
 class DigestedCopy:

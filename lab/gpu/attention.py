@@ -24,7 +24,7 @@ _PREFILL = (8192, 32_768)
 _PREFILL_TARGET = 0.55
 _FLASHINFER_TARGET = 1.0
 _LARGEST_ERROR = 0.02
-"""Between two bfloat16 kernels: norm of the difference over the norm."""
+"""Distance between two bfloat16 kernels: norm of the difference over the norm."""
 
 
 def attention(context: Context) -> Iterator[Figure]:

@@ -29,7 +29,7 @@ _LAYOUT = SHAPES["8b"]
 _CHUNK_TOKENS = 8192
 _TAX_TOKENS = (2048, 8192)
 _ON_GPU, _ON_CPU = (ON_GPU, cuda_ipc.NAME), (shared_memory.NAME, process_group.GLOO)
-"""In place, then copied."""
+"""Transports: in place, then copied."""
 _AT_LEAST = 0.85
 _SPREAD_AT_MOST = 0.05
 _TAX_MS_AT_MOST = 3.0

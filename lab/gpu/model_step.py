@@ -27,7 +27,7 @@ from lab.gpu.section import Context, Figure, device_of, figure
 SECTION = "model step"
 _BLOCK = 16
 _AT_LEAST = {1: 0.85, 64: 0.75}
-"""Of the roofline, by batch."""
+"""Share of the roofline, by batch."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-"""Those of Llama-3-8B and Qwen3-8B."""
+"""Shape of Llama-3-8B and Qwen3-8B."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Outcome:
     section: str
     figures: tuple[Figure, ...]
     error: str | None
-    """Why it gave no more; None when it is whole."""
+    """Cause for which it gave no more; None when it is whole."""
     seconds: float
 
 

@@ -25,11 +25,11 @@ class Figure:
     value: float
     unit: str
     against: str = ""
-    """What the ratio is to: a ceiling or a peer of the same run; empty where there is none."""
+    """Reference of the ratio: a ceiling or a peer of the same run; empty where there is none."""
     ratio: float | None = None
     """Larger is better: speed over the ceiling's or the peer's."""
     target: float | None = None
-    """Of the ratio where there is one, of the value otherwise."""
+    """Bound on the ratio where there is one, of the value otherwise."""
     met: bool | None = None
     """None where there is no target."""
     note: str = ""
@@ -67,9 +67,9 @@ class Context:
     quick: bool
     """Fewer points and rounds: a look, not a result."""
     say: Callable[[str], None]
-    """One line of progress."""
+    """Printer of a line of progress."""
     measured: dict[str, float] = field(default_factory=dict)
-    """What earlier sections found, by name (see ceilings.py): later ones hold themselves against it."""
+    """Findings of earlier sections by name (see ceilings.py): later ones hold themselves against it."""
     dry: bool = False
     """Every line once, at tiny sizes, on the CPU and in Triton's interpreter: shows that it runs, no more."""
 

@@ -30,7 +30,7 @@ class Timing:
     spread: float
     """Distance of the quartiles over the median."""
     graph: bool
-    """Whether a captured graph was replayed."""
+    """True if a captured graph was replayed."""
 
     def note(self) -> str:
         """Describe how far the rounds lay apart, for a figure."""

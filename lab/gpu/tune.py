@@ -31,7 +31,7 @@ from lab.gpu.timing import Work, measure
 
 _TOKENS = 16_384
 _COMPILED_TOKENS = 4096
-"""All numbers that depend on it are multiples of 16, as with the larger one: Triton compiles by that."""
+"""Size whose dependent numbers are multiples of 16, as with the larger one: Triton compiles by that."""
 
 
 def tune(context: Context) -> None:
@@ -109,7 +109,7 @@ def _prefill(device: torch.device, tokens: int) -> Work:
 
 
 _OPERATORS = {"paged_decode": (decode_candidates, _decode), "paged_prefill": (prefill_candidates, _prefill)}
-"""By name: what is tried, and the work to measure on a device over so many tokens."""
+"""Candidates by name: what is tried, and the work to measure on a device over so many tokens."""
 
 
 def main() -> int:

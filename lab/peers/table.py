@@ -24,7 +24,7 @@ class Report:
     concurrencies: Sequence[int]
     summary: Summary
     targets: Mapping[str, Sequence[Target]]
-    """By the one of ours that is judged."""
+    """Targets by the one of ours that is judged."""
     limits: Limits | None
     faults: Mapping[str, str]
     shapes: Sequence[Shape] = ()

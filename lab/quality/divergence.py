@@ -45,7 +45,7 @@ class Quality:
     tokens: int
     perplexity: float
     perplexity_ratio: float
-    """To that of fp32: 1.01 is one percent worse."""
+    """Ratio to that of fp32: 1.01 is one percent worse."""
     ratio_error: float
     """Half of the ratio's 95% interval, from how the windows differ (0 with one window)."""
     mean_kl: float

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Run = Mapping[str, Any]
-"""One precision with one number of threads, as it lies in the file (see record.py)."""
+"""Run of one precision with one number of threads, as it lies in the file (see record.py)."""
 
 
 def markdown(runs: Sequence[Run]) -> str:

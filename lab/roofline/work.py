@@ -14,7 +14,7 @@ from diptych.engine.models.shape import ModelShape
 from lab.roofline.ceilings import Ceilings, Format
 
 FORMAT_OF: Mapping[str, Format] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "gguf": "int8"}
-"""In which numbers a precision multiplies weights; keys and values are multiplied in fp32 or bf16."""
+"""Number format in which a precision multiplies weights; keys and values are multiplied in fp32 or bf16."""
 
 BITS_A_WEIGHT: Mapping[str, float] = {"fp32": 32, "bf16": 16, "int8": 8}
 """Group scales are left out: the floor is what no implementation can do without."""
@@ -48,7 +48,7 @@ class WeightSize:
     head: int
     nbytes: float
     closing: int
-    """Of the last layer what only tokens with logits need: all but the matrices of keys and values."""
+    """Part of the last layer that only tokens with logits need: all but the matrices of keys and values."""
 
 
 def weight_size(shape: ModelShape, precision: str, file_bytes: int | None = None) -> WeightSize:

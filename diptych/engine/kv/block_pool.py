@@ -47,7 +47,7 @@ class BlockPool:
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self.distrusted = 0
-        """How often keys were forgotten because their content cannot be trusted."""
+        """Number of times that keys were forgotten because their content cannot be trusted."""
         self.on_released: Callable[[], None] | None = None
         """Told when blocks come back from quarantine."""
 

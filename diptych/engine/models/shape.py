@@ -35,7 +35,7 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     """A divisor for each pair of lanes (how GGUF files carry llama3 scaling)."""
     truncate: bool = True
-    """Whether yarn rounds the borders of its blend to whole dimensions."""
+    """True if yarn rounds the borders of its blend to whole dimensions."""
 
     def stretched_context(self, declared: int) -> int:
         """Return the tokens that a model reads whose files declare `declared`: with yarn, which many files

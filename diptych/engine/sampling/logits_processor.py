@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Scores = npt.NDArray[np.float32]
-"""One row of logits, or of log-probabilities: `[vocab]`."""
+"""Row of logits, or of log-probabilities: `[vocab]`."""
 
 
 class History(Protocol):

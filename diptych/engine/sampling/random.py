@@ -18,7 +18,7 @@ from diptych.engine.sampling.topk import topk_candidates
 Weights = npt.NDArray[np.float64]
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _ROWS = 64
-"""Of the table in which a long list of weights is summed."""
+"""Rows of the table in which a long list of weights is summed."""
 _FEW = 512
 """Tokens that are looked at first for the mass that top-p wants."""
 

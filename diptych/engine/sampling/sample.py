@@ -36,7 +36,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Sa
 
 
 Choice = Callable[[Sequence[int]], Sequence[int]]
-"""Which places of tokens, likeliest first, are wanted."""
+"""Places of tokens, likeliest first, that are wanted."""
 
 
 def candidates(

@@ -59,9 +59,9 @@ class Candidate(NamedTuple):
 
     token_id: int
     logprob: float
-    """After the logits processors: what the score of the beam grows by."""
+    """Log-probability after the logits processors: what the score of the beam grows by."""
     score: TokenLogprob | None = None
-    """If the row's parameters ask for scores."""
+    """Scores, if the row's parameters ask for them."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kernels.quantised_linear import BlockMatrix
 Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes
 
 Storage = Literal["dense", "blocks", "bytes"]
-"""What the matrices of a model are, all of them: plain tensors, BlockMatrix, or ByteMatrix and CodedBytes."""
+"""Kind of all matrices of a model: plain tensors, BlockMatrix, or ByteMatrix and CodedBytes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Checkpoint:
     shape: ModelShape
     weights: Weights
     kv_scales: torch.Tensor | None = None
-    """Of keys and values in FP8, float32 `[layers, 2, kv_heads]` (kernels/fp8_cache.py), if the files say."""
+    """Scales of FP8 keys and values, float32 `[layers, 2, kv_heads]` (kernels/fp8_cache.py), or None."""
 
 
 class BadModelFile(ValueError):

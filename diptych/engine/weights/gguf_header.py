@@ -22,7 +22,7 @@ Scalar = int | float | bool | str
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ITEMS = 1 << 24
-"""Of metadata, tensors or an array: far beyond any real file, and small enough to count through."""
+"""Bound on metadata, tensors or an array: far beyond any real file, and small enough to count through."""
 
 
 @dataclass(frozen=True)

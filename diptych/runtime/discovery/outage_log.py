@@ -51,7 +51,7 @@ _CODES = {
     "MAXCLIENTS": ("has no connection left", "raise its maxclients"),
     "NOAUTH": ("refuses this login", "give its password in DIPTYCH_REDIS_URL"),
 }
-"""What a server that answers with an error says of itself, and its operator's remedy; by the error's code."""
+"""Cause that a server's error reply names, and its operator's remedy; by the error's code."""
 
 _CODE_OF = {
     OutOfMemoryError: "OOM",

@@ -36,7 +36,7 @@ STREAM = "diptych:prefix"
 SEQ_FIELD = b"seq"
 
 STORE_ERRORS = (RedisError, OSError, TimeoutError, RuntimeError)
-"""What a Redis that is gone, frozen or confused raises. Never lets a request fail.
+"""Errors that a Redis which is gone, frozen or confused raises. Never lets a request fail.
 
 RuntimeError is what uvloop says of a write to a connection that was reset.
 """

@@ -13,7 +13,7 @@ from diptych.runtime.rpc_streams.method import LinkMethod
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, StreamLost
 
 _ENDS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
-"""What grpc.aio raises where a call is over, by the place in which one finds out."""
+"""Errors that grpc.aio raises where a call is over, by the place in which one finds out."""
 
 
 class _GrpcStream:

@@ -31,7 +31,7 @@ from diptych.runtime.rpc_streams.method import LinkMethod
 from diptych.runtime.rpc_streams.stream import StreamLost
 
 READ_AHEAD_BYTES = 1 << 20
-"""How much may have come and not been read; beyond it the other end's writes wait."""
+"""Bytes that may have come and not been read; beyond it the other end's writes wait."""
 
 _HEADER = struct.Struct("<IB")  # length of what follows, kind
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

@@ -33,7 +33,7 @@ _TURN_ENDS: Final = frozenset(
 """Control tokens with which models end a turn; llama.cpp knows most of them by these texts, too."""
 _ENDS_A_MESSAGE: Final = "<|end|>"
 _ENDS_ALL_MESSAGES: Final = "<|return|>"
-"""In the Harmony format an answer is several messages, each with an end of its own."""
+"""Ends of the Harmony format, in which an answer is several messages with an end of its own each."""
 
 
 def turn_end_ids(added: Iterable[AddedToken], templates: Sequence[str]) -> list[int]:

@@ -82,7 +82,7 @@ async def serve(calls: Calls, call: GrpcCall, body: Callable[[], Awaitable[T]]) 
 
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
-"""One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""
+"""Function of an RPC: takes a parsed request, returns the answer; a streaming one writes instead."""
 
 Stream = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 """An RPC with a stream of requests: takes them as bytes, accounts for each itself, writes to the context."""

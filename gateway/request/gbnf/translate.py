@@ -19,7 +19,7 @@ ROOT: Final = "root"
 MAX_REGEX_CHARS: Final = 64 * 1024
 """Rules are written out where they are used; past this size they stay rules."""
 MAX_WRITTEN_CHARS: Final = 16 * MAX_REGEX_CHARS
-"""Of all rules together, each of which is written out once for itself."""
+"""Size of all rules together, each of which is written out once for itself."""
 MAX_RULES: Final = 1024
 
 

@@ -28,7 +28,7 @@ _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
 _FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
 _FIRST_POSITIONS = 32_768
-"""For which rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay while they run."""
+"""Positions whose rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay as they run."""
 
 
 class NativeUnavailable(RuntimeError):

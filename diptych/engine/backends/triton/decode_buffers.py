@@ -40,7 +40,7 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
 
 
 FIELD_TYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, (kind, _) in _FIELDS.items()}
-"""What each is on the device."""
+"""Type of each field on the device."""
 
 Fields = dict[str, npt.NDArray[Any]]
 

@@ -29,7 +29,7 @@ from diptych.engine.sampling.sample import NOT_FINITE
 from diptych.engine.step_output import StepOutput
 
 _NOT_FINITE = -1
-"""In place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
+"""Mark in place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
 
 
 def batch_buckets(max_batch: int) -> list[int]:

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 GATHERED_TOKENS = 65_536
 """Prefill attention gathers the contexts of chunks: at most of so many tokens at once, or of one sequence."""
 NO_BLOCK = -1
-"""Of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
+"""Block of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ChunkRows:
     offsets: torch.Tensor
     """int32 `[sequences + 1]`: where in `rows` each chunk begins, and the end."""
     max_tokens: int
-    """Of the longest chunk."""
+    """Tokens of the longest chunk."""
     context_tokens: int
-    """Of all sequences together: those before the chunks, and the chunks."""
+    """Tokens of all sequences together: those before the chunks, and the chunks."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _DecodePlan:
     rows: slice
     width: int
     places: tuple[slice, ...]
-    """Of tables and lengths in the joined array."""
+    """Places of tables and lengths in the joined array."""
 
     def on(self, found: _Found) -> DecodeRows:
         tables, lengths = (found.narrow[place] for place in self.places)
@@ -224,7 +224,7 @@ class _ChunkPlan:
     rows: slice
     width: int
     places: tuple[slice, ...]
-    """Of tables, starts and offsets in the joined array."""
+    """Places of tables, starts and offsets in the joined array."""
     max_tokens: int
     context_tokens: int
 

@@ -17,7 +17,7 @@ from diptych.engine.weights.quantised.scheme import Scheme, Tensors
 
 _BITS = 4
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word, from its lowest bits on, each of its eight outputs lies."""
+"""Place in a word, from its lowest bits on, of each of its eight outputs."""
 
 
 class Awq(Scheme):

@@ -21,13 +21,13 @@ class Scheme(ABC):
     """Reader of a folder's quantised matrices; those that are not quantised lie there as ``weight``."""
 
     parts: ClassVar[frozenset[str]]
-    """What the tensors of a quantised matrix are called after it, but for ``weight``."""
+    """Suffixes of the tensors of a quantised matrix, but for ``weight``."""
 
     keeps_codes = False
-    """Whether its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
+    """True if its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
 
     marks: ClassVar[tuple[str, ...]]
-    """Those of its parts by which one knows a quantised matrix: it has one of them."""
+    """Parts that mark a quantised matrix: it has one of them."""
 
     @abstractmethod
     def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
