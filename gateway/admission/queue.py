@@ -70,6 +70,7 @@ class Ticket:
         shared_kv, own_kv: tokens of KV memory that it probably holds at its end, for its prompt and for each
             sequence.
         kv_tokens: of these, reserved now.
+        queued_kv: tokens counted as waiting while it is queued.
     """
 
     tokens: int
@@ -80,6 +81,7 @@ class Ticket:
     shared_kv: int = 0
     own_kv: int = 0
     kv_tokens: int = 0
+    queued_kv: int = 0
     started: int = 0
     prefilled: bool = False
     over: bool = False
@@ -217,7 +219,9 @@ class AdmissionQueue:
         self.rate.begin(now)
         self._shares.take(tenant, tokens)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
-        self._queued_kv_tokens += self._first_kv(ticket)
+        # Kept: a resize, while it waits, changes how many sequences would start.
+        ticket.queued_kv = self._first_kv(ticket)
+        self._queued_kv_tokens += ticket.queued_kv
         self._newly_admitted += [other for other in self._admit(now) if other is not ticket]
         return ticket
 
@@ -260,7 +264,7 @@ class AdmissionQueue:
             self._computed(ticket, 0, now)
         if ticket in self._queue:
             self._queue.discard(ticket)
-            self._queued_kv_tokens -= self._first_kv(ticket)
+            self._queued_kv_tokens -= ticket.queued_kv
         self._more.discard(ticket)
         self._set_running(ticket, stop=tuple(ticket.running))
         return self._admit(now)
@@ -273,6 +277,7 @@ class AdmissionQueue:
         assert 0 <= self._extras <= self.sequences - self.running, "too many sequences beyond the first"
         assert self.kv.reserved >= 0, "memory was given back twice"
         assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
+        assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
 
     def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
@@ -373,7 +378,7 @@ class AdmissionQueue:
             else:
                 self._turn_of_more = True
                 self._queue.pop({ticket.tenant})
-                self._queued_kv_tokens -= self._first_kv(ticket)
+                self._queued_kv_tokens -= ticket.queued_kv
                 self.dispatched_tokens += ticket.tokens
                 self._dispatched += 1
             self._set_running(ticket, start=count, now=now or 0.0)

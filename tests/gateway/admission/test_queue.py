@@ -152,6 +152,19 @@ def test_tenant_above_its_share_of_what_runs_waits_for_those_below() -> None:
     assert sum(ticket.admitted and not ticket.over for ticket in greedy) == 4
 
 
+def test_resize_while_a_request_waits_leaves_no_waiting_memory_behind() -> None:
+    queue = AdmissionQueue(64, 1_000_000)
+    queue.kv.resize(1000 * 16, 16)
+    queue.resize(8, 1, 0.0)
+    running = [queue.enqueue(10, max_tokens=16, now=0) for _ in range(8)]
+    waiting = queue.enqueue(32, max_tokens=16, sequences=8, now=0)
+    assert not waiting.admitted
+    queue.resize(64, 8, 1.0)
+    for ticket in (*running, waiting):
+        queue.leave(ticket, 2.0)
+        queue.invariants()
+
+
 def test_tenant_alone_leaves_places_to_the_others_in_the_key_file() -> None:
     queue = AdmissionQueue(16, 1_000_000, tenants=lambda: 2)
     queue.resize(16, 16, 0.0)
