@@ -370,6 +370,7 @@ class ChoiceState:
     def _wait_expired(self, now: float) -> list[Action]:
         if self.history.suspended:
             return self._fail(quarantine_error(self.retry_context), now)
+        self.history.waits = False
         role = self.history.waiting_for
         return [] if role is None else self._fail(no_worker_error(role.value, self.retry_context), now)
 
