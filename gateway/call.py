@@ -213,9 +213,10 @@ class Calls:
         scope: Scope = Scope.INFERENCE,
         alive: Callable[[str, str], bool] = lambda tenant, name: False,
         write_timeout_s: float = 60.0,
+        heap: HeapTrim | None = None,
     ) -> None:
         self.write_timeout_s = write_timeout_s
-        self.heap = HeapTrim()
+        self.heap = heap or HeapTrim()
         self._telemetry = telemetry
         self._metrics = metrics
         self._access = access

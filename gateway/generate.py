@@ -298,7 +298,8 @@ class Generator:
                 choices = _due(driver)
                 if output_buffer.complete and not output_buffer.due:
                     break
-                await writer.write(await self._responses.message(driver, choices, first=first))
+                message = await self._responses.message(driver, choices, first=first)
+                await writer.write(message, sum(map(_waiting_bytes, driver.outputs)))
                 first = False
             message = await self._last_message(driver, choices, first=first)
             add_usage(message, driver, call.received_at)
@@ -345,11 +346,12 @@ def _due(driver: RequestDriver) -> list[int]:
     """Take the choices with output to send: all of them, or as many as one message has room for."""
     if driver.output_buffer.held or len(driver.outputs) == 1:
         return driver.output_buffer.take()
-    sizes = [
-        TOKEN_BYTES * output.pending + ALTERNATIVE_BYTES * output.pending_alternatives
-        for output in driver.outputs
-    ]
-    return driver.output_buffer.take(sizes, MESSAGE_BYTES)
+    return driver.output_buffer.take([*map(_waiting_bytes, driver.outputs)], MESSAGE_BYTES)
+
+
+def _waiting_bytes(output: OutputStream) -> int:
+    """Estimate the memory of an output's pieces that are in no message so far."""
+    return TOKEN_BYTES * output.pending + ALTERNATIVE_BYTES * output.pending_alternatives
 
 
 def _tool_names(request: ParsedRequest) -> frozenset[str] | None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.worker_file import WorkerFileReader
+from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
@@ -96,7 +97,8 @@ class Gateway:
         reader_limits = ReaderLimits(
             settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
         )
-        self.unread_output = UnreadOutput(reader_limits, self.metrics)
+        self._heap = HeapTrim()
+        self.unread_output = UnreadOutput(reader_limits, self.metrics, self._heap)
         self.tokenizer_pool = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
         self.request_parser = RequestParser(
@@ -297,6 +299,7 @@ class Gateway:
             scope,
             alive=self.live.is_reserved,
             write_timeout_s=self._settings.write_timeout,
+            heap=self._heap,
         )
 
     def _operations(self) -> Operations:

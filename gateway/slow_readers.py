@@ -54,12 +54,12 @@ def unread_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> 
 class UnreadOutput:
     """Output of all streams of a gateway that waits for its readers."""
 
-    def __init__(self, limits: ReaderLimits, metrics: GatewayMetrics) -> None:
+    def __init__(self, limits: ReaderLimits, metrics: GatewayMetrics, heap: HeapTrim) -> None:
         self.limits = limits
         self.bytes = 0
         self._metrics = metrics
         self._writing: set[StreamWriter] = set()
-        self._heap = HeapTrim()
+        self._heap = heap
 
     def begin(self, writer: StreamWriter) -> None:
         """Register a writer whose message waits for its reader."""
@@ -110,13 +110,16 @@ class StreamWriter:
         self._error_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def write(self, message: pb.GenerateResponse) -> None:
-        """Pass ``message`` to the call. Raises `SlowReader`, the error of `fail`, or CancelledError."""
+    async def write(self, message: pb.GenerateResponse, waiting: int = 0) -> None:
+        """Pass ``message`` to the call, while ``waiting`` bytes of output are in no message so far.
+
+        Raises `SlowReader`, the error of `fail`, or CancelledError.
+        """
         if self._error is not None:
             raise self._error
         loop = asyncio.get_running_loop()
         self._since, self._task = loop.time(), asyncio.current_task()
-        self._taken(message.ByteSize())
+        self._taken(message.ByteSize(), waiting)
         self._output.begin(self)
         if self._timer is None:
             self._timer = loop.call_later(self._output.limits.write_s, self._check)
@@ -172,10 +175,10 @@ class StreamWriter:
             self._output.freed(self._largest)
             self.unread = 0
 
-    def _taken(self, size: int) -> None:
+    def _taken(self, size: int, waiting: int) -> None:
         """Count the message in place of the output that is in it now."""
         if not self._closed:
-            self._add(size - self.unread)
+            self._add(size + waiting - self.unread)
             self._sending = size
 
     def _add(self, unread: int) -> None:

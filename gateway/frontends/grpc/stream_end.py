@@ -39,14 +39,20 @@ async def end_with(context: Context, error: DiptychError, request_id: str, heap:
         raise asyncio.CancelledError("the RPC has ended") from ended
     finally:
         sending.cancel()
-    give_up(asyncio.current_task(), request_id, heap)
+    give_up(request_id, heap)
     raise asyncio.CancelledError("the client does not read")
 
 
 def limit_end(context: Context, request_id: str, seconds: float, heap: HeapTrim) -> None:
     """Give up the RPC of the current task unless its client has read all within ``seconds``."""
     handler = asyncio.current_task()
-    timer = asyncio.get_running_loop().call_later(seconds, give_up, handler, request_id, heap)
+
+    def expired() -> None:
+        give_up(request_id, heap)
+        if handler is not None:
+            handler.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, expired)
 
     def done(_: object) -> None:
         timer.cancel()
@@ -54,9 +60,7 @@ def limit_end(context: Context, request_id: str, seconds: float, heap: HeapTrim)
     context.add_done_callback(done)  # type: ignore[arg-type]  # the stub wants a name for its argument
 
 
-def give_up(handler: asyncio.Task[Any] | None, request_id: str, heap: HeapTrim) -> None:
-    """End the handler of an RPC whose client does not read, and let ``heap`` release what it held."""
+def give_up(request_id: str, heap: HeapTrim) -> None:
+    """Log the end of an RPC whose client does not read, and let ``heap`` release what it held."""
     _log.info("request %s: given up, its client does not read", request_id)
-    if handler is not None and handler is not asyncio.current_task():
-        handler.cancel()
     heap.request()
