@@ -42,8 +42,8 @@ def prompt_ids(
     if kind == "token_ids":
         ids: Sequence[int] = given_ids(field, request.token_ids.ids, model.card.vocab_size, budget)
     elif kind == "text":
-        check_text(field, request.text)
-        budget.check_before_counting(field, model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
+        num_bytes = check_text(field, request.text)
+        budget.check_before_counting(field, model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode(request.text, add_special=True)
     elif kind == "chat":
         parts = chat_parts(request.chat, model, tools)
@@ -74,10 +74,13 @@ def given_ids(field: str, ids: Sequence[int], vocab_size: int, budget: TokenBudg
     return ids
 
 
-def check_text(field: str, text: str) -> None:
+def check_text(field: str, text: str) -> int:
+    """Return the bytes of a text prompt. Raises InvalidParameter."""
     if not text:
         raise InvalidParameter(field, "must not be empty")
-    _check_size(field, len(text), len(text.encode("utf-8")))
+    num_bytes = len(text.encode("utf-8"))
+    _check_size(field, num_bytes)
+    return num_bytes
 
 
 def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
@@ -97,9 +100,8 @@ def chat_parts(
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
     num_bytes = sum(map(_bytes_of, chat.messages))
-    _check_size("chat.messages", num_bytes, num_bytes)
-    tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
-    _check_size("chat.tools", tool_bytes, tool_bytes)
+    _check_size("chat.messages", num_bytes)
+    _check_size("chat.tools", chat.ByteSize() - num_bytes if chat.tools else 0)
     messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -121,8 +123,8 @@ def _bytes_of(message: pb.ChatMessage) -> int:
     return len(message.content.encode("utf-8")) + len(message.reasoning_content.encode("utf-8")) + calls
 
 
-def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
-    if max(num_chars, num_bytes) > limits.MAX_PROMPT_BYTES:
+def _check_size(field: str, num_bytes: int) -> None:
+    if num_bytes > limits.MAX_PROMPT_BYTES:
         raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
 
 
@@ -188,7 +190,7 @@ def _template_kwargs(given: Struct, template: ChatTemplate) -> dict[str, object]
                 )
             readable = ", ".join(sorted(template.settings)) or "nothing"
             raise InvalidParameter(_KWARGS, f"may hold what this model's chat template reads: {readable}")
-    if kwargs.get(_EFFORT, _plain(given.fields[_EFFORT]) if _EFFORT in given.fields else "") == "none":
+    if _EFFORT in given.fields and given.fields[_EFFORT].string_value == "none":
         for flag in _FLAGS:
             if template.reads_variable(flag):
                 kwargs.setdefault(flag, False)

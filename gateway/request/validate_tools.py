@@ -84,7 +84,7 @@ def _parts(tools: Toolbox) -> tuple[tuple[str, Grammar], ...]:
             Grammar(Kind.JSON_SCHEMA, json.dumps(dict(tool.arguments_schema))),
         )
         for index, tool in enumerate(tools.tools)
-        if tool in tools.callable
+        if tools.name in ("", tool.name)
     )
 
 

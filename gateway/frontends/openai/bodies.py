@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     Tag,
@@ -86,13 +85,11 @@ def _text_or_nothing(value: object) -> str | None:
 FunctionType = Annotated[Text, AfterValidator(_function_only)]
 
 
-class StreamOptions(BodyModel):
+class StreamOptions(OpenModel):
     """Options of a stream. Others are ignored: they concern how a stream is sent and not what is generated.
 
     Obfuscation pads against eavesdroppers of TLS, which is not in use here.
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None

@@ -33,7 +33,7 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
     builder = RequestBuilder.from_body(body)
     request = builder.request
     put_constraint(body, builder)
-    usage = read_stream(body, [builder])
+    usage = read_stream(body, builder)
     _put_output_limit(body, builder)
     logprobs = _put_logprobs(body, builder)
     request.chat.SetInParent()  # also without a message

@@ -25,7 +25,7 @@ def read_completions(members: dict[str, Any]) -> HttpGenerateRequest:
     body = validate_members(CompletionsBody, members)
     builder = RequestBuilder.from_body(body)
     put_constraint(body, builder)
-    usage = read_stream(body, [builder])
+    usage = read_stream(body, builder)
     echo, max_tokens = bool(body.echo), body.max_tokens
     if max_tokens == 0 and not echo:
         raise InvalidParameter("max_tokens", "must be at least 1 without echo")

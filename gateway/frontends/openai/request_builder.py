@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -107,7 +107,7 @@ class HttpGenerateRequest:
         return sampling.n if sampling.HasField("n") else 1
 
 
-def read_stream(body: CommonMembers, builders: Iterable[RequestBuilder]) -> StreamUsage:
+def read_stream(body: CommonMembers, builder: RequestBuilder) -> StreamUsage:
     """Read ``stream_options``. For a running usage the core sends ids, which are counted."""
     options = body.stream_options
     if options is None:
@@ -115,7 +115,7 @@ def read_stream(body: CommonMembers, builders: Iterable[RequestBuilder]) -> Stre
     if not body.stream:
         raise InvalidParameter("stream_options", "needs stream")
     running = bool(options.continuous_usage_stats)
-    for builder in builders if running else ():
+    if running:
         builder.request.response.token_ids = True
     return StreamUsage(bool(options.include_usage), running)
 

@@ -13,7 +13,7 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.frontends.openai.bodies import CommonMembers, ResponseFormat, StructuredOutputs
+from gateway.frontends.openai.bodies import CommonMembers, ResponseFormat
 from gateway.frontends.openai.request_builder import RequestBuilder
 from gateway.request.json_values import array, string
 
@@ -27,7 +27,7 @@ def put_constraint(body: CommonMembers, builder: RequestBuilder) -> None:
         found.append("response_format")
     for name, (field, put) in _MEMBERS.items():
         _put_member(getattr(body, name), name, field, put, builder, found)
-    if isinstance(outer := body.structured_outputs, StructuredOutputs):
+    if (outer := body.structured_outputs) is not None:
         for name, (field, put) in _CONSTRAINTS.items():
             value = outer.json_ if name == "json" else getattr(outer, name)
             _put_member(value, f"structured_outputs.{name}", field, put, builder, found)

@@ -233,7 +233,7 @@ class OpenAIRoutes:
                 model = self._text.describe()
                 names = (model.name, *self._model.card.served_aliases)
                 listed = {"object": "list", "data": [self._describe(model, name) for name in names]}
-                return _json(json.dumps(listed).encode())
+                return _json(listed)
         except DiptychError as error:
             return await call.fail(error)
 
@@ -244,7 +244,7 @@ class OpenAIRoutes:
             with self._calls.account(call):
                 call.names = {}
                 found = await self._text.get_model(pb.GetModelRequest(model=name))
-                return _json(json.dumps(self._describe(found.model, name)).encode())
+                return _json(self._describe(found.model, name))
         except DiptychError as error:
             return await call.fail(error)
 
@@ -305,8 +305,8 @@ async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:
 
 
 def _refuse(status: HTTPStatus, message: str, code: str) -> web.Response:
-    return _json(json.dumps(plain_error(status, message, code)).encode(), status=status)
+    return _json(plain_error(status, message, code), status)
 
 
-def _json(body: bytes, headers: Mapping[str, str] | None = None, status: int = HTTPStatus.OK) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+def _json(value: object, status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
