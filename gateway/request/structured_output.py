@@ -75,15 +75,16 @@ def structured_output(asked: pb.StructuredOutput, *, lenient: bool = False) -> C
     if kind == "choice":
         path = f"{path}.values"
         return Constraint(path, _choice(path, asked.choice.values))
-    reader = _READERS.get(kind)
-    if reader is None:
+    if kind not in (_SCHEMA, *_READERS):
         raise UnsupportedFeature(path)
     text: str = getattr(asked, kind)
     check_size(path, text)
-    grammar = reader(path, text)
-    if lenient and grammar.kind is Kind.JSON_SCHEMA:
-        grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(lenient_schema(json.loads(grammar.text))))
-    return Constraint(path, grammar)
+    if kind != _SCHEMA:
+        return Constraint(path, _READERS[kind](path, text))
+    schema = read_schema(path, text)
+    return Constraint(
+        path, Grammar(Kind.JSON_SCHEMA, json.dumps(lenient_schema(schema)) if lenient else text)
+    )
 
 
 def lenient_schema(schema: Mapping[str, object]) -> dict[str, object]:
@@ -98,14 +99,11 @@ def check_size(path: str, text: str) -> None:
         raise InvalidParameter(path, f"must be at most {limits.MAX_GRAMMAR_BYTES} bytes")
 
 
-def json_schema(path: str, text: str) -> Grammar:
-    """Return the grammar of a schema, a JSON object of bounded depth. Raises InvalidParameter."""
-    read_schema(path, text)
-    return Grammar(Kind.JSON_SCHEMA, text)
-
-
 def read_schema(path: str, text: str) -> dict[str, object]:
-    """Return the schema in ``text``, its strings all valid Unicode. Raises InvalidParameter."""
+    """Return the schema in ``text``: an object of bounded depth, its strings all valid Unicode.
+
+    Raises InvalidParameter.
+    """
     if _depth(text) > limits.MAX_SCHEMA_DEPTH:
         raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
     try:
@@ -167,10 +165,7 @@ def exactly(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-_READERS: Final[dict[str, Callable[[str, str], Grammar]]] = {
-    "json_schema": json_schema,
-    "regex": _regex,
-    "ebnf_grammar": _ebnf,
-}
-STRUCTURED_OUTPUTS: Final = (*_READERS, "choice", "json_object")
+_SCHEMA: Final = "json_schema"
+_READERS: Final[dict[str, Callable[[str, str], Grammar]]] = {"regex": _regex, "ebnf_grammar": _ebnf}
+STRUCTURED_OUTPUTS: Final = (_SCHEMA, *_READERS, "choice", "json_object")
 """The constraints that `Capabilities` names."""

@@ -7,19 +7,12 @@ other call, such as one whose arguments come before its name, is a single whole 
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Final
 
-from gateway.tools.json_calls import JsonObjects, new_call_id
+from gateway.tools.json_calls import JsonObjects, begun_call, new_call_id
 from gateway.tools.parser import TO_AN_END, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
-
-_HEAD: Final = re.compile(
-    r'[^{]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
-)
 
 
 @dataclass(slots=True)
@@ -87,19 +80,12 @@ class CallPieces:
             piece = self._begun.add(text)
             return Parsed(calls=(ToolCall("", piece, partial=True),) if piece else ())
         self._held += text
-        head = _HEAD.match(self._held)
-        if head is None or (name := _name(head[1])) not in self._names:
+        begun = begun_call(self._held, self._names)
+        if begun is None or begun.arguments is None:
             return Parsed()
         self._begun = _Begun()
-        piece = self._begun.add(self._held[head.end() :])
-        return Parsed(calls=(ToolCall(name, piece, new_call_id(), partial=True),))
-
-
-def _name(quoted: str) -> str:
-    try:
-        return str(json.loads(quoted))
-    except ValueError:
-        return ""
+        piece = self._begun.add(begun.arguments)
+        return Parsed(calls=(ToolCall(begun.name, piece, new_call_id(), partial=True),))
 
 
 def _rest(begun: _Begun, call: ToolCall) -> ToolCall:

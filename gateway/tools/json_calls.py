@@ -225,6 +225,32 @@ def call_rules(tools: Sequence[Tool], head: Callable[[str], str], tail: str) -> 
     return rules
 
 
+_NAME: Final = re.compile(r'[^{]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")', re.DOTALL)
+_ARGUMENTS: Final = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class BegunCall(NamedTuple):
+    """Call of which the beginning was written; ``arguments`` is the text from their brace on, if it came."""
+
+    name: str
+    arguments: str | None
+
+
+def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
+    """Return the call of one of ``names`` that the first object in ``text`` begins, if it does."""
+    head = _NAME.match(text)
+    if head is None:
+        return None
+    try:
+        name = json.loads(head[1])
+    except ValueError:
+        return None
+    if name not in names:
+        return None
+    arguments = _ARGUMENTS.match(text, head.end())
+    return BegunCall(name, None if arguments is None else text[arguments.end() :])
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 

@@ -6,18 +6,12 @@ markup of its format.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
 
-from gateway.tools.json_calls import JsonObjects, new_call_id
+from gateway.tools.json_calls import JsonObjects, begun_call, new_call_id
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import ToolCall
-
-_NAME: Final = re.compile(r'[^{]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")', re.DOTALL)
-_ARGUMENTS: Final = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +43,9 @@ class UnfinishedCalls:
         return Parsed("" if self.forced or any(marker in held for marker in self.markers) else held)
 
     def _fragment(self, held: str) -> ToolCall | None:
-        head = _NAME.match(held)
-        if head is None:
+        begun = begun_call(held, self.names)
+        if begun is None:
             return None
-        try:
-            name = json.loads(head[1])
-        except ValueError:
-            return None
-        if name not in self.names:
-            return None
-        arguments = _ARGUMENTS.match(held, head.end())
-        begun = held[arguments.end() :] if arguments is not None else ""
-        _, rest = JsonObjects().push(begun)
-        return ToolCall(name, begun[: len(begun) - len(rest)], new_call_id(), partial=True)
+        arguments = begun.arguments or ""
+        _, rest = JsonObjects().push(arguments)
+        return ToolCall(begun.name, arguments[: len(arguments) - len(rest)], new_call_id(), partial=True)
