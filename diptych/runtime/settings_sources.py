@@ -78,6 +78,7 @@ def join_lists(argv: Sequence[str]) -> list[str]:
     into: list[str] | None = None
     for word in argv:
         flag, equals, text = word.partition("=")
+        flag = flag_of(flag)  # as `parse_flags` takes it: with underscores, too
         if flag in LISTS:
             if flag not in values:
                 values[flag] = []

@@ -93,6 +93,7 @@ async def test_every_served_name_is_listed_and_answered(bundled_path: Any, redis
         (["--served-model-name", "a", "b", "--insecure"], "a,b"),
         (["--served-model-name", "a", "--served-model-name=b"], "a,b"),
         (["--served-model-name=a,b"], "a,b"),
+        (["--served_model_name", "a", "--served-model-name", "b"], "a,b"),
     ],
 )
 def test_lists_are_read_in_every_form(argv: list[str], names: str) -> None:
