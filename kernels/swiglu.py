@@ -10,3 +10,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` of `gate_up [tokens, 2 * n]`, the gate in the first half: `[tokens, n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Return `g * sigmoid(alpha * g) * (u + 1)` of `gate_up [tokens, 2 * n]`: `[tokens, n]` (gpt-oss, 2025).
+
+    g is the gate, the first half, at most `limit`; u the rest, between `-limit` and `limit`.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -45,6 +45,58 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """Sizes and switches of a layer's experts; diptych/engine/backends/torch/experts.py is their meaning."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts of a row."""
+    intermediate_size: int
+    """Width of one expert."""
+    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """How scores come from the router's logits (kernels/route_experts.py)."""
+    normalised: bool = False
+    """True if the scores of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    groups: int = 1
+    """Groups of consecutive experts, all of one size."""
+    chosen_groups: int = 1
+    """Groups whose experts a row may choose."""
+    group_score: Literal["largest", "two_largest"] = "largest"
+    router_bias: bool = False
+    """A bias on the router's logits (gpt-oss)."""
+    correction_bias: bool = False
+    """A bias on the scores, for the choice alone (DeepSeek-V3)."""
+    biases: bool = False
+    """Biases of each expert's three matrices (gpt-oss)."""
+    gate: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    clamp: float = 7.0
+    """Limit of gate and up (clamped_swiglu)."""
+    alpha: float = 1.702
+    """Slope of the gate's sigmoid (clamped_swiglu)."""
+    shared_size: int = 0
+    """Width of the expert that computes every row; 0 is none."""
+    shared_switch: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a product of the row (Qwen2-MoE)."""
+
+    def __post_init__(self) -> None:
+        for field in ("count", "per_token", "intermediate_size", "groups", "chosen_groups"):
+            if getattr(self, field) < 1:
+                raise UnsupportedModel(f"experts: {field} is below 1")
+        if self.count % self.groups or self.chosen_groups > self.groups:
+            raise UnsupportedModel(
+                f"{self.count} experts: {self.chosen_groups} of {self.groups} groups cannot be chosen"
+            )
+        size = self.count // self.groups
+        if self.groups > 1 and self.group_score == "two_largest" and size < 2:
+            raise UnsupportedModel(f"{self.count} experts in {self.groups} groups: each needs two")
+        if self.per_token > size * self.chosen_groups:
+            raise UnsupportedModel(f"{self.per_token} experts a token of {size * self.chosen_groups}")
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes and switches of one decoder-only transformer."""
 

@@ -23,6 +23,14 @@ codes, CodedBytes (kernels/byte_codes.py); the head is always among them, `embed
 float32.
 """
 
-from diptych.engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Storage, Weights
+from diptych.engine.weights.canonical import (
+    BadModelFile,
+    Checkpoint,
+    ExpertWeights,
+    LayerWeights,
+    Matrix,
+    Storage,
+    Weights,
+)
 
-__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Matrix", "Storage", "Weights"]
+__all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matrix", "Storage", "Weights"]

@@ -20,6 +20,35 @@ Storage = Literal["dense", "blocks", "bytes"]
 
 
 @dataclass(frozen=True)
+class ExpertWeights:
+    """The tensors of a layer's experts: E of them, H hidden, I the width of one, S of the shared one."""
+
+    router: torch.Tensor
+    """float32 `[E, H]` in every precision."""
+    gate: tuple[Matrix, ...]
+    """E of `[I, H]`."""
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    """E of `[H, I]`."""
+    router_bias: torch.Tensor | None = None
+    """float32 `[E]`."""
+    correction_bias: torch.Tensor | None = None
+    """float32 `[E]`."""
+    gate_bias: torch.Tensor | None = None
+    """`[E, I]`."""
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    """`[E, H]`."""
+    shared_gate: Matrix | None = None
+    """`[S, H]`."""
+    shared_up: Matrix | None = None
+    shared_down: Matrix | None = None
+    """`[H, S]`."""
+    shared_switch: torch.Tensor | None = None
+    """float32 `[H]`."""
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The tensors of one layer."""
 
