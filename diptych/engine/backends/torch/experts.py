@@ -24,11 +24,12 @@ from torch.nn import functional
 
 from diptych.engine.models.shape import ExpertsShape
 from diptych.engine.weights import ExpertWeights, Matrix
-from kernels.route_experts import Routing, route_experts
-from kernels.swiglu import clamped_swiglu, swiglu
+from kernels.route_experts import route_experts
 
 Linear = Callable[..., torch.Tensor]
 """`linear(x [T, in], weight [out, in], bias [out] or None) -> [T, out]`."""
+Gate = Callable[[torch.Tensor], torch.Tensor]
+"""Gated activation: `[T, 2 * n]`, the gate in the first half, to `[T, n]`."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ class ExpertFeedForward:
         weights: ExpertWeights,
         linear: Linear,
         dense: Callable[[Matrix], torch.Tensor],
+        gate: Gate,
     ) -> None:
         """Prepare the experts; `dense` gives the numbers of a stored matrix, `linear` multiplies by them."""
         self._shape = shape
         self._weights = weights
         self._linear = linear
-        self._routing = routing_of(shape)
-        self._experts = [_expert(weights, number, dense) for number in range(shape.count)]
+        self._gate = gate
+        self._experts = [_expert(weights, number, dense) for number in range(shape.num_experts)]
         self._shared = _shared(weights, dense)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -77,30 +79,23 @@ class ExpertFeedForward:
 
     def route(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each row, ascending, and their weights: `[T, K]` both."""
-        weights = self._weights
+        weights, shape = self._weights, self._shape
         logits = functional.linear(x_TH.float(), weights.router, weights.router_bias)
-        return route_experts(logits, self._routing, weights.correction_bias)
+        return route_experts(
+            logits,
+            weights.correction_bias,
+            count=shape.experts_per_token,
+            routing=shape.routing,
+            normalise=shape.normalise,
+            scale=shape.scale,
+            groups=shape.groups,
+            groups_per_token=shape.groups_per_token,
+            group_score=shape.group_score,
+        )
 
     def _compute(self, expert: _Expert, x_TH: torch.Tensor) -> torch.Tensor:
-        inner = self._linear(x_TH, expert.gate_up, expert.gate_up_bias)
-        if self._shape.gate == "clamped_swiglu" and expert is not self._shared:
-            inner = clamped_swiglu(inner, self._shape.clamp, self._shape.alpha)
-        else:
-            inner = swiglu(inner)
+        inner = self._gate(self._linear(x_TH, expert.gate_up, expert.gate_up_bias))
         return self._linear(inner, expert.down, expert.down_bias)
-
-
-def routing_of(shape: ExpertsShape) -> Routing:
-    """Return how rows choose the experts of a layer."""
-    return Routing(
-        per_token=shape.per_token,
-        scoring=shape.scoring,
-        normalised=shape.normalised,
-        scale=shape.scale,
-        groups=shape.groups,
-        chosen_groups=shape.chosen_groups,
-        group_score=shape.group_score,
-    )
 
 
 def _expert(weights: ExpertWeights, number: int, dense: Callable[[Matrix], torch.Tensor]) -> _Expert:

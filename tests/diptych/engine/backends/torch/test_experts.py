@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.models.shape import ExpertsShape, UnsupportedModel
 from diptych.engine.weights import ExpertWeights
+from kernels.swiglu import clamped_swiglu, swiglu
 
 HIDDEN, INNER, COUNT, CHOSEN, ROWS = 52, 38, 12, 3, 40
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "num_attention_heads": 4}
@@ -55,13 +57,13 @@ CASES: dict[str, Case] = {
         lambda: Qwen3MoeSparseMoeBlock(
             Qwen3MoeConfig(**SIZES, num_experts=COUNT, moe_intermediate_size=INNER, norm_topk_prob=True)
         ),
-        replace(PLAIN, normalised=True),
+        replace(PLAIN, normalise=True),
     ),
     "mixtral": Case(
         lambda: MixtralSparseMoeBlock(
             MixtralConfig(**SIZES, num_local_experts=COUNT, intermediate_size=INNER)
         ),
-        replace(PLAIN, normalised=True),
+        replace(PLAIN, normalise=True),
     ),
     "olmoe": Case(
         lambda: OlmoeSparseMoeBlock(OlmoeConfig(**SIZES, num_experts=COUNT, intermediate_size=INNER)),
@@ -69,7 +71,7 @@ CASES: dict[str, Case] = {
     ),
     "granitemoe": Case(
         lambda: GraniteMoeMoE(GraniteMoeConfig(**SIZES, num_local_experts=COUNT, intermediate_size=INNER)),
-        replace(PLAIN, scoring="softmax_of_chosen"),
+        replace(PLAIN, routing="topk_then_softmax"),
     ),
     "gpt_oss": Case(
         lambda: GptOssMLP(
@@ -77,10 +79,9 @@ CASES: dict[str, Case] = {
         ),
         replace(
             PLAIN,
-            scoring="softmax_of_chosen",
+            routing="topk_then_softmax",
             router_bias=True,
-            biases=True,
-            gate="clamped_swiglu",
+            bias=True,
             clamp=0.9,
         ),
     ),
@@ -93,27 +94,27 @@ CASES: dict[str, Case] = {
                 shared_expert_intermediate_size=46,
             )
         ),
-        replace(PLAIN, shared_size=46, shared_switch=True),
+        replace(PLAIN, shared_size=46, shared_gate=True),
     ),
     "glm4_moe": Case(
         lambda: Glm4MoeMoE(Glm4MoeConfig(**DEEPSEEK, routed_scaling_factor=1.7)),
-        replace(DEEP, scoring="sigmoid", normalised=True, correction_bias=True),
+        replace(DEEP, routing="sigmoid", normalise=True, correction_bias=True),
     ),
     "deepseek_v3": Case(
         lambda: DeepseekV3MoE(DeepseekV3Config(**DEEPSEEK, **GROUPED)),
         replace(
             DEEP,
-            scoring="sigmoid",
-            normalised=True,
+            routing="sigmoid",
+            normalise=True,
             correction_bias=True,
             groups=4,
-            chosen_groups=2,
-            group_score="two_largest",
+            groups_per_token=2,
+            group_score="best_two",
         ),
     ),
     "deepseek_v2": Case(
         lambda: DeepseekV2Moe(DeepseekV2Config(**DEEPSEEK, **GROUPED, topk_method="group_limited_greedy")),
-        replace(DEEP, groups=4, chosen_groups=2),
+        replace(DEEP, groups=4, groups_per_token=2),
     ),
     "deepseek_v2-greedy": Case(
         lambda: DeepseekV2Moe(DeepseekV2Config(**DEEPSEEK, routed_scaling_factor=1.7)), DEEP
@@ -121,17 +122,16 @@ CASES: dict[str, Case] = {
 }
 # Each switch, changed, and a case that has it.
 CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "top-k not normalised": ("mixtral", {"normalised": False}),
-    "top-k normalised": ("olmoe", {"normalised": True}),
-    "softmax before the choice": ("granitemoe", {"scoring": "softmax"}),
+    "top-k not normalised": ("mixtral", {"normalise": False}),
+    "top-k normalised": ("olmoe", {"normalise": True}),
+    "softmax before the choice": ("granitemoe", {"routing": "softmax_then_topk"}),
     "no clamp": ("gpt_oss", {"clamp": 1e9}),
-    "another slope": ("gpt_oss", {"alpha": 1.0}),
-    "the plain gate": ("gpt_oss", {"gate": "swiglu"}),
-    "no groups": ("deepseek_v3", {"groups": 1, "chosen_groups": 1}),
-    "groups by their largest": ("deepseek_v3", {"group_score": "largest"}),
-    "softmax for sigmoid": ("glm4_moe", {"scoring": "softmax"}),
+    "the plain gate": ("gpt_oss", {"clamp": None}),
+    "no groups": ("deepseek_v3", {"groups": 1, "groups_per_token": 1}),
+    "groups by their largest": ("deepseek_v3", {"group_score": "best"}),
+    "softmax for sigmoid": ("glm4_moe", {"routing": "softmax_then_topk"}),
     "no scale": ("glm4_moe", {"scale": 1.0}),
-    "fewer experts": ("qwen3_moe", {"per_token": CHOSEN - 1}),
+    "fewer experts": ("qwen3_moe", {"experts_per_token": CHOSEN - 1}),
 }
 
 
@@ -150,7 +150,7 @@ def weights_of_block(block: Any, shape: ExpertsShape) -> ExpertWeights:
     router = block.router if hasattr(block, "router") else block.gate
     experts = block.experts
     biases: dict[str, torch.Tensor] = {}
-    if shape.biases:
+    if shape.bias:
         both = experts.gate_up_proj.transpose(1, 2)
         gate, up = both[:, ::2], both[:, 1::2]
         down = experts.down_proj.transpose(1, 2)
@@ -180,8 +180,10 @@ def weights_of_block(block: Any, shape: ExpertsShape) -> ExpertWeights:
 
 
 def run(shape: ExpertsShape, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    limit = shape.clamp
+    gate = swiglu if limit is None else partial(clamped_swiglu, limit=limit)
     with torch.no_grad():
-        return ExpertFeedForward(shape, weights, functional.linear, lambda matrix: matrix)(x)
+        return ExpertFeedForward(shape, weights, functional.linear, lambda matrix: matrix, gate)(x)
 
 
 def as_type(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
@@ -262,12 +264,12 @@ def test_contributions_are_rounded_once() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"per_token": 0}, "per_token is below 1"),
-        ({"per_token": 13}, "13 experts a token of 12"),
-        ({"groups": 5, "chosen_groups": 2}, "2 of 5 groups"),
-        ({"groups": 4, "chosen_groups": 5}, "5 of 4 groups"),
-        ({"groups": 4, "chosen_groups": 1, "per_token": 4}, "4 experts a token of 3"),
-        ({"groups": 12, "chosen_groups": 6, "group_score": "two_largest"}, "each needs two"),
+        ({"experts_per_token": 0}, "experts_per_token is below 1"),
+        ({"experts_per_token": 13}, "13 experts a token of 12"),
+        ({"groups": 5, "groups_per_token": 2}, "2 of 5 groups"),
+        ({"groups": 4, "groups_per_token": 5}, "5 of 4 groups"),
+        ({"groups": 4, "groups_per_token": 1, "experts_per_token": 4}, "4 experts a token of 3"),
+        ({"groups": 12, "groups_per_token": 6, "group_score": "best_two"}, "each needs two"),
     ],
 )
 def test_impossible_experts_are_refused(change: dict[str, Any], message: str) -> None:
