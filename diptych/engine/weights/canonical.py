@@ -21,31 +21,23 @@ Storage = Literal["dense", "blocks", "bytes"]
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of a layer's experts: E of them, H hidden, I the width of one, S of the shared one."""
+    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each expert in their order."""
 
     router: torch.Tensor
-    """float32 `[E, H]` in every precision."""
-    gate: tuple[Matrix, ...]
-    """E of `[I, H]`."""
-    up: tuple[Matrix, ...]
-    down: tuple[Matrix, ...]
-    """E of `[H, I]`."""
+    """`[experts, hidden]`, float32 in every precision."""
+    gates: tuple[Matrix, ...]
+    ups: tuple[Matrix, ...]
+    downs: tuple[Matrix, ...]
     router_bias: torch.Tensor | None = None
-    """float32 `[E]`."""
     correction_bias: torch.Tensor | None = None
-    """float32 `[E]`."""
-    gate_bias: torch.Tensor | None = None
-    """`[E, I]`."""
-    up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    """`[E, H]`."""
+    gate_biases: tuple[torch.Tensor, ...] = ()
+    up_biases: tuple[torch.Tensor, ...] = ()
+    down_biases: tuple[torch.Tensor, ...] = ()
     shared_gate: Matrix | None = None
-    """`[S, H]`."""
     shared_up: Matrix | None = None
     shared_down: Matrix | None = None
-    """`[H, S]`."""
-    shared_switch: torch.Tensor | None = None
-    """float32 `[H]`."""
+    shared_router: torch.Tensor | None = None
+    """`[1, hidden]`, float32: the gate of the shared expert's output."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ an expert has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +71,8 @@ class ExpertFeedForward:
             sum_TH[rows] += out * weights_TK[rows, places].unsqueeze(1)
         if self._shared is not None:
             shared = self._compute(self._shared, x_TH).float()
-            if self._weights.shared_switch is not None:
-                switch = x_TH.float() @ self._weights.shared_switch
-                shared = shared * torch.sigmoid(switch).unsqueeze(1)
+            if self._weights.shared_router is not None:
+                shared *= torch.sigmoid(functional.linear(x_TH.float(), self._weights.shared_router))
             sum_TH += shared
         return sum_TH.to(x_TH.dtype)
 
@@ -99,17 +98,13 @@ class ExpertFeedForward:
 
 
 def _expert(weights: ExpertWeights, number: int, dense: Callable[[Matrix], torch.Tensor]) -> _Expert:
+    biased = bool(weights.down_biases)
     return _Expert(
-        gate_up=torch.cat([dense(weights.gate[number]), dense(weights.up[number])]),
-        gate_up_bias=_joined([weights.gate_bias, weights.up_bias], number),
-        down=dense(weights.down[number]),
-        down_bias=_joined([weights.down_bias], number),
+        gate_up=torch.cat([dense(weights.gates[number]), dense(weights.ups[number])]),
+        gate_up_bias=torch.cat([weights.gate_biases[number], weights.up_biases[number]]) if biased else None,
+        down=dense(weights.downs[number]),
+        down_bias=weights.down_biases[number] if biased else None,
     )
-
-
-def _joined(biases: Sequence[torch.Tensor | None], number: int) -> torch.Tensor | None:
-    present = [bias[number] for bias in biases if bias is not None]
-    return torch.cat(present) if present else None
 
 
 def _shared(weights: ExpertWeights, dense: Callable[[Matrix], torch.Tensor]) -> _Expert | None:

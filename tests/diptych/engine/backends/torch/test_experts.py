@@ -149,15 +149,15 @@ def weights_of_block(block: Any, shape: ExpertsShape) -> ExpertWeights:
     """Return the canonical tensors of a block."""
     router = block.router if hasattr(block, "router") else block.gate
     experts = block.experts
-    biases: dict[str, torch.Tensor] = {}
+    biases: dict[str, Any] = {}
     if shape.bias:
         both = experts.gate_up_proj.transpose(1, 2)
         gate, up = both[:, ::2], both[:, 1::2]
         down = experts.down_proj.transpose(1, 2)
         biases = {
-            "gate_bias": experts.gate_up_proj_bias[:, ::2],
-            "up_bias": experts.gate_up_proj_bias[:, 1::2],
-            "down_bias": experts.down_proj_bias,
+            "gate_biases": tuple(experts.gate_up_proj_bias[:, ::2]),
+            "up_biases": tuple(experts.gate_up_proj_bias[:, 1::2]),
+            "down_biases": tuple(experts.down_proj_bias),
         }
     else:
         gate, up = experts.gate_up_proj.chunk(2, dim=1)
@@ -166,15 +166,15 @@ def weights_of_block(block: Any, shape: ExpertsShape) -> ExpertWeights:
     switch = getattr(block, "shared_expert_gate", None)
     return ExpertWeights(
         router=router.weight,
-        gate=tuple(gate),
-        up=tuple(up),
-        down=tuple(down),
+        gates=tuple(gate),
+        ups=tuple(up),
+        downs=tuple(down),
         router_bias=router.bias if shape.router_bias else None,
         correction_bias=router.e_score_correction_bias if shape.correction_bias else None,
         shared_gate=None if shared is None else shared.gate_proj.weight,
         shared_up=None if shared is None else shared.up_proj.weight,
         shared_down=None if shared is None else shared.down_proj.weight,
-        shared_switch=None if switch is None else switch.weight[0],
+        shared_router=None if switch is None else switch.weight,
         **biases,
     )
 
@@ -190,7 +190,7 @@ def as_type(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     """Return the experts' matrices in `dtype`; the router stays as it is."""
     changed = {
         name: tuple(torch.as_tensor(matrix).to(dtype) for matrix in getattr(weights, name))
-        for name in ("gate", "up", "down")
+        for name in ("gates", "ups", "downs")
     }
     return replace(weights, **changed)
 
@@ -227,9 +227,9 @@ def test_swapped_experts_and_absent_parts_change_the_result() -> None:
     case, x = CASES["glm4_moe"], rows()
     block = random_block(case)
     weights, right = weights_of_block(block, case.shape), expected(block, x)
-    swapped = (weights.down[1], weights.down[0], *weights.down[2:])
+    swapped = (weights.downs[1], weights.downs[0], *weights.downs[2:])
     wrong = [
-        replace(weights, down=swapped),
+        replace(weights, downs=swapped),
         replace(weights, shared_gate=None),
         replace(weights, correction_bias=None),
     ]
@@ -237,7 +237,7 @@ def test_swapped_experts_and_absent_parts_change_the_result() -> None:
         assert (run(case.shape, changed, x) - right).abs().max() > 1e-2
     case = CASES["qwen2_moe"]
     block = random_block(case)
-    off = replace(weights_of_block(block, case.shape), shared_switch=None)
+    off = replace(weights_of_block(block, case.shape), shared_router=None)
     assert (run(case.shape, off, x) - expected(block, x)).abs().max() > 1e-2
 
 
