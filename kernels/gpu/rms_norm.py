@@ -29,7 +29,10 @@ def _rms_norm(
         tl.store(place, summed, mask=inside)
         wide = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
-    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = wide * scale
+    if weight.dtype.element_ty != tl.float32:
+        # A weight of the numbers' own type multiplies what is rounded already (kernels/rms_norm.py).
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
     scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + at, scaled.to(out.dtype.element_ty), mask=inside)
 

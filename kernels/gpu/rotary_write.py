@@ -26,9 +26,11 @@ def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr
     scale = tl.rsqrt(squares / D + eps)[:, None]
     low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     high = tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    first = ((first * scale).to(TYPE).to(tl.float32) * low).to(TYPE).to(tl.float32)
-    second = ((second * scale).to(TYPE).to(tl.float32) * high).to(TYPE).to(tl.float32)
-    return first, second
+    first, second = first * scale, second * scale
+    if weight.dtype.element_ty != tl.float32:
+        first = first.to(TYPE).to(tl.float32)
+        second = second.to(TYPE).to(tl.float32)
+    return (first * low).to(TYPE).to(tl.float32), (second * high).to(TYPE).to(tl.float32)
 
 
 @triton.jit

@@ -190,6 +190,28 @@ def _sort(experts, order, firsts, pairs, CHUNK: tl.constexpr):
         first += tl.sum(own.to(tl.int32), axis=0)
 
 
+def router_logits(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply `x [T, hidden]`, widened, with `router`, float32 `[E, hidden]`, and add `bias`.
+
+    Returns float32 `[T, E]`. A row has the same bits whatever the number of rows.
+    """
+    (tokens, hidden), experts = check_dense("x", x).shape, len(router)
+    if out is None:
+        out = torch.empty((tokens, experts), device=x.device)
+    if tokens:
+        _logits[(triton.cdiv(tokens, _ROWS), triton.cdiv(experts, _EXPERTS))](
+            x, check_dense("router", router), router if bias is None else bias, out, tokens, experts,
+            K=hidden, BIASED=bias is not None, ROWS=_ROWS, EXPERTS=_EXPERTS, DEPTH=_DEPTH,
+        )  # fmt: skip
+    return out
+
+
 def route_experts(
     x: torch.Tensor,
     router: torch.Tensor,
@@ -210,15 +232,12 @@ def route_experts(
     `router` is float32 `[E, hidden]`, `bias` float32 `[E]`, added to logits; the rest as in
     kernels/route_experts.py.
     """
-    (tokens, hidden), experts = check_dense("x", x).shape, len(router)
+    tokens, experts = len(x), len(router)
     out = RoutedRows.make(tokens, experts, count, x.device) if out is None else out
     if tokens == 0:
         out.firsts.zero_()
         return out
-    _logits[(triton.cdiv(tokens, _ROWS), triton.cdiv(experts, _EXPERTS))](
-        x, check_dense("router", router), router if bias is None else bias, out.logits, tokens, experts,
-        K=hidden, BIASED=bias is not None, ROWS=_ROWS, EXPERTS=_EXPERTS, DEPTH=_DEPTH,
-    )  # fmt: skip
+    router_logits(x, router, bias, out=out.logits)
     choice: dict[str, Any] = {"NORMALISE": normalise, "GROUPS": groups, "PICKED": groups_per_token}
     _pick[(tokens,)](
         out.logits, out.logits if correction is None else correction, out.experts, out.weights, scale,

@@ -1,8 +1,8 @@
 """MXFP4 as gpt-oss' folders have it (OCP Microscaling Formats 1.0, 2023): experts' matrices in four bits.
 
 Of a tensor `x` of all experts there are ``x_blocks`` uint8 `[experts, out, in / 32, 16]`, two numbers of E2M1
-a byte, the lower four bits first, and ``x_scales`` uint8 `[experts, out, in / 32]`, powers of two plus 127. Not
-quantised the tensor is `[experts, in, out]`: that is how it is read.
+a byte, the lower four bits first, and ``x_scales`` uint8 `[experts, out, in / 32]`, powers of two plus 127.
+Not quantised the tensor is `[experts, in, out]`: that is how it is read.
 """
 
 from __future__ import annotations
