@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
-from diptych.engine.models.config_fields import COMMON, llama_shape, unreadable
 from diptych.engine.models.family import (
     GGUF_LAYER,
     LLAMA_ATTENTION,
@@ -16,23 +14,12 @@ from diptych.engine.models.family import (
     GgufMetadata,
     Stored,
 )
+from diptych.engine.models.granite import GRANITE_KEYS, GRANITE_SCALES, granite_gguf, granite_shape
+from diptych.engine.models.llama import LLAMA_DEFAULTS
 from diptych.engine.models.moe import EXPERT_KEYS, GGUF_EXPERTS, gguf_experts, with_experts
 from diptych.engine.models.shape import ExpertsShape, ModelShape
 
-_DEFAULTS = {
-    **COMMON,
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "eos_token_id": 2,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+_DEFAULTS = {**LLAMA_DEFAULTS, **GRANITE_SCALES, "num_local_experts": 8, "num_experts_per_tok": 2}
 _GATE_UP = ("experts.{}.gate", "experts.{}.up")
 _LAYER = MappingProxyType(
     {
@@ -47,34 +34,18 @@ _LAYER = MappingProxyType(
 
 
 def _shape(config: Config, tied: bool) -> ModelShape:
-    if not config["logits_scaling"]:
-        raise unreadable("logits_scaling is 0")
     experts = ExpertsShape(
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],
         intermediate_size=config["intermediate_size"],
         routing="topk_then_softmax",
     )
-    shape = llama_shape(
-        config,
-        tied,
-        attention_scale=config["attention_multiplier"],
-        embedding_scale=config["embedding_multiplier"],
-        residual_scale=config["residual_multiplier"],
-        logit_scale=1.0 / config["logits_scaling"],
-    )
+    shape = granite_shape(config, tied)
     return with_experts(shape, experts, [True] * shape.num_layers)
 
 
 def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
-    scaled = replace(
-        shape,
-        attention_scale=metadata.number("attention.scale") or None,
-        embedding_scale=metadata.number("embedding_scale") or 1.0,
-        residual_scale=metadata.number("residual_scale") or 1.0,
-        logit_scale=1.0 / (metadata.number("logit_scale") or 1.0),
-    )
-    return gguf_experts(metadata, scaled, routing="topk_then_softmax")
+    return gguf_experts(metadata, granite_gguf(metadata, shape), routing="topk_then_softmax")
 
 
 FAMILIES = (Family("granitemoe", _DEFAULTS, _shape, layer=_LAYER),)
@@ -84,6 +55,6 @@ GGUF_FAMILIES = (
         _gguf,
         layer=MappingProxyType({**GGUF_LAYER, **GGUF_EXPERTS}),
         interleaved=True,
-        read=EXPERT_KEYS | {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"},
+        read=EXPERT_KEYS | GRANITE_KEYS,
     ),
 )

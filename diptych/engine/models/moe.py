@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from diptych.engine.models.family import GgufMetadata, Names, Stored
 from diptych.engine.models.shape import ExpertsShape, ModelShape
@@ -61,20 +62,17 @@ def with_experts(shape: ModelShape, experts: ExpertsShape, layers: Iterable[bool
     )
 
 
-def gguf_experts(metadata: GgufMetadata, shape: ModelShape, **switches: object) -> ModelShape:
+def gguf_experts(metadata: GgufMetadata, shape: ModelShape, **switches: Any) -> ModelShape:
     """Return `shape` with the experts that a file's common keys describe; `switches` are further fields.
 
     Raises UnsupportedModel or BadModelFile.
     """
-    fields: Mapping[str, object] = {
-        "num_experts": metadata.size("expert_count"),
-        "experts_per_token": metadata.size("expert_used_count"),
-        "intermediate_size": metadata.integer("expert_feed_forward_length") or shape.intermediate_size,
+    size = metadata.integer("expert_feed_forward_length") or shape.intermediate_size
+    experts = ExpertsShape(
+        num_experts=metadata.size("expert_count"),
+        experts_per_token=metadata.size("expert_used_count"),
+        intermediate_size=size,
         **switches,
-    }
-    dense = metadata.integer("leading_dense_block_count") or 0
-    return with_experts(
-        shape,
-        ExpertsShape(**fields),
-        (number >= dense for number in range(shape.num_layers)),  # type: ignore[arg-type]
     )
+    dense = metadata.integer("leading_dense_block_count") or 0
+    return with_experts(shape, experts, (number >= dense for number in range(shape.num_layers)))

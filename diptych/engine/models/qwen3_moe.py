@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import GGUF_LAYER, LLAMA_LAYER, Config, Family, GgufFamily, GgufMetadata
@@ -24,7 +25,8 @@ _QWEN3 = {
     "intermediate_size": 6144,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 768,
-    "num_experts": 128,
+    "num_experts": None,
+    "num_local_experts": 128,
     "num_experts_per_tok": 8,
 }
 _QWEN2 = {
@@ -49,6 +51,12 @@ _QWEN2_LAYER = MappingProxyType(
     }
 )
 _GGUF_LAYER = MappingProxyType({**GGUF_LAYER, **GGUF_EXPERTS})
+
+
+def _resolve(config: dict[str, Any]) -> None:
+    # transformers 5 writes the second name.
+    if config["num_experts"] is None:
+        config["num_experts"] = config["num_local_experts"]
 
 
 def _qwen3(config: Config, tied: bool) -> ModelShape:
@@ -93,7 +101,7 @@ def _qwen2_gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
 
 
 FAMILIES = (
-    Family("qwen3_moe", _QWEN3, _qwen3, layer=_LAYER, window="every_layer"),
+    Family("qwen3_moe", _QWEN3, _qwen3, layer=_LAYER, window="every_layer", resolve=_resolve),
     Family("qwen2_moe", _QWEN2, _qwen2, layer=_QWEN2_LAYER, window="layer_types"),
 )
 GGUF_FAMILIES = (

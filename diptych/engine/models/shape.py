@@ -19,6 +19,15 @@ class BadModelFile(ValueError):
     """A file that is damaged, incomplete or not what it says it is."""
 
 
+_MAX_LAYERS = 4096
+
+
+def check_layer_count(layers: int) -> None:
+    """Raise UnsupportedModel for more layers than any model has: a damaged file would fill the memory."""
+    if layers > _MAX_LAYERS:
+        raise UnsupportedModel(f"{layers} layers: at most {_MAX_LAYERS} are computed")
+
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
 """Function of the feed-forward's gate, or of its only matrix: `x sigmoid(x)`, the exact GELU, its tanh form,
 `max(x, 0)²`; `clamped_swiglu` is gpt-oss': `min(gate, c) sigmoid(1.702 gate) (clamp(up, -c, c) + 1)`.
@@ -143,7 +152,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Factor of rotated queries by position p: `1 + beta ln(1 + floor(p / length))` (Llama 4, Ministral 3)."""
+    """Factor of queries at position p: `1 + beta ln(1 + floor(p / length))` (Llama 4, Ministral 3)."""
 
     beta: float
     length: int
@@ -235,6 +244,11 @@ class ModelShape:
     def score_scale(self) -> float:
         """Factor of attention's scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def grows_queries(self) -> bool:
+        """True if `query_growth` changes any query within the context."""
+        return self.query_growth is not None and self.max_context > self.query_growth.length
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of `layer` in tokens, None for all (also if no context outgrows it)."""
