@@ -20,7 +20,7 @@ from diptych.engine.models.family import (
     Stored,
 )
 from diptych.engine.models.moe import EXPERT_KEYS, GGUF_EXPERTS, gguf_experts, with_experts
-from diptych.engine.models.shape import ExpertsShape, ModelShape
+from diptych.engine.models.shape import ExpertsShape, ModelShape, Rotation
 
 _ROPE = {
     "rope_type": "yarn",
@@ -106,10 +106,22 @@ def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
     layers = tuple(
         replace(layer, window=None) if number % 2 else layer for number, layer in enumerate(shape.layers)
     )
-    shape = replace(shape, layers=layers, sinks=True, activation="clamped_swiglu", mlp_bias=False)
+    shape = replace(
+        shape,
+        layers=layers,
+        rotations=tuple(_not_truncated(rotation) for rotation in shape.rotations),
+        sinks=True,
+        activation="clamped_swiglu",
+    )
     return gguf_experts(
         metadata, shape, routing="topk_then_softmax", router_bias=True, bias=True, clamp=_LIMIT
     )
+
+
+def _not_truncated(rotation: Rotation) -> Rotation:
+    """Return the rotation with borders of its blend as the model has them; a file does not say it."""
+    scaling = rotation.scaling
+    return rotation if scaling is None else replace(rotation, scaling=replace(scaling, truncate=False))
 
 
 FAMILIES = (

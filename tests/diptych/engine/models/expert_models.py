@@ -85,6 +85,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_mtp_layers=0,
     ),
 }
+GGUF_CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2_moe-every-layer": Qwen2MoeConfig(
+        **{**QWEN, "num_attention_heads": 7, "num_key_value_heads": 7}, shared_expert_intermediate_size=46
+    ),
+    "gpt_oss-limit": GptOssConfig(**LOCAL, head_dim=20, sliding_window=11, rope_parameters=YARN),
+    "mixtral-wide": MixtralConfig(**{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=32),
+}
 SEEDS = {
     "qwen3_moe": 1,
     "qwen3_moe-dense-layers": 3,
@@ -100,8 +107,8 @@ SEEDS = {
 
 def oracle_of(name: str, seed: int | None = None) -> Any:
     """Return a random model, whose routers choose clearly."""
-    torch.manual_seed(SEEDS[name] if seed is None else seed)
-    config = CONFIGS[name]
+    torch.manual_seed(SEEDS.get(name, 1) if seed is None else seed)
+    config = {**CONFIGS, **GGUF_CONFIGS}[name]
     oracle = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         .eval()
