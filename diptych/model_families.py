@@ -40,6 +40,8 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek_v2": "deepseek",
+        "deepseek_v3": "deepseek",
         "glm4_moe": "glm4_moe",
         "gpt_oss": "gpt_oss",
         "granitemoe": "granite_moe",

@@ -58,8 +58,8 @@ def sigmoid_experts(config: Config) -> ExpertsShape:
         normalise=config["norm_topk_prob"],
         scale=float(config["routed_scaling_factor"]),
         correction_bias=True,
-        groups=config["n_group"],
-        groups_per_token=config["topk_group"],
+        groups=config["n_group"] or 1,
+        groups_per_token=config["topk_group"] or 1,
         group_score="best_two",
         shared_size=config["moe_intermediate_size"] * config["n_shared_experts"],
     )

@@ -19,7 +19,8 @@ class FusedLayer:
 
     input_norm: torch.Tensor | None
     input_norm_bias: torch.Tensor | None
-    qkv: torch.Tensor
+    qkv: torch.Tensor | None
+    """None where attention is over latents (latent_attention.py)."""
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -41,7 +42,7 @@ def fuse(layer: LayerWeights) -> FusedLayer:
     return FusedLayer(
         input_norm=layer.input_norm,
         input_norm_bias=layer.input_norm_bias,
-        qkv=torch.cat([dense(layer.q), dense(layer.k), dense(layer.v)]),
+        qkv=None if layer.latent_norm is not None else _join(dense(layer.q), dense(layer.k), dense(layer.v)),
         qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -50,6 +52,17 @@ YARN = {
     "original_max_position_embeddings": 128,
     "truncate": False,
 }
+LATENT: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 6,
+    "intermediate_size": 92,
+    "moe_intermediate_size": 38,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 18,
+    "first_k_dense_replace": 2,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**QWEN, head_dim=20, norm_topk_prob=True),
     "qwen3_moe-dense-layers": Qwen3MoeConfig(
@@ -84,12 +97,37 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=2,
         num_mtp_layers=0,
     ),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=None,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        routed_scaling_factor=1.8,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    ),
+    "deepseek_v2-greedy": DeepseekV2Config(**LATENT, q_lora_rank=26, n_routed_experts=10),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=26,
+        n_routed_experts=12,
+        n_group=3,
+        topk_group=2,
+        num_mtp_layers=0,
+        attention_bias=True,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
 }
-GGUF_CONFIGS: dict[str, PreTrainedConfig] = {
+OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2_moe-every-layer": Qwen2MoeConfig(
         **{**QWEN, "num_attention_heads": 7, "num_key_value_heads": 7}, shared_expert_intermediate_size=46
     ),
     "gpt_oss-limit": GptOssConfig(**LOCAL, head_dim=20, sliding_window=11, rope_parameters=YARN),
+    "gpt_oss-wide": GptOssConfig(
+        **{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=20, sliding_window=11
+    ),
     "mixtral-wide": MixtralConfig(**{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=32),
 }
 SEEDS = {
@@ -100,7 +138,9 @@ SEEDS = {
     "olmoe": 2,
     "granitemoe": 2,
     "gpt_oss": 1,
+    "gpt_oss-limit": 2,
     "glm4_moe": 3,
+    "deepseek_v3": 12,
 }
 """Seeds whose models choose experts with gaps above 1e-3 in all tests."""
 
@@ -108,7 +148,7 @@ SEEDS = {
 def oracle_of(name: str, seed: int | None = None) -> Any:
     """Return a random model, whose routers choose clearly."""
     torch.manual_seed(SEEDS.get(name, 1) if seed is None else seed)
-    config = {**CONFIGS, **GGUF_CONFIGS}[name]
+    config = {**CONFIGS, **OTHER_CONFIGS}[name]
     oracle = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         .eval()
