@@ -28,6 +28,7 @@ from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
+from prefill_worker.scratch_memory import Memory, plan_scratch
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
@@ -45,8 +46,18 @@ class PrefillWorker:
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
         transports = registry.transports_for(settings.transport, engine.model.device)
+        device = engine.model.device
+        self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        self._scratch_plan = plan_scratch(
+            settings.scratch_blocks,
+            transports,
+            engine.layout,
+            engine.model.shape.max_context,
+            Memory.of(device),
+        )
+        transports = self._scratch_plan.transports
         self._metrics.create_transport_series(transports)
-        device_type = engine.model.device.type
+        device_type = device.type
         chunk = settings.chunk_tokens(device_type)
         self._loop = EngineLoop(
             engine.runner,
@@ -64,10 +75,11 @@ class PrefillWorker:
             layout=engine.layout,
             transports=transports,
             device=engine.model.device,
-            scratch=self._scratch,
+            scratch=self._scratch if self._scratch_plan.blocks else None,
             on_abort=self._loop.requests.on_abort,
             on_peer_lost=self._loop.requests.on_peer_lost,
             heartbeat=lambda: engine_heartbeat(self._loop),
+            cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
         )
         self._loop.requests.handoff = self._handoff
         self._loop.requests.grammars = Grammars(settings.model_path)
@@ -91,11 +103,13 @@ class PrefillWorker:
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
+            owned_keys=self._handoff.cached_keys,
+            memory_domain=self._memory_domain,
         )
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """Make the worker's own pool, when the first copying transport is registered."""
-        blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
+        blocks = self._scratch_plan.blocks
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
 
     def _load(self) -> work_pb2.Load:

@@ -190,6 +190,19 @@ class GatewayMetrics(RoleMetrics):
             "Prompt tokens that the prefix index promised to be cached (actual: diptych_prefix_cache_hits)",
             registry=registry,
         )
+        pair = ["prefill_worker", "decode_worker"]
+        self.pair_predicted_tokens = Counter(
+            "diptych_route_pair_predicted_tokens",
+            "Prompt tokens that the router expected a pair of workers not to compute, of attempts with output",
+            pair,
+            registry=registry,
+        )
+        self.pair_cached_tokens = Counter(
+            "diptych_route_pair_cached_tokens",
+            "Prompt tokens of the same attempts that the pair did not compute",
+            pair,
+            registry=registry,
+        )
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )

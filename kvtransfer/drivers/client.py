@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class HandoffClient:
         on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
         on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
         heartbeat: state of this worker's engine.
+        cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache of
+            the own blocks.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
     """
@@ -64,6 +66,7 @@ class HandoffClient:
         on_abort: Callable[[Key], None],
         on_peer_lost: Callable[[str, list[Key]], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
+        cache_changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
@@ -77,6 +80,7 @@ class HandoffClient:
         self._make_scratch = scratch
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
+        self._cache_changed = cache_changed
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
@@ -198,11 +202,19 @@ class HandoffClient:
         """Remove the cached prefixes of scratch, not held blocks; return the number of keys that went."""
         return 0 if self._scratch is None else self._scratch.flush()
 
+    def cached_keys(self) -> Collection[bytes]:
+        """Return the keys of the prefix cache of the own blocks."""
+        return [] if self._scratch is None else self._scratch.cached_keys()
+
     def _own_scratch(self) -> Scratch:
         if self._scratch is None:
             if self._make_scratch is None:
                 raise TransportError("this worker has no blocks of its own to copy from")
-            self._scratch = Scratch(*self._make_scratch())
+            try:
+                memory, pool = self._make_scratch()
+            except (MemoryError, RuntimeError) as error:  # of torch: another program took the memory
+                raise TransportError(f"no memory for the blocks that copies start from: {error}") from error
+            self._scratch = Scratch(memory, pool, self._cache_changed)
         return self._scratch
 
     # -- life and death of links

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
@@ -13,6 +15,7 @@ from kvtransfer.transports.base import (
     ReceivingTransport,
     TransportError,
     Welcome,
+    gpu_uuid,
     host_id,
 )
 from kvtransfer.transports.cuda_mapping import CudaMapping
@@ -44,6 +47,16 @@ def transports_for(flag: str, device: torch.device) -> tuple[str, ...]:
     if flag == process_group.NCCL and (why := process_group.nccl_unusable_reason(device)) is not None:
         raise UnusableTransport(f"--transport nccl: {why}")
     return (shared_memory.ON_GPU, flag) if flag == cuda_ipc.NAME else (flag,)
+
+
+def memory_domain(transports: Sequence[str], device: torch.device, worker_id: str) -> str:
+    """Return a name that is equal for workers that compute in one memory.
+
+    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own.
+    """
+    if IN_PLACE.isdisjoint(transports):
+        return f"copies/{worker_id}"
+    return f"{host_id()}/{gpu_uuid(device)}"
 
 
 def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
