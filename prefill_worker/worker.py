@@ -22,6 +22,7 @@ from diptych.worker_process.server import WorkerServer
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
+from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
@@ -56,6 +57,7 @@ class PrefillWorker:
             Memory.of(device),
         )
         transports = self._scratch_plan.transports
+        self._pulls = not registry.PULLS_FRAMES.isdisjoint(transports)
         self._metrics.create_transport_series(transports)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
@@ -80,8 +82,12 @@ class PrefillWorker:
             on_peer_lost=self._loop.requests.on_peer_lost,
             heartbeat=lambda: engine_heartbeat(self._loop),
             cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
+            on_pull_end=self._count_pull,
         )
         self._loop.requests.handoff = self._handoff
+        self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
+        for outcome in OUTCOMES:
+            self._metrics.pulls.labels(outcome)
         self._loop.requests.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
@@ -117,7 +123,15 @@ class PrefillWorker:
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             waiting_tokens=self._loop.waiting_tokens,
+            pull_cost=self._handoff.pull_rates.cost if self._pulls else None,
         )
+
+    def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.pulls.labels(outcome).inc()
+        metrics.pulled_tokens.inc(blocks * self._engine.layout.block_size)
+        if outcome != DECLINED:
+            metrics.pull_duration.observe(seconds)
 
     def _ended(self, request: PrefillRequest, outcome: str) -> None:
         """Count and trace an attempt that has ended."""

@@ -274,6 +274,26 @@ class PrefillMetrics(WorkerMetrics):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
+        self.pulls = Counter(
+            "diptych_kv_pulls",
+            "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",
+            ["outcome"],
+            registry=registry,
+        )
+        self.pulled_tokens = Counter(
+            "diptych_kv_pulled_tokens", "Prompt tokens whose KV was pulled", registry=registry
+        )
+        self.pull_duration = Histogram(
+            "diptych_kv_pull_duration_seconds",
+            "Time of pulls, whatever came of them",
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.pull_cost = Gauge(
+            "diptych_kv_pull_cost",
+            "Cost of pulling a token, in tokens that are computed in the same time",
+            registry=registry,
+        )
 
 
 class DecodeMetrics(WorkerMetrics):

@@ -16,12 +16,14 @@ from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.links import PeerLink
-from kvtransfer.drivers.peer import Peer
+from kvtransfer.drivers.peer import Copying, Peer
+from kvtransfer.drivers.puller import Puller
 from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
+from kvtransfer.protocol.pull_rates import PullRates
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import CPU, TransportError, Welcome, gpu_uuid
 
@@ -50,6 +52,7 @@ class HandoffClient:
         heartbeat: state of this worker's engine.
         cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache of
             the own blocks.
+        on_pull_end: see `Puller`.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
     """
@@ -67,6 +70,7 @@ class HandoffClient:
         on_peer_lost: Callable[[str, list[Key]], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
         cache_changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
+        on_pull_end: Callable[[str, int, float], None] = lambda outcome, blocks, seconds: None,
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
@@ -80,7 +84,9 @@ class HandoffClient:
         self._make_scratch = scratch
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
-        self._cache_changed = cache_changed
+        self._cache_changed, self._on_pull_end = cache_changed, on_pull_end
+        self.pull_rates = PullRates()
+        """Rates by which pulls are made; the owner records what it computes."""
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
@@ -172,7 +178,15 @@ class HandoffClient:
 
     async def _attach(self, peer: Peer, link: PeerLink) -> None:
         hello = link.welcome
-        welcome = Welcome(peer.address, hello.endpoint, hello.token, self._layout, hello.num_blocks)
+        welcome = Welcome(
+            peer.address,
+            hello.endpoint,
+            hello.token,
+            self._layout,
+            hello.num_blocks,
+            hello.pull_endpoint,
+            hello.pull_token,
+        )
         try:
             if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
@@ -182,7 +196,8 @@ class HandoffClient:
             else:
                 await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
-                copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
+                channel = await registry.open_channel(hello.transport, welcome, scratch.memory)
+                copying = Copying(scratch, channel, self._puller(welcome, scratch))
         except TransportError as error:
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
@@ -205,6 +220,16 @@ class HandoffClient:
     def cached_keys(self) -> Collection[bytes]:
         """Return the keys of the prefix cache of the own blocks."""
         return [] if self._scratch is None else self._scratch.cached_keys()
+
+    def _puller(self, welcome: Welcome, scratch: Scratch) -> Puller | None:
+        if not welcome.pull_endpoint:
+            return None
+        return Puller(
+            lambda table: registry.open_pulls(welcome, scratch.memory, table),
+            self.pull_rates,
+            self._layout.block_size,
+            self._on_pull_end,
+        )
 
     def _own_scratch(self) -> Scratch:
         if self._scratch is None:

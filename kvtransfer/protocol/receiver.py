@@ -172,6 +172,19 @@ class Receiver:
             return None
         return attempt.open_grant.block_ids[indices.start : indices.stop]
 
+    def prefix_block(
+        self, writer: WriterId, slot: int, generation: int, index: int
+    ) -> tuple[GrantRef, int] | None:
+        """Return the full name of a writer's grant and the block at `index`, which it may read now.
+
+        None unless the grant is being filled and the block is of its cached prefix.
+        """
+        attempt = self._transfers.grants.find(slot, generation)
+        if attempt is None or attempt.writer != writer or attempt.phase is not Phase.GRANTED:
+            return None
+        grant = attempt.open_grant
+        return (grant.ref, grant.block_ids[index]) if index < grant.cached_blocks else None
+
     def arrived(
         self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:

@@ -8,7 +8,8 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.settings import StartupError
-from kvtransfer.transports import cuda_ipc, nccl, process_group, shared_memory, tcp
+from kvtransfer.protocol.pull_table import PullTable
+from kvtransfer.transports import cuda_ipc, nccl, process_group, pull_frames, shared_memory, tcp
 from kvtransfer.transports.base import (
     PushChannel,
     ReceiverHooks,
@@ -24,6 +25,8 @@ from kvtransfer.transports.pool_memory import PoolMemory
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
+PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
+"""Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
@@ -88,6 +91,13 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
         case cuda_ipc.NAME:
             return await cuda_ipc.CudaIpcChannel.open(welcome, mapping_for(scratch.data.device))
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
+
+
+async def open_pulls(
+    welcome: Welcome, scratch: KVMemory, table: PullTable
+) -> pull_frames.FramePullChannel:
+    """Open the prefill worker's end for pulls into `scratch`, which `table` lists. Raises TransportError."""
+    return await pull_frames.FramePullChannel.open(welcome, scratch, table)
 
 
 def mapping_for(device: torch.device) -> MemoryMapping:
