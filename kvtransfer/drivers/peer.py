@@ -265,9 +265,7 @@ class Peer:
 
     # -- messages and actions
 
-    async def _pull(
-        self, copying: Copying, grant: GrantReceived, blocks: ScratchBlocks, keep: bool
-    ) -> int:
+    async def _pull(self, copying: Copying, grant: GrantReceived, blocks: ScratchBlocks, keep: bool) -> int:
         """Return the tokens whose KV is in scratch, after pulling what only the decode worker has of them."""
         size = copying.scratch.memory.layout.block_size
         first, upto = blocks.cached_tokens // size, grant.cached_tokens // size

@@ -91,9 +91,7 @@ class PullTable:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def open(
-        self, ref: GrantRef, first: int, block_ids: Sequence[int], settled: Callable[[], None]
-    ) -> Pull:
+    def open(self, ref: GrantRef, first: int, block_ids: Sequence[int], settled: Callable[[], None]) -> Pull:
         """Open a pull. Raises ValueError if the grant has one, or for no blocks."""
         name = ref.slot, ref.generation
         if name in self._pulls or not block_ids:

@@ -24,9 +24,7 @@ class DataConnection:
         self._reader = asyncio.create_task(self._read_counts()) if counts else None
 
     @classmethod
-    async def open(
-        cls, welcome: Welcome, greeting_bytes: int, *, counts: bool = True
-    ) -> DataConnection:
+    async def open(cls, welcome: Welcome, greeting_bytes: int, *, counts: bool = True) -> DataConnection:
         """Connect and register. Raises TransportError."""
         host, port = endpoint_address(welcome)
         loop = asyncio.get_running_loop()

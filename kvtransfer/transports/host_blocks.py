@@ -32,9 +32,7 @@ def pulled_block_digest(ref: GrantRef, index: int, payload: bytes | bytearray | 
     return _digest(ref, index, payload, _PULLED)
 
 
-def _digest(
-    ref: GrantRef, index: int, payload: bytes | bytearray | memoryview, direction: int
-) -> bytes:
+def _digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryview, direction: int) -> bytes:
     request_id, attempt = ref.key
     name = request_id.encode()
     place = _PLACE.pack(ref.slot, ref.generation, attempt, index, len(name))

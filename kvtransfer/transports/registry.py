@@ -93,9 +93,7 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
 
 
-async def open_pulls(
-    welcome: Welcome, scratch: KVMemory, table: PullTable
-) -> pull_frames.FramePullChannel:
+async def open_pulls(welcome: Welcome, scratch: KVMemory, table: PullTable) -> pull_frames.FramePullChannel:
     """Open the prefill worker's end for pulls into `scratch`, which `table` lists. Raises TransportError."""
     return await pull_frames.FramePullChannel.open(welcome, scratch, table)
 

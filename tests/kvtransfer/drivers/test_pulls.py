@@ -65,7 +65,8 @@ async def cached_pair(make_pair, transport, blocks=PREFIX, **options):
 def pulled(granted, count=PREFIX):
     """Return whether the first blocks hold what the decode worker has."""
     return all(
-        torch.equal(granted.memory.data[granted.block_table[place]], pattern(1, place)) for place in range(count)
+        torch.equal(granted.memory.data[granted.block_table[place]], pattern(1, place))
+        for place in range(count)
     )
 
 
