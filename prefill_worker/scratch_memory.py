@@ -1,7 +1,7 @@
 """The size of scratch, decided at the start: the own blocks of a prefill worker where it copies.
 
-They hold at least one prompt of the whole context, so that the longest legal prompt always fits. A worker that
-could not keep that does not start, or, where it may compute in a decode worker's memory, offers no copies.
+They hold at least one prompt of the whole context, so that the longest legal prompt always fits. A worker
+without room for that does not start, or, where it may compute in a decode worker's memory, offers no copies.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def plan_scratch(
         roomy = int(SHARE * memory.free) // size
         return ScratchPlan(max(context, min(CONTEXTS * context, roomy)), tuple(transports))
     why = (
-        f"one prompt of {max_context} tokens takes {_mib(context * size)} MiB in the blocks that copies start "
-        f"from, and {_mib(memory.free)} MiB are free: lower --max-model-len"
+        f"one prompt of {max_context} tokens takes {_mib(context * size)} MiB in the blocks that copies "
+        f"start from, and {_mib(memory.free)} MiB are free: lower --max-model-len"
     )
     if not in_place:
         raise ScratchDoesNotFit(f"--transport {','.join(transports)}: {why}")
@@ -91,8 +91,8 @@ def plan_scratch(
 def _check_configured(blocks: int, context: int, layout: KVLayout, max_context: int, memory: Memory) -> None:
     if blocks < context:
         raise ScratchDoesNotFit(
-            f"--scratch-blocks {blocks}: they hold {blocks * layout.block_size} tokens, and a prompt may have "
-            f"{max_context} (--max-model-len): {context} blocks are the least"
+            f"--scratch-blocks {blocks}: they hold {blocks * layout.block_size} tokens, and a prompt may "
+            f"have {max_context} (--max-model-len): {context} blocks are the least"
         )
     needed = blocks * layout.bytes_per_block
     if memory.total is not None and needed > memory.total:

@@ -193,7 +193,7 @@ class GatewayMetrics(RoleMetrics):
         pair = ["prefill_worker", "decode_worker"]
         self.pair_predicted_tokens = Counter(
             "diptych_route_pair_predicted_tokens",
-            "Prompt tokens that the router expected a pair of workers not to compute, of attempts with output",
+            "Prompt tokens that the router expected a pair not to compute, of attempts with output",
             pair,
             registry=registry,
         )

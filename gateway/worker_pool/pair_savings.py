@@ -1,8 +1,8 @@
 """The prompt tokens that a pair of workers need not compute: plain values in, plain values out.
 
-Where both compute in one memory, it is what the decode worker's pool holds. Where blocks are copied, the prefill
-worker computes into blocks of its own, and starts from what it has cached itself. What only the decode worker
-holds it may pull from there, which costs less than computing it, but something.
+Where both compute in one memory, it is what the decode worker's pool holds. Where blocks are copied, the
+prefill worker computes into blocks of its own, and starts from what it has cached itself. What only the
+decode worker holds it may pull from there, which costs less than computing it, but something.
 """
 
 from __future__ import annotations

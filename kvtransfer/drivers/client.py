@@ -50,8 +50,8 @@ class HandoffClient:
         on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
         on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
         heartbeat: state of this worker's engine.
-        cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache of
-            the own blocks.
+        cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache
+            of the own blocks.
         on_pull_end: see `Puller`.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.

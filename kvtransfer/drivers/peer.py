@@ -1,9 +1,9 @@
 """Decode process as the prefill worker sees it: ask for blocks, fill them, commit or stop.
 
 Drives `Sender` with the current link. In place, the decode pool is mapped and the owner computes straight
-into the granted blocks; otherwise it computes in scratch, `PushQueue` copies, and `Puller` brings what only the
-decode worker has of a prompt. A Peer outlives its links:
-grants that were being written when a link broke are answered for on the next one.
+into the granted blocks; otherwise it computes in scratch, `PushQueue` copies, and `Puller` brings what only
+the decode worker has of a prompt. A Peer outlives its links: grants that were being written when a link broke
+are answered for on the next one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pulls from one decode process: when to make them, how long to wait, and what came of them.
 
-A pull is never needed: one that does not pay is not made, and what is late or broken is computed instead. It is
-part of the ask, so that other prompts compute meanwhile.
+A pull is never needed: one that does not pay is not made, and what is late or broken is computed instead. It
+is part of the ask, so that other prompts compute meanwhile.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 First come, first served: an ask to a decode worker is made only once there is room here, so that no decode
 memory is pinned by a prompt that waits for scratch.
 
-What is pulled from a decode worker enters the prefix cache as soon as it is verified, what is computed once it
-is committed. A flush, or distrust here or at the decode worker, voids all that has not entered by then.
+What is pulled from a decode worker enters the prefix cache as soon as it is verified, what is computed once
+it is committed. A flush, or distrust here or at the decode worker, voids all that has not entered by then.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Scratch:
         self._report()
 
     def keep_pulled(self, blocks: ScratchBlocks, upto: int, source: str) -> None:
-        """Enter the first `upto` blocks, verified copies from the decode worker at `source`, into the cache."""
+        """Enter the first `upto` blocks, verified copies from the decode worker at `source`."""
         if self._insert(blocks, upto):
             pulled = self._pulled.setdefault(source, set())
             pulled.update(blocks.keys[blocks.cached_tokens // self.memory.layout.block_size : upto])

@@ -1,15 +1,15 @@
 """State machine of a prefill worker's pulls from one decode process: no I/O, no clock.
 
-A pull takes blocks of the prefix that a grant names from the decode worker's pool to blocks of scratch. Phases:
+A pull takes blocks of a grant's prefix from the decode worker's pool to blocks of scratch. Phases:
 
     OPEN      blocks are on their way
     COMPLETE  all have arrived and were verified
     CUT       no more comes: it was refused, a block was damaged, or the channel broke
     ENDED     its owner has taken the result; nothing is copied for it any more
 
-A frame is copied only if its grant's generation has an open pull that still lacks its index. So data that comes
-late, twice or for another grant touches nothing, and scratch is free again once the pull has ended. What counts
-are the leading blocks: the rest of a pull that was cut is computed.
+A frame is copied only if its grant's generation has an open pull that still lacks its index. So data that
+comes late, twice or for another grant touches nothing, and scratch is free again once the pull has ended.
+What counts are the leading blocks: the rest of a pull that was cut is computed.
 """
 
 from __future__ import annotations

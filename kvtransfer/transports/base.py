@@ -126,7 +126,7 @@ class PullChannel(Protocol):
         ...
 
     async def withdraw(self, pull: Pull) -> None:
-        """Ask for no more blocks of a pull; returns, cancelled or not, once none is copied but by its table."""
+        """Ask for no more blocks of a pull; ends, cancelled or not, once none is copied but by its table."""
         ...
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ class DataSocket(asyncio.BufferedProtocol):
             self._transport.write(COUNT.pack(self._taken))
 
     async def send(self, *parts: bytes) -> None:
-        """Send bytes, as soon as the other end reads those before. Raises TransportError once it is closed."""
+        """Send bytes, once the other end has read enough of those before. Raises TransportError if closed."""
         await self._writable.wait()
         if self.closed or self._transport is None:
             raise TransportError("the data socket is closed")

@@ -1,12 +1,13 @@
 """Pulls by frames: a prefill worker reads the cached prefix of its grants over a socket of its own.
 
-    writer → token, then requests   slot u32, generation u64, first index u32, count u32; a count of 0 withdraws
+    writer → token, then requests   slot u32, generation u64, first index u32, count u32
     decode → frames                 slot u32, generation u64, index u32, length u32, digest, bytes
 
-The decode worker answers a request block by block, each only while its grant is open, and ends it with a frame
-of length 0 if it is not. Frames are read into a staging buffer, and copied into scratch only if their pull is
-open and lacks the block, and if its bytes match the digest, which binds them to grant, direction and index. So
-nothing that comes late touches scratch, and closing the socket costs the pulls alone: it is no fence.
+A request for no blocks withdraws the one before. The decode worker answers block by block, each only while
+its grant is open, and ends with a frame of length 0 if it is not. Frames are read into a staging buffer, and
+copied into scratch only if their pull is open and lacks the block, and if its bytes match the digest, which
+binds them to grant, direction and index. So nothing that comes late touches scratch, and closing the socket
+costs the pulls alone: it is no fence.
 
 Blocks on a GPU pass through host memory.
 """

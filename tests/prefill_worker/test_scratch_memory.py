@@ -45,8 +45,8 @@ def test_copying_worker_without_room_is_refused_with_the_flag() -> None:
     with pytest.raises(ScratchDoesNotFit) as refused:
         plan(transports=("tcp",), free=MIB_A_CONTEXT - 1)
     assert str(refused.value) == (
-        f"--transport tcp: one prompt of 2048 tokens takes {MIB_A_CONTEXT} MiB in the blocks that copies start "
-        f"from, and {MIB_A_CONTEXT - 1} MiB are free: lower --max-model-len"
+        f"--transport tcp: one prompt of 2048 tokens takes {MIB_A_CONTEXT} MiB in the blocks that copies "
+        f"start from, and {MIB_A_CONTEXT - 1} MiB are free: lower --max-model-len"
     )
 
 

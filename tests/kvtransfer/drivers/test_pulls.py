@@ -1,4 +1,4 @@
-"""Pulls: a prefill worker takes the prefix that only the decode worker has, and nothing that it should not."""
+"""Pulls: a prefill worker takes the prefix that only the decode worker has, and nothing else."""
 
 from __future__ import annotations
 
