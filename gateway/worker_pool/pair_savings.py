@@ -24,7 +24,7 @@ class PairSaving:
 
     blocks: int
     pulled: int
-    """Of these, the blocks that the prefill worker takes from the decode worker's pool."""
+    """Number of them that the prefill worker takes from the decode worker's pool."""
 
     def compute_cost(self, tokens: int, block_size: int, pull_cost: float | None) -> float:
         """Return the cost of a prompt of `tokens` tokens, in tokens to compute."""

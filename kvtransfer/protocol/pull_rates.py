@@ -7,7 +7,7 @@ FORGET = 0.9
 ASSUMED_COST = 0.1
 """Cost of a pulled token, in computed ones, before anything was measured."""
 PROBE_EVERY = 16
-"""One of so many pulls that do not pay is made all the same: rates change, and only a pull measures them."""
+"""Pulls that do not pay until one is made all the same: rates change, and only a pull measures them."""
 LATE_FACTOR = 2.0
 """A pull that takes so many times as long as computing the tokens is late."""
 LEAST_DEADLINE_S = 0.1
