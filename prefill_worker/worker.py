@@ -57,7 +57,7 @@ class PrefillWorker:
             Memory.of(device),
         )
         transports = self._scratch_plan.transports
-        self._pulls = not registry.PULLS_FRAMES.isdisjoint(transports)
+        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)

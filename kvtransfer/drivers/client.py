@@ -25,7 +25,7 @@ from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgre
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullRates
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import CPU, TransportError, Welcome, gpu_uuid
+from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, gpu_uuid
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -197,7 +197,7 @@ class HandoffClient:
                 await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
                 channel = await registry.open_channel(hello.transport, welcome, scratch.memory)
-                copying = Copying(scratch, channel, self._puller(welcome, scratch))
+                copying = Copying(scratch, channel, self._puller(welcome, channel, scratch))
         except TransportError as error:
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
@@ -221,11 +221,11 @@ class HandoffClient:
         """Return the keys of the prefix cache of the own blocks."""
         return [] if self._scratch is None else self._scratch.cached_keys()
 
-    def _puller(self, welcome: Welcome, scratch: Scratch) -> Puller | None:
+    def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
         if not welcome.pull_endpoint:
             return None
         return Puller(
-            lambda table: registry.open_pulls(welcome, scratch.memory, table),
+            lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
             self.pull_rates,
             self._layout.block_size,
             self._on_pull_end,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
 from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports import pull_mapped
 from kvtransfer.transports.base import Locality, ReceivingTransport
 from kvtransfer.transports.pull_frames import PullServer
-from kvtransfer.transports.registry import PULLS_FRAMES
+from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,12 @@ def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
         if getattr(a, field.name) != getattr(b, field.name):
             return field.name
     return None
+
+
+def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
+    if transport.name in PULLS_MAPPED:
+        return pull_mapped.ENDPOINT
+    return "" if pulls is None else pulls.endpoint
 
 
 class Handshake:
@@ -103,7 +110,7 @@ class Handshake:
                 endpoint=transport.endpoint,
                 token=transport.admit(writer, hello.pid),
                 num_blocks=self._num_blocks,
-                pull_endpoint="" if pulls is None else pulls.endpoint,
+                pull_endpoint=_pull_endpoint(transport, pulls),
                 pull_token=b"" if pulls is None else pulls.admit(writer),
                 forgotten=forgotten,
             )

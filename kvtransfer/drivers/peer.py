@@ -271,7 +271,9 @@ class Peer:
         first, upto = blocks.cached_tokens // size, grant.cached_tokens // size
         if copying.puller is None or upto <= first:
             return blocks.cached_tokens
-        pulled = await copying.puller.pull(grant.ref, first, blocks.block_ids[first:upto])
+        pulled = await copying.puller.pull(
+            grant.ref, first, grant.block_ids[first:upto], blocks.block_ids[first:upto]
+        )
         if pulled and keep:
             copying.scratch.keep_pulled(blocks, first + pulled, self.address)
         return (first + pulled) * size

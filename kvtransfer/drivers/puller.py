@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from diptych.runtime.failpoints import reach
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.protocol.pull_rates import PullRates
 from kvtransfer.protocol.pull_table import Pull, PullPhase, PullTable
@@ -48,7 +49,9 @@ class Puller:
         self._failed_at: float | None = None
         self._closed = False
 
-    async def pull(self, ref: GrantRef, first: int, block_ids: Sequence[int]) -> int:
+    async def pull(
+        self, ref: GrantRef, first: int, source_ids: Sequence[int], block_ids: Sequence[int]
+    ) -> int:
         """Pull the blocks of a grant from index `first` on into `block_ids`; return how many came.
 
         What is returned are verified leading blocks. When the call ends, cancelled or not, nothing is written
@@ -61,9 +64,10 @@ class Puller:
         try:
             async with asyncio.timeout(self._rates.deadline_s(len(block_ids) * self._block_size)):
                 channel, table = await self._opened()
-                pull, settled = _open_pull(table, ref, first, block_ids)
+                pull, settled = _open_pull(table, ref, first, source_ids, block_ids)
                 try:
                     channel.request(pull)
+                    reach("prefill.pull")
                     await settled.wait()
                 finally:
                     came = await _end_pull(channel, table, pull)
@@ -72,7 +76,10 @@ class Puller:
         except TransportError as error:
             _log.warning("nothing can be pulled: %s", error)
         seconds = time.monotonic() - started
-        self._rates.pulled(came * self._block_size, seconds)
+        if came == len(block_ids):
+            self._rates.pulled(came * self._block_size, seconds)
+        else:
+            self._rates.failed(len(block_ids) * self._block_size)
         self._on_end(_outcome(came, len(block_ids), late), came, seconds)
         return came
 
@@ -102,10 +109,14 @@ class Puller:
 
 
 def _open_pull(
-    table: PullTable, ref: GrantRef, first: int, block_ids: Sequence[int]
+    table: PullTable,
+    ref: GrantRef,
+    first: int,
+    source_ids: Sequence[int],
+    block_ids: Sequence[int],
 ) -> tuple[Pull, asyncio.Event]:
     settled = asyncio.Event()
-    return table.open(ref, first, block_ids, settled.set), settled
+    return table.open(ref, first, source_ids, block_ids, settled.set), settled
 
 
 async def _end_pull(channel: PullChannel, table: PullTable, pull: Pull) -> int:

@@ -46,7 +46,7 @@ from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.failpoints import damage_blocks
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.pull_frames import PullServer
-from kvtransfer.transports.registry import PULLS_FRAMES, make_receiver
+from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED, make_receiver
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +185,10 @@ class HandoffServer:
         link = ServerLink(writer_id, stream)
         writer = self._writers.link_up(link, transport)
         link.put(self._handshake.make_welcome(hello, transport, self._forgotten))
-        self._actions.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
+        reads_prefix = transport.name in PULLS_MAPPED
+        self._actions.run(
+            self._receiver.link_up(writer_id, in_place=transport.in_place, reads_prefix=reads_prefix)
+        )
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
         try:
             await link.run(self._handle)

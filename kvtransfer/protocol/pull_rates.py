@@ -8,6 +8,9 @@ ASSUMED_COST = 0.1
 """Cost of a pulled token, in computed ones, before anything was measured."""
 PROBE_EVERY = 16
 """Pulls that do not pay until one is made all the same: rates change, and only a pull measures them."""
+FAILED_COST = 4.0
+"""Cost of a token, in computed ones, that a failed pull counts as, and the most that any pull does: one that
+was stopped for seconds must not outweigh all others."""
 LATE_FACTOR = 2.0
 """A pull that takes so many times as long as computing the tokens is late."""
 LEAST_DEADLINE_S = 0.1
@@ -43,8 +46,17 @@ class PullRates:
             self._compute.add(tokens, seconds)
 
     def pulled(self, tokens: int, seconds: float) -> None:
-        """Record a pull; one that was late or broke counts the tokens that came, and the time it took."""
-        self._pull.add(max(tokens, 1), seconds)
+        """Record a pull of which all came."""
+        self._pull.add(tokens, min(seconds, self._failed_s(tokens) or seconds))
+
+    def failed(self, tokens: int) -> None:
+        """Record a pull of so many tokens that was late or broke."""
+        if seconds := self._failed_s(tokens):
+            self._pull.add(tokens, seconds)
+
+    def _failed_s(self, tokens: int) -> float | None:
+        compute = self._compute.seconds_a_token
+        return FAILED_COST * compute * tokens if compute else None
 
     @property
     def cost(self) -> float:

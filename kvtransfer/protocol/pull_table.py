@@ -40,13 +40,20 @@ TRANSITIONS: dict[PullPhase, frozenset[PullPhase]] = {
 class Pull:
     """Pull of the blocks of one grant from index `first` of its table on, into `block_ids` of scratch.
 
+    `source_ids` are the blocks in the decode worker's pool.
     `settled` is called once, when no more blocks come or are needed.
     """
 
     def __init__(
-        self, ref: GrantRef, first: int, block_ids: Sequence[int], settled: Callable[[], None]
+        self,
+        ref: GrantRef,
+        first: int,
+        source_ids: Sequence[int],
+        block_ids: Sequence[int],
+        settled: Callable[[], None],
     ) -> None:
-        self.ref, self.first, self.block_ids = ref, first, tuple(block_ids)
+        self.ref, self.first = ref, first
+        self.source_ids, self.block_ids = tuple(source_ids), tuple(block_ids)
         self.phase = PullPhase.OPEN
         self._missing = set(range(first, first + len(self.block_ids)))
         self._settled = settled
@@ -91,12 +98,19 @@ class PullTable:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def open(self, ref: GrantRef, first: int, block_ids: Sequence[int], settled: Callable[[], None]) -> Pull:
+    def open(
+        self,
+        ref: GrantRef,
+        first: int,
+        source_ids: Sequence[int],
+        block_ids: Sequence[int],
+        settled: Callable[[], None],
+    ) -> Pull:
         """Open a pull. Raises ValueError if the grant has one, or for no blocks."""
         name = ref.slot, ref.generation
         if name in self._pulls or not block_ids:
             raise ValueError("a pull of no blocks, or the second one of a grant")
-        self._pulls[name] = pull = Pull(ref, first, block_ids, settled)
+        self._pulls[name] = pull = Pull(ref, first, source_ids, block_ids, settled)
         return pull
 
     def find(self, slot: int, generation: int) -> Pull | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.failpoints import reach
 from diptych.runtime.send_queue import SendQueue
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.protocol.pull_table import Pull, PullTable
@@ -139,6 +140,7 @@ class _RequestReader:
                 await self._connection.send(_HEADER.pack(slot, generation, index, 0, _NO_DIGEST))
                 return
             payload, digest = frame
+            reach("decode.pull")
             header = _HEADER.pack(slot, generation, index, len(payload), digest)
             await self._connection.send(header, payload)
 
@@ -233,6 +235,7 @@ class FramePullChannel:
             pull.cut()
             return
         write_block(self._memory, block, self._staging)
+        reach("prefill.pulled")
         pull.arrived(index)
         if index == pull.first + len(pull.block_ids) - 1:
             pull.cut()  # frames come in order: what is missing now had a damaged header

@@ -9,8 +9,17 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.settings import StartupError
 from kvtransfer.protocol.pull_table import PullTable
-from kvtransfer.transports import cuda_ipc, nccl, process_group, pull_frames, shared_memory, tcp
+from kvtransfer.transports import (
+    cuda_ipc,
+    nccl,
+    process_group,
+    pull_frames,
+    pull_mapped,
+    shared_memory,
+    tcp,
+)
 from kvtransfer.transports.base import (
+    PullChannel,
     PushChannel,
     ReceiverHooks,
     ReceivingTransport,
@@ -27,6 +36,8 @@ IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
 PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 """Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
+PULLS_MAPPED = frozenset({cuda_ipc.NAME})
+"""Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
@@ -93,9 +104,19 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
 
 
-async def open_pulls(welcome: Welcome, scratch: KVMemory, table: PullTable) -> pull_frames.FramePullChannel:
-    """Open the prefill worker's end for pulls into `scratch`, which `table` lists. Raises TransportError."""
-    return await pull_frames.FramePullChannel.open(welcome, scratch, table)
+async def open_pulls(
+    welcome: Welcome, channel: PushChannel, scratch: KVMemory, table: PullTable
+) -> PullChannel:
+    """Open the prefill worker's end for pulls into `scratch`, which `table` lists. Raises TransportError.
+
+    Args:
+        channel: the open channel of the same link.
+    """
+    if welcome.pull_endpoint != pull_mapped.ENDPOINT:
+        return await pull_frames.FramePullChannel.open(welcome, scratch, table)
+    if not isinstance(channel, cuda_ipc.CudaIpcChannel):
+        raise TransportError("the decode worker offers to read a pool that is not mapped here")
+    return channel.open_pulls(scratch)
 
 
 def mapping_for(device: torch.device) -> MemoryMapping:

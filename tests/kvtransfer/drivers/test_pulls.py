@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
 
 from kvtransfer.drivers.puller import OUTCOMES
-from kvtransfer.transports import pull_frames
+from kvtransfer.transports import memory_mapping, pull_frames
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 BLOCK = LAYOUT.block_size
@@ -42,8 +43,15 @@ def gate(monkeypatch):
     return gate
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(params=["tcp", "gloo", "cuda_ipc"])
 def pulling(request):
+    """Return a transport that copies."""
+    return request.param
+
+
+@pytest.fixture(params=["tcp", "gloo"])
+def framed(request):
+    """Return a transport that pulls by frames."""
     return request.param
 
 
@@ -126,7 +134,7 @@ async def test_prompt_that_must_not_be_cached_leaves_nothing(make_pair, pulling)
     await settled(pair)
 
 
-async def test_damaged_block_is_computed_instead(make_pair, pulling, monkeypatch):
+async def test_damaged_block_is_computed_instead(make_pair, framed, monkeypatch):
     sent = 0
 
     def damage(payload):
@@ -137,15 +145,15 @@ async def test_damaged_block_is_computed_instead(make_pair, pulling, monkeypatch
         return memoryview(damaged)
 
     monkeypatch.setattr(pull_frames, "damage_payload", damage)
-    pair = await cached_pair(make_pair, pulling)
+    pair = await cached_pair(make_pair, framed)
     granted = await pair.grant("r", 14, KEYS[:3])
     assert granted.computed_tokens == BLOCK
     assert pair.ends == [("partly", 1)]
     assert set(pair.prefill.client.cached_keys()) == set(KEYS[:1])
 
 
-async def test_late_pull_is_computed_instead_and_touches_nothing_later(make_pair, pulling, gate):
-    pair = await cached_pair(make_pair, pulling)
+async def test_late_pull_is_computed_instead_and_touches_nothing_later(make_pair, framed, gate):
+    pair = await cached_pair(make_pair, framed)
     pair.prefill.client.pull_rates.computed(1000, 0.1)
     granting = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
     await until(lambda: gate.waiting == 1)
@@ -172,8 +180,8 @@ async def test_pull_that_costs_more_than_computing_is_declined(make_pair, pullin
 
 
 @pytest.mark.parametrize("how", ["decode cancels", "prefill cancels", "link breaks"])
-async def test_end_in_the_middle_of_a_pull_returns_every_block(make_pair, pulling, gate, how):
-    pair = await cached_pair(make_pair, pulling)
+async def test_end_in_the_middle_of_a_pull_returns_every_block(make_pair, framed, gate, how):
+    pair = await cached_pair(make_pair, framed)
     peer = await pair.peer()
     asking = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
     await until(lambda: gate.waiting == 1)
@@ -198,9 +206,9 @@ async def test_end_in_the_middle_of_a_pull_returns_every_block(make_pair, pullin
     assert pulled(granted)
 
 
-async def test_revoked_grant_is_sent_no_more(make_pair, pulling, gate):
+async def test_revoked_grant_is_sent_no_more(make_pair, framed, gate):
     """The pins of a revoked grant are gone: its blocks may have another content by now."""
-    pair = await cached_pair(make_pair, pulling)
+    pair = await cached_pair(make_pair, framed)
     asking = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
     await until(lambda: gate.waiting == 1)
     pair.decode.server.cancel(("r", 1))
@@ -212,8 +220,8 @@ async def test_revoked_grant_is_sent_no_more(make_pair, pulling, gate):
 
 
 @pytest.mark.parametrize("how", ["flush there", "flush here", "distrust there"])
-async def test_event_between_start_and_entry_voids_the_pull(make_pair, pulling, gate, how):
-    pair = await cached_pair(make_pair, pulling)
+async def test_event_between_start_and_entry_voids_the_pull(make_pair, framed, gate, how):
+    pair = await cached_pair(make_pair, framed)
     asking = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
     await until(lambda: gate.waiting == 1)
     if how == "flush here":
@@ -259,8 +267,8 @@ async def test_event_while_the_link_is_broken_removes_the_blocks(make_pair, pull
     assert not pair.prefill.client.cached_keys()
 
 
-async def test_broken_channel_costs_the_pull_alone(make_pair, pulling, gate, times):
-    pair = await cached_pair(make_pair, pulling)
+async def test_broken_channel_costs_the_pull_alone(make_pair, framed, gate, times):
+    pair = await cached_pair(make_pair, framed)
     peer = await pair.peer()
     asking = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
     await until(lambda: gate.waiting == 1)
@@ -301,3 +309,60 @@ async def test_many_pulls_at_once_return_every_block(make_pair, pulling):
     await asyncio.gather(*(attempt(number) for number in range(40)))
     await settled(pair)
     assert {outcome for outcome, _ in pair.ends} <= set(OUTCOMES)
+
+
+async def test_pins_of_a_mapped_pool_last_until_the_writer_has_stopped(make_pair):
+    """A read that has begun cannot be called back: what it reads must not change."""
+    pair = await cached_pair(make_pair, "cuda_ipc")
+    granted = await pair.grant("r", 14, KEYS[:3])
+    pair.decode.server.cancel(("r", 1))
+    await until(lambda: pair.prefill.aborted == [("r", 1)])
+    assert pair.decode.pool.quarantined() == 1
+    assert pair.decode.pool.available() == 16 - 1 - PREFIX
+    await (await pair.peer()).stop(granted)
+    await settled(pair)
+
+
+async def test_read_of_a_mapped_pool_is_waited_for(make_pair, monkeypatch):
+    """Scratch that a copy may still write is not given to the next prompt."""
+    begun, let = threading.Event(), threading.Event()
+    real = memory_mapping.HostMapping.copy
+
+    def copy(self, run, target):
+        if target is not pair.decode.memory.memory and not begun.is_set():
+            begun.set()
+            let.wait(20)
+        return real(self, run, target)
+
+    pair = await cached_pair(make_pair, "cuda_ipc")
+    monkeypatch.setattr(memory_mapping.HostMapping, "copy", copy)
+    asking = asyncio.create_task(pair.grant("r", 14, KEYS[:3]))
+    await until(begun.is_set)
+    asking.cancel()
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    assert pair.prefill.scratch.available() == 16 - 4
+    assert pair.decode.server.stats().grants == 1
+    let.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await settled(pair)
+
+
+async def test_damaged_copy_of_a_mapped_pool_is_computed_instead(make_pair, monkeypatch):
+    copied = 0
+
+    def damage(payload):
+        nonlocal copied
+        copied += 1
+        damaged = bytearray(payload)
+        damaged[7] ^= copied == 2
+        return memoryview(damaged)
+
+    monkeypatch.setattr(memory_mapping, "damage_payload", damage)
+    pair = await cached_pair(make_pair, "cuda_ipc")
+    granted = await pair.grant("r", 14, KEYS[:3])
+    assert granted.computed_tokens == BLOCK
+    assert pair.ends == [("partly", 1)]
+    await (await pair.peer()).stop(granted)
+    await settled(pair)
