@@ -57,7 +57,7 @@ class Findings:
     shared: int = 0
     """Tokens of prefixes that had been computed before."""
     computed_again: int = 0
-    """Those of them that were not cached."""
+    """Number of them that were not cached."""
 
     @property
     def kept(self) -> float:

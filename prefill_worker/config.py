@@ -8,6 +8,7 @@ from pydantic import Field
 
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
+from kvtransfer.protocol.pull_rates import PullMode
 
 
 class PrefillSettings(WorkerSettings):
@@ -27,6 +28,12 @@ class PrefillSettings(WorkerSettings):
         0,
         "Blocks of this worker's own pool, which copying transports use: at least one context "
         "(--max-model-len); 0 takes two contexts, or one where free memory is short.",
+        section="KV cache",
+    )
+    pull_prefixes: PullMode = setting(
+        "auto",
+        "Take prefixes that a decode worker has cached from there, where blocks are copied: auto, where that "
+        "is cheaper than computing them; always; never.",
         section="KV cache",
     )
 

@@ -83,6 +83,7 @@ class PrefillWorker:
             heartbeat=lambda: engine_heartbeat(self._loop),
             cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
             on_pull_end=self._count_pull,
+            pull_mode=settings.pull_prefixes,
         )
         self._loop.requests.handoff = self._handoff
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
@@ -123,7 +124,7 @@ class PrefillWorker:
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             waiting_tokens=self._loop.waiting_tokens,
-            pull_cost=self._handoff.pull_rates.cost if self._pulls else None,
+            pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
         )
 
     def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:

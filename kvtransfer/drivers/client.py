@@ -23,7 +23,7 @@ from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
-from kvtransfer.protocol.pull_rates import PullRates
+from kvtransfer.protocol.pull_rates import PullMode, PullRates
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, gpu_uuid
 
@@ -53,6 +53,7 @@ class HandoffClient:
         cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache
             of the own blocks.
         on_pull_end: see `Puller`.
+        pull_mode: rule by which cached prefixes are pulled.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
     """
@@ -71,6 +72,7 @@ class HandoffClient:
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
         cache_changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
         on_pull_end: Callable[[str, int, float], None] = lambda outcome, blocks, seconds: None,
+        pull_mode: PullMode = "auto",
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
@@ -85,7 +87,7 @@ class HandoffClient:
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
         self._cache_changed, self._on_pull_end = cache_changed, on_pull_end
-        self.pull_rates = PullRates()
+        self.pull_rates = PullRates(pull_mode)
         """Rates by which pulls are made; the owner records what it computes."""
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._peers: dict[str, Peer] = {}

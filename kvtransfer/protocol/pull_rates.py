@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+PullMode = Literal["auto", "always", "never"]
+"""Rule by which pulls are made: where they pay, all of them, or none."""
 FORGET = 0.9
 """Weight that earlier measurements keep with each new one of their kind."""
 ASSUMED_COST = 0.1
@@ -11,6 +15,8 @@ PROBE_EVERY = 16
 FAILED_COST = 4.0
 """Cost of a token, in computed ones, that a failed pull counts as, and the most that any pull does: one that
 was stopped for seconds must not outweigh all others."""
+FORCED_COST = 0.9
+"""Most that a token counts where all pulls are made."""
 LATE_FACTOR = 2.0
 """A pull that takes so many times as long as computing the tokens is late."""
 LEAST_DEADLINE_S = 0.1
@@ -36,7 +42,8 @@ class _Rate:
 class PullRates:
     """Rates of one prefill worker over all its peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: PullMode = "auto") -> None:
+        self._mode = mode
         self._compute, self._pull = _Rate(), _Rate()
         self._declined = 0
 
@@ -64,8 +71,17 @@ class PullRates:
         compute, pull = self._compute.seconds_a_token, self._pull.seconds_a_token
         return ASSUMED_COST if not compute or pull is None else pull / compute
 
+    @property
+    def expected_cost(self) -> float | None:
+        """Cost of a token for the router, below 1 where pulls are made; None if they never are."""
+        if self._mode == "auto":
+            return self.cost
+        return min(self.cost, FORCED_COST) if self._mode == "always" else None
+
     def pays(self) -> bool:
         """Return True if a pull is to be made, because it costs less than computing or to measure again."""
+        if self._mode != "auto":
+            return self._mode == "always"
         if self.cost < 1:
             self._declined = 0
             return True

@@ -30,6 +30,8 @@ from tests.faults.requests import ask, check_same
 from tests.faults.states import State, Victim
 from tests.faults.system import PAIRS, breakable_system, settle, signal_if_alive
 
+FLAGS = (*PAIRS, "--transport", "tcp", "--set", "prefill.pull-prefixes=always")
+"""The tiny model computes a block faster than a socket brings it."""
 MIX = ("greedy", "seeded", "two choices", "logprobs")
 STOPPED_S = 4.0
 STATES = (
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     states = [state for state in STATES if state.name in options.state]
     plan = [one[1:] for one in itertools.product(range(options.times), states, options.victim, WAYS)]
-    with breakable_system(*PAIRS, "--transport", "tcp") as (system, _):
+    with breakable_system(*FLAGS) as (system, _):
         return tell(run(system, plan), options.output)
 
 

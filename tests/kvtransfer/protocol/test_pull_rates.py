@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.protocol.pull_rates import ASSUMED_COST, LEAST_DEADLINE_S, PROBE_EVERY, PullRates
+from kvtransfer.protocol.pull_rates import ASSUMED_COST, LEAST_DEADLINE_S, PROBE_EVERY, PullMode, PullRates
 
 
 def measured(pull_s: float, compute_s: float = 1.0, times: int = 10) -> PullRates:
@@ -57,6 +57,25 @@ def test_pulls_that_keep_failing_are_made_no_more() -> None:
         rates.failed(1000)
         made += 1
     assert 2 <= made <= 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "pull_s", "expected", "made"),
+    [
+        ("auto", 1.5, 1.5, False),
+        ("always", 1.5, 0.9, True),
+        ("always", 0.1, 0.1, True),
+        ("never", 0.1, None, False),
+    ],
+)
+def test_mode_forces_or_forbids_pulls(
+    mode: PullMode, pull_s: float, expected: float | None, made: bool
+) -> None:
+    rates = PullRates(mode)
+    rates.computed(1000, 1.0)
+    rates.pulled(1000, pull_s)
+    assert rates.expected_cost == (None if expected is None else pytest.approx(expected))
+    assert rates.pays() is made
 
 
 def test_deadline_is_twice_the_time_of_computing() -> None:
