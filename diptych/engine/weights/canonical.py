@@ -229,17 +229,18 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
     assert shape.experts is not None
     beside = ("router", "router_bias", "correction_bias", "shared_router")
     numbers = range(shape.experts.num_experts)
-    made: dict[str, Any] = {name: tensors[name] for name in beside if name in tensors}
-    own: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("shared."):
-            made[name.replace(".", "_")] = tensor
-        elif name not in made and not name.startswith("experts."):
-            own[name] = tensor
-    for name, plural in _PLURALS.items():
-        if EXPERT.format(0) + name in tensors:
-            made[plural] = tuple(tensors[EXPERT.format(number) + name] for number in numbers)
-    return LayerWeights(**own, experts=ExpertWeights(**made))
+    lists: dict[str, Any] = {
+        plural: tuple(tensors[EXPERT.format(number) + name] for number in numbers)
+        for name, plural in _PLURALS.items()
+        if EXPERT.format(0) + name in tensors
+    }
+    experts = ExpertWeights(
+        **{name: tensors[name] for name in beside if name in tensors},
+        **{name.replace(".", "_"): value for name, value in tensors.items() if name.startswith("shared.")},
+        **lists,
+    )
+    own = {n: t for n, t in tensors.items() if n not in beside and not n.startswith(("experts.", "shared."))}
+    return LayerWeights(**own, experts=experts)
 
 
 _PLURALS = {
