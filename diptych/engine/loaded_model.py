@@ -36,7 +36,7 @@ class Model:
     backend_name: BackendName
     device: torch.device = _CPU
     why_torch: str | None = None
-    """Why the backend is torch and not a faster one, in words; None where another computes or torch was asked
+    """Reason, in words, why the backend is torch and not a faster one; None where another computes or torch was asked
     for."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
