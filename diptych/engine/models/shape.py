@@ -93,8 +93,8 @@ class LayerShape:
     """Record of what differs between layers."""
 
     window: int | None = None
-    """Number of last tokens, itself included, that a token attends to; None is all. `ModelShape.window` knows the
-    context, too.
+    """Number of last tokens, itself included, that a token attends to; None is all. `ModelShape.window`
+    knows the context, too.
     """
     rotation: int | None = 0
     """Index into `ModelShape.rotations`; None: queries and keys are not rotated."""
