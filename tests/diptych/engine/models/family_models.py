@@ -266,11 +266,14 @@ def spoiled(checkpoint: Checkpoint, **changes: Any) -> torch.Tensor:
     return Stepper(backend, shape).logits(text_of(TEXT), TEXT)
 
 
-_OTHER_SIDE = {
-    "input_norm": "attention_out_norm",
-    "post_norm": "feed_forward_out_norm",
-    "attention_out_norm": "input_norm",
-    "feed_forward_out_norm": "post_norm",
+_IN_ITS_PLACE = {
+    "input_norm": ("attention_out_norm",),
+    "post_norm": ("feed_forward_out_norm", "input_norm"),
+    "post_norm_bias": ("input_norm_bias",),
+    "attention_out_norm": ("input_norm",),
+    "feed_forward_out_norm": ("post_norm",),
+    "gate": ("up",),
+    "gate_bias": ("up_bias",),
 }
 
 
@@ -278,9 +281,8 @@ def _fitting(layer: LayerWeights, sizes: Mapping[str, tuple[int, ...]]) -> Layer
     given = {name: tensor for name, tensor in vars(layer).items() if tensor is not None}
     made = {}
     for name, size in sizes.items():
-        found = given.get(name)
-        if found is None:
-            found = given[_OTHER_SIDE.get(name, "up" if name == "gate" else "input_norm")]
+        places = (name, *_IN_ITS_PLACE.get(name, ()))
+        found = next(given[place] for place in places if place in given)
         made[name] = found if tuple(found.shape) == size else found[: size[0]]
     return LayerWeights(**made)
 
