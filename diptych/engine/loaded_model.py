@@ -42,8 +42,7 @@ class Model:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
         if shape.latent is not None:
-            width = shape.latent.rank + shape.head_dim
-            return KVLayout(shape.num_layers, 1, width, block_size, self.dtype, latent=True)
+            return KVLayout(shape.num_layers, 1, shape.kept_numbers, block_size, self.dtype, latent=True)
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:

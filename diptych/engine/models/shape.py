@@ -272,6 +272,13 @@ class ModelShape:
         return len(self.layers)
 
     @property
+    def kept_numbers(self) -> int:
+        """Numbers that one token keeps in a layer: keys and values of all KV heads, or a latent."""
+        if self.latent is not None:
+            return self.latent.rank + self.head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def score_scale(self) -> float:
         """Factor of attention's scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
