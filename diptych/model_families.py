@@ -78,6 +78,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek2": "deepseek",
         "glm4moe": "glm4_moe",
         "gpt-oss": "gpt_oss",
         "granitemoe": "granite_moe",
