@@ -41,7 +41,6 @@ _COMMON = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "n_shared_experts": 2,
-    "num_nextn_predict_layers": 0,
 }
 _V2 = {
     **_COMMON,
@@ -77,7 +76,6 @@ _V3 = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "rope_interleave": True,
-    "num_nextn_predict_layers": 1,
 }
 _KV_B = Stored("self_attn.kv_b_proj.weight", ("k_b", "v"))
 _ATTENTION = MappingProxyType(

@@ -206,9 +206,9 @@ def oracle_logits(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 class Stepper:
     """Steps of one backend over shuffled blocks of which every unwritten number is NaN."""
 
-    def __init__(self, backend: Any, shape: ModelShape, blocks: int = 240) -> None:
-        self._backend = backend
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, torch.float32)
+    def __init__(self, backend: Any, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
+        self._backend, blocks = backend, 240
+        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype)
         self._memory = KVMemory(layout, blocks)
         self._memory.data.fill_(torch.nan)
         self._free = list(range(blocks))
