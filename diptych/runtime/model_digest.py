@@ -24,6 +24,8 @@ _CONFIG_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
+    "added_tokens.json",
 )
 
 

@@ -22,6 +22,9 @@ MODEL_TYPES: Final = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """`general.architecture` of those that its GGUF reader has (diptych/engine/weights/gguf_shape.py)."""
 
+VOCABULARY_FILES: Final = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
+"""Files that hold a folder's vocabulary, in the order in which they are looked for."""
+
 _A_MODEL: Final = "a model is a .gguf file or a folder with config.json, tokenizer.json and safetensors files"
 _LFS_HEAD: Final = b"version https://git-lfs"
 _HEAD_BYTES: Final = 512
@@ -242,16 +245,14 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _check_tokenizer(folder: Path, names: Sequence[str]) -> None:
-    if "tokenizer.json" in names:
-        _refuse_no_model(folder / "tokenizer.json", _head(folder / "tokenizer.json"))
-        return
-    others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if name in names]
-    convert = (
-        f": make one of its {others[0]} with transformers (AutoTokenizer: from_pretrained, save_pretrained)"
-        if others
-        else ": get it from where the model came from, or its base model's"
-    )
-    raise UnusableModel(f"{folder} has no tokenizer.json{convert}")
+    form = next((name for name in VOCABULARY_FILES if name in names), None)
+    if form is None:
+        raise UnusableModel(
+            f"{folder} has no tokenizer.json: get it from where the model came from, or its base model's"
+        )
+    _refuse_no_model(folder / form, _head(folder / form))
+    if form == "vocab.json" and "merges.txt" not in names:
+        raise UnusableModel(f"{folder} has vocab.json but not its merges.txt: get it, or tokenizer.json")
 
 
 def _refuse_no_model(path: Path, head: bytes) -> None:

@@ -182,9 +182,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"config.json is not JSON \(.*\): get it",
     ),
     "no_tokenizer": (_folder(_without("tokenizer.json")), "m has no tokenizer.json: get it from where"),
-    "sentencepiece": (
-        _folder(_without("tokenizer.json") | {"tokenizer.model": b"x"}),
-        "m has no tokenizer.json: make one of its tokenizer.model with transformers",
+    "no_merges": (
+        _folder(_without("tokenizer.json") | {"vocab.json": b"{}"}),
+        "m has vocab.json but not its merges.txt: get it, or tokenizer.json",
     ),
 }
 """By what it is: how it is written into a folder, and what its refusal says."""
