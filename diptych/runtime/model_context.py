@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diptych.runtime.gguf_split import first_part
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
@@ -62,7 +63,7 @@ def _context_of(path: Path) -> int | None:
     try:
         if path.is_dir():
             return folder_context(json.loads((path / "config.json").read_bytes()))
-        return gguf_context(read_scalars(path))
+        return gguf_context(read_scalars(first_part(path)))
     except (OSError, ValueError, MalformedGguf):
         return None  # the programs that load the model say why
 

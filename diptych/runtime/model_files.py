@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
@@ -29,7 +30,6 @@ _A_MODEL: Final = "a model is a .gguf file or a folder with config.json, tokeniz
 _LFS_HEAD: Final = b"version https://git-lfs"
 _HEAD_BYTES: Final = 512
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_SPLIT_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _SHARD_NAME: Final = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_GGUFS: Final = {
@@ -92,15 +92,25 @@ _PICKLED: Final = (
 
 
 def _check_gguf(path: Path) -> None:
-    if (split := _SPLIT_NAME.fullmatch(path.name)) is not None and int(split["count"]) > 1:
-        raise UnusableModel(_split(path, int(split["number"]), int(split["count"]), split["stem"]))
+    if missing := missing_parts(path):
+        named = ", ".join(part.name for part in missing[:3])
+        more = ", …" if len(missing) > 3 else ""
+        raise UnusableModel(
+            f"{path} is one of the {len(all_parts(path))} parts of a split GGUF file, of which "
+            f"{len(missing)} are not in its folder: get {named}{more}"
+        )
+    for part in all_parts(path)[1:]:
+        _refuse_no_model(part, _head(part))
     try:
-        metadata = read_scalars(path)
+        metadata = read_scalars(first_part(path))
     except MalformedGguf as error:
         raise UnusableModel(f"{path} is a broken or incomplete GGUF file ({error}): get it again") from error
     count, number = metadata.get("split.count"), metadata.get("split.no")
-    if isinstance(count, int) and count > 1 and isinstance(number, int):
-        raise UnusableModel(_split(path, number + 1, count, path.stem))
+    if isinstance(count, int) and count != len(all_parts(path)) and count > 1 and isinstance(number, int):
+        raise UnusableModel(
+            f"{path} is part {number + 1} of a GGUF file that was split into {count}, and its name does not "
+            f"say so: rename the parts to {path.stem}-00001-of-{count:05d}.gguf and so on"
+        )
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
     other = "mmproj" if architecture in _TEXT_OF_CLIP else str(kind)
     if other in _OTHER_GGUFS:
@@ -110,20 +120,6 @@ def _check_gguf(path: Path) -> None:
             f"{path} is a model of architecture {architecture!r}, which is not computed: "
             f"supported are {', '.join(GGUF_ARCHITECTURES)}"
         )
-
-
-def _split(path: Path, number: int, count: int, stem: str) -> str:
-    first = f"{stem}-00001-of-{count:05d}.gguf" if _SPLIT_NAME.fullmatch(path.name) else path.name
-    lacking = [
-        name
-        for part in range(1, count + 1)
-        if not (path.parent / (name := f"{stem}-{part:05d}-of-{count:05d}.gguf")).exists()
-    ]
-    get = f"get the missing {', '.join(lacking[:3])}, then " if 0 < len(lacking) < count else ""
-    return (
-        f"{path} is part {number} of a GGUF file that was split into {count}, and split files are not read: "
-        f"{get}merge them with llama-gguf-split --merge {first} {stem}.gguf"
-    )
 
 
 def _check_folder(folder: Path) -> None:

@@ -114,7 +114,7 @@ def _vocabulary_and_merges(folder: Path, tokenizer_config: Json) -> tokenizers.T
     pre = PRE_TOKENIZERS[_PRE_OF_CLASS[named]]
     vocab = json_object(VOCABULARY, (folder / VOCABULARY).read_bytes())
     lines = (folder / MERGES).read_text(encoding="utf-8").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
     try:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # the binding raises bare Exception
@@ -124,6 +124,13 @@ def _vocabulary_and_merges(folder: Path, tokenizer_config: Json) -> tokenizers.T
     backend.pre_tokenizer = pre.build()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _pair(line: str) -> tuple[str, str]:
+    left, space, right = line.partition(" ")
+    if not (left and space and right) or " " in right:
+        raise UnusableTokenizer(f"{MERGES}: {line!r} is no pair of tokens")
+    return left, right
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, folder: Path, tokenizer_config: Json) -> None:

@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple
 import tokenizers
 from tokenizers import models, normalizers, processors
 
+from diptych.runtime.gguf_split import first_part
 from diptych.runtime.model_context import gguf_context
 from diptych.runtime.tokenizer import sentencepiece
 from diptych.runtime.tokenizer.end_tokens import turn_end_ids, union
@@ -49,7 +50,7 @@ class _Vocabulary(NamedTuple):
 def read(path: Path) -> TokenizerSource:
     """Return the tokenizer of the GGUF file at ``path``. Raises `UnusableTokenizer` or `OSError`."""
     try:
-        return _build(GgufEntries(read_metadata(path)))
+        return _build(GgufEntries(read_metadata(first_part(path))))
     except MalformedGguf as error:
         raise UnusableTokenizer(str(error)) from error
 

@@ -36,7 +36,7 @@ class SentencePieceModel:
 def parse(data: bytes) -> SentencePieceModel:
     """Return the model in `data`. Raises `UnusableTokenizer` if it is damaged or of a kind not computed."""
     pieces: list[Piece] = []
-    adds_prefix, removes_spaces, charsmap, model_type = True, True, b"", 1  # the message's own defaults
+    adds_prefix, removes_spaces, charsmap, model_type = True, True, False, 1  # the message's own defaults
     for field, value in _fields(data):
         if field == _PIECES and isinstance(value, bytes):
             pieces.append(_piece(value))
@@ -46,7 +46,7 @@ def parse(data: bytes) -> SentencePieceModel:
             numbers = dict(_numbers(value))
             adds_prefix = bool(numbers.get(_DUMMY_PREFIX, 1))
             removes_spaces = bool(numbers.get(_REMOVES_SPACES, 1))
-            charsmap = next((one for at, one in _fields(value) if at == _CHARSMAP and one), b"")
+            charsmap = any(at == _CHARSMAP and one for at, one in _fields(value))
     if not pieces:
         raise UnusableTokenizer(f"{_NAME} holds no vocabulary")
     if model_type != _BPE:
