@@ -7,7 +7,7 @@ from pathlib import Path
 from diptych.engine.dtype import Precision
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import Checkpoint
-from diptych.runtime.gguf_split import all_parts
+from diptych.engine.weights.gguf_parts import all_parts
 
 
 def is_quantised(path: Path) -> bool:

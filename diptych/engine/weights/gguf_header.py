@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.engine.weights.canonical import BadModelFile
-from diptych.runtime.gguf_split import all_parts
+from diptych.engine.weights.gguf_parts import all_parts
 
 Scalar = int | float | bool | str
 

@@ -8,6 +8,7 @@ Control tokens enter a prompt only through `encode_parts`, whose parts a chat te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,6 +17,7 @@ import tokenizers
 from diptych.runtime.tokenizer import gguf_tokenizer, hf_tokenizer
 from diptych.runtime.tokenizer.byte_level import read_bytes
 from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from diptych.runtime.tokenizer.end_tokens import turn_end_ids, union
 from diptych.runtime.tokenizer.sentencepiece import SPACE
 from diptych.runtime.tokenizer.source import TokenizerSource, UnusableTokenizer
 
@@ -51,6 +53,16 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Load from a ``.gguf`` file or a Hugging Face folder. Raises `UnusableTokenizer` or `OSError`."""
         return cls(hf_tokenizer.read(path) if path.is_dir() else gguf_tokenizer.read(path))
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """Return the same tokenizer with `template` in place of the model's own.
+
+        The tokens that `template` ends a turn with end an output, too.
+        """
+        ends = union([*self.eos_token_ids, *turn_end_ids(self._source.added, [template])], self.vocab_size)
+        return Tokenizer(
+            replace(self._source, chat_template=template, tool_template=None, eos_token_ids=ends)
+        )
 
     @property
     def vocab_size(self) -> int:
