@@ -15,6 +15,7 @@ from diptych.engine.weights.block_quantised import (
     in_precision,
     is_matrix,
     kept_format,
+    kept_together,
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
@@ -75,10 +76,12 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     def read(name: str) -> Matrix:
         tensor = find(name)
         if precision not in PLAIN and is_matrix(name):
-            kept = kept_format({find(other).kind for other in multiplied_together(name)})
-            if kept is not None:
-                rows = torch.from_numpy(np.array(tensor.data))
-                blocks = BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, rows, shape))
+            joined = [find(other) for other in multiplied_together(name)]
+            kept = kept_format(tensor.kind)
+            rows = (one.shape[0] for one in joined)
+            if kept is not None and kept_together(name, {one.kind for one in joined}, rows):
+                data = torch.from_numpy(np.array(tensor.data))
+                blocks = BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, data, shape))
                 if (found := blocks_in_precision(blocks, precision)) is not None:
                     return found
         return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
@@ -102,7 +105,7 @@ def _stored_name(name: str) -> str:
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:
-    kept = kept_format({tensor.kind})
+    kept = kept_format(tensor.kind)
     if kept is not None:  # the same numbers, in a tenth of the time
         rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])
         return dequantise(BlockMatrix(kept, tensor.shape[-1], rows)).view(tensor.shape)
