@@ -36,8 +36,7 @@ class Model:
     backend_name: BackendName
     device: torch.device = _CPU
     why_torch: str | None = None
-    """Why the backend is torch and not a faster one, in words; None where another computes or torch was asked
-    for."""
+    """Reason, in words, why torch computes; None where another backend does, or torch was asked for."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""

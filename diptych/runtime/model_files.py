@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, WRAPPERS
+from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, OWN_CODE, WRAPPERS
 from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
@@ -167,7 +167,11 @@ def _gguf_flags(folder: Path, names: Sequence[str]) -> str:
 
 def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
     kind, code = config.get("model_type"), config.get("auto_map")
-    if isinstance(code, dict) and (kind not in MODEL_TYPES or "AutoModelForCausalLM" in code):
+    if (
+        isinstance(code, dict)
+        and kind not in OWN_CODE
+        and (kind not in MODEL_TYPES or "AutoModelForCausalLM" in code)
+    ):
         raise UnusableModel(
             f"{folder} is computed by code of its own (auto_map in config.json), which is never run: "
             "get a version in the form of a supported family, or a GGUF file of one"

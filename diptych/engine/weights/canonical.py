@@ -54,13 +54,13 @@ class LayerWeights:
     v: Matrix
     o: Matrix
     input_norm: torch.Tensor | None = None
-    """Before attention, and before the feed-forward too where both read the same input."""
+    """Norm before attention, and before the feed-forward too where both read the same input."""
     post_norm: torch.Tensor | None = None
-    """Before the feed-forward."""
+    """Norm before the feed-forward."""
     attention_out_norm: torch.Tensor | None = None
-    """Of what attention adds to the residual."""
+    """Norm of what attention adds to the residual."""
     feed_forward_out_norm: torch.Tensor | None = None
-    """Of what the feed-forward adds to the residual."""
+    """Norm of what the feed-forward adds to the residual."""
     gate: Matrix | None = None
     up: Matrix | None = None
     down: Matrix | None = None
