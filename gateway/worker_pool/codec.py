@@ -250,7 +250,7 @@ def _logprob(score: work_pb2.Score) -> TokenLogprob:
     return TokenLogprob(score.logprob, score.rank, tuple((a.token_id, a.logprob) for a in score.top))
 
 
-def _prompt_logprobs(sent: prefill_pb2.PromptScores) -> WorkerEvent:
+def _prompt_logprobs(sent: work_pb2.PromptScores) -> WorkerEvent:
     event = PromptLogprobsArrived(sent.first_position, tuple(map(_logprob, sent.scores)))
     return WorkerEvent(sent.id.request_id, sent.id.attempt, event)
 

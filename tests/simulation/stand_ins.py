@@ -92,7 +92,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "decode_worker.choices.sample": model.sample,
-        "prefill_worker.chunk_step.sample": model.sample,
+        "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
         "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
