@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import SequenceStep, can_sample_on_device
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
-from diptych.engine.step_output import can_sample_on_device
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
@@ -284,7 +283,7 @@ def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
 
 
 class _LaunchedStep:
-    """A step on its way; see `diptych.engine.step_output.Launched`. It must live until it is computed."""
+    """A step on its way; see `diptych.engine.batch.Launched`. It must live until it is computed."""
 
     def __init__(
         self,
