@@ -25,13 +25,8 @@ from typing import Any
 
 from decode_worker.local_prefill import LocalPrompt
 from decode_worker.speculation import Speculation
-<<<<<<< HEAD
 from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, pick_all
-from diptych.engine.batch import AbortWords, SequenceStep
-=======
-from decode_worker.step_group import Row, StepGroup, pick_all
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
->>>>>>> main
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow

@@ -17,12 +17,8 @@ import torch
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
-<<<<<<< HEAD
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
-=======
-from diptych.engine.batch import StepOutput
->>>>>>> main
 from diptych.engine.sampling import SampleFailure, SampleRow
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-<<<<<<< HEAD
 from diptych.engine.backend import (
     CompletionFdBackend,
     GraphBackend,
@@ -17,11 +16,7 @@ from diptych.engine.backend import (
     MixedStepBackend,
     SamplingBackend,
 )
-from diptych.engine.batch import AbortWords, SequenceStep, check_batch
-=======
-from diptych.engine.backend import CompletionFdBackend, GraphBackend, LaunchingBackend, SamplingBackend
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, check_batch
->>>>>>> main
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model

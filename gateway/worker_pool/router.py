@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.attempt.types import Role
+from gateway.attempt.types import LocalPrefill, Role
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -61,18 +61,23 @@ class RouteRequest:
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
+    remote: bool = False  # it needs a prefill worker: a decode worker answered that too many tokens are new
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The pair that was chosen, and the reason (one of `REASONS`)."""
+    """The pair that was chosen, and the reason (one of `REASONS`).
 
-    prefill_id: str
+    Without a prefill worker the decode worker computes the prompt itself: see `local_prefill`.
+    """
+
+    prefill_id: str | None
     decode_id: str
     reason: str
     matched_blocks: int
     cost: float
+    local: LocalPrefill = LocalPrefill.NO
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Placement:
     predicted_tokens: int  # prompt tokens that are cached according to the prefix index
 
     @property
-    def prefill_id(self) -> str:
+    def prefill_id(self) -> str | None:
         return self.route.prefill_id
 
     @property
@@ -111,7 +116,7 @@ class Placement:
             "diptych.route.policy": self.policy,
             "diptych.route.reason": self.route.reason,
             "diptych.route.matched_blocks": self.route.matched_blocks,
-            "diptych.route.prefill_worker": self.prefill_id,
+            "diptych.route.prefill_worker": self.prefill_id or "",
             "diptych.route.decode_worker": self.decode_id,
         }
 
@@ -136,13 +141,13 @@ def choose_route(
         source.worker_id,
         target.worker_id,
         reason=_reason(pairs, target),
-        matched_blocks=_usable_blocks(request, target),
+        matched_blocks=usable_blocks(request, target),
         cost=_cost(request, source, target),
     )
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    matched = _usable_blocks(request, decode)
+    matched = usable_blocks(request, decode)
     needed = -(-request.tokens // decode.block_size) - matched
     missing = max(0, needed - decode.free_blocks) * decode.block_size
     return (
@@ -154,7 +159,7 @@ def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandid
     )
 
 
-def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
+def usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
     """Return the cached blocks that save work: at least one token is always computed, for its logits."""
     return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
 

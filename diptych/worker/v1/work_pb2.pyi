@@ -337,14 +337,16 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
-    __slots__ = ("size_class", "steps", "median")
+    __slots__ = ("size_class", "steps", "median", "tokens")
     SIZE_CLASS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MEDIAN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     size_class: int
     steps: int
     median: _duration_pb2.Duration
-    def __init__(self, size_class: _Optional[int] = ..., steps: _Optional[int] = ..., median: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    tokens: int
+    def __init__(self, size_class: _Optional[int] = ..., steps: _Optional[int] = ..., median: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class FlushPrefixCache(_message.Message):
     __slots__ = ("id",)

@@ -279,7 +279,7 @@ async def test_prompt_logprobs_and_echo_come_with_the_first_message(
                 await asyncio.sleep(0.1)  # tokens come before
                 scores = [score(-float(i)) for i in range(first, last)]
                 self.say(
-                    prompt_scores=prefill_pb2.PromptScores(id=work.id, first_position=first, scores=scores)
+                    prompt_scores=work_pb2.PromptScores(id=work.id, first_position=first, scores=scores)
                 )
             self.committed(work)
 

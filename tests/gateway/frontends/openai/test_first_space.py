@@ -46,7 +46,7 @@ class Prefill(ScriptedPrefill):
     async def on_message(self, kind: str, message: Any) -> None:
         if kind == "dispatch" and message.work.HasField("prompt_logprobs"):
             scores = [work_pb2.Score(logprob=-1, rank=1)] * (message.work.prompt_tokens - 1)
-            said = prefill_pb2.PromptScores(id=message.work.id, first_position=1, scores=scores)
+            said = work_pb2.PromptScores(id=message.work.id, first_position=1, scores=scores)
             self.say(prompt_scores=said)
         await super().on_message(kind, message)
 
