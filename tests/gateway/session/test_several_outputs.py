@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
-from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from diptych.worker.v1 import decode_pb2, work_pb2
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, delivered

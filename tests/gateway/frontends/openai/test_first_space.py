@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
-from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker.v1 import work_pb2
 from gateway.frontends.openai.logprobs import completion_logprobs, prompt_offsets
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.tokenizer.small_models import CHATML, sentencepiece_like, write_folder
