@@ -28,7 +28,13 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
-from tests.simulation.watched_pool import WatchedPool, check_granted_write, check_own_write, check_pool, is_granted
+from tests.simulation.watched_pool import (
+    WatchedPool,
+    check_granted_write,
+    check_own_write,
+    check_pool,
+    is_granted,
+)
 
 RESTART_S = 0.4
 EARLY_SHARE = 0.3

@@ -161,8 +161,12 @@ def local_prompt_stops_during_its_step(patch: Patch) -> None:
     """A decode worker promises to write no more of its own prompt while a step still does."""
 
     def revoked(self: LocalPrefills, ref: Any) -> None:
+        prompt = self._prompts.get(ref.key)
+        if prompt is None or not self._writes(prompt):
+            real(self, ref)
+            return
+        prompt.revoked = True
         self._grants.stop(ref)
-        real(self, ref)
 
     real = LocalPrefills._revoked
     patch.setattr(LocalPrefills, "_revoked", revoked)

@@ -278,9 +278,7 @@ async def test_prompt_logprobs_and_echo_come_with_the_first_message(
             for first, last in ((1, 3), (3, count)):
                 await asyncio.sleep(0.1)  # tokens come before
                 scores = [score(-float(i)) for i in range(first, last)]
-                self.say(
-                    prompt_scores=work_pb2.PromptScores(id=work.id, first_position=first, scores=scores)
-                )
+                self.say(prompt_scores=work_pb2.PromptScores(id=work.id, first_position=first, scores=scores))
             self.committed(work)
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
