@@ -100,9 +100,7 @@ def chat_parts(
         raise InvalidParameter("chat.messages", "must not be empty")
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
-    num_bytes = sum(map(_bytes_of, chat.messages))
-    _check_size("chat.messages", num_bytes)
-    _check_size("chat.tools", chat.ByteSize() - num_bytes if chat.tools else 0)
+    _check_size("chat.messages", sum(map(_bytes_of, chat.messages)))
     messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
