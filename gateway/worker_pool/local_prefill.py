@@ -78,7 +78,7 @@ def choose_local(
         return None
     best = min(usable, key=lambda one: (local_cost_s(request, one, token_s), one.decode.worker_id))
     cost_s = local_cost_s(request, best, token_s)
-    remote_s = remote.cost * token_s + HANDOFF_S if isinstance(remote, Route) else math.inf
+    remote_s = _remote_cost_s(request, remote, best, token_s) if isinstance(remote, Route) else math.inf
     if mode is LocalMode.AUTO and cost_s > remote_s:
         return None
     return Route(
@@ -89,6 +89,12 @@ def choose_local(
         cost=cost_s / token_s,
         local=kind,
     )
+
+
+def _remote_cost_s(request: RouteRequest, remote: Route, other: LocalCandidate, token_s: float) -> float:
+    """Return what a pair costs in seconds: a step of few tokens takes as long as on a decode worker."""
+    alone_s = other.rates.step_s(new_tokens(request, other.decode), token_s)
+    return max(remote.cost * token_s, alone_s) + HANDOFF_S
 
 
 def new_tokens(request: RouteRequest, decode: DecodeCandidate) -> int:
