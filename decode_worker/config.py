@@ -76,7 +76,7 @@ class DecodeSettings(WorkerSettings):
 
     def local_bounds(self, device_type: str) -> LocalBounds:
         """Return the most tokens of prompts that this worker computes itself."""
-        beside, alone = (32, 512) if device_type == "cpu" else (256, 2048)
+        beside, alone = (32, 128) if device_type == "cpu" else (256, 1024)
         chunk = self.local_prefill_chunk or beside
         return LocalBounds(
             short=self.max_local_prefill_tokens,

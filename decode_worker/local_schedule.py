@@ -21,7 +21,7 @@ class LocalBounds:
     """New tokens of a prompt while none is."""
     chunk: int = 32
     """Tokens of a step beside running sequences."""
-    idle_chunk: int = 512
+    idle_chunk: int = 128
     """Tokens of a step while no sequence runs."""
 
 

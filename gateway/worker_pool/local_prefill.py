@@ -8,13 +8,14 @@ behind longer prompts. Both ways are compared by the seconds until the first tok
 - **local**: as many steps as the new tokens need, and those that wait there before them, in chunks beside the
   sequences that run; half a step until the first of them begins; and what longer steps cost these sequences.
 
+A prompt that is wholly cached on the decode worker of the pair needs no comparison: it makes no round trip.
+
 A decode worker says how many new tokens it computes itself. It counts them again, since the index of prefixes
 may be wrong, and answers TOO_MANY_NEW; the next attempt is then remote.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -77,10 +78,13 @@ def choose_local(
     if not usable:
         return None
     best = min(usable, key=lambda one: (local_cost_s(request, one, token_s), one.decode.worker_id))
+    if isinstance(remote, Route) and mode is LocalMode.AUTO:
+        there = next((one for one in usable if one.decode.worker_id == remote.decode_id), None)
+        if there is not None and _fully_cached(request, there.decode):
+            best = there
+        elif local_cost_s(request, best, token_s) > _remote_cost_s(request, remote, best, token_s):
+            return None
     cost_s = local_cost_s(request, best, token_s)
-    remote_s = _remote_cost_s(request, remote, best, token_s) if isinstance(remote, Route) else math.inf
-    if mode is LocalMode.AUTO and cost_s > remote_s:
-        return None
     return Route(
         None,
         best.decode.worker_id,
@@ -92,9 +96,15 @@ def choose_local(
 
 
 def _remote_cost_s(request: RouteRequest, remote: Route, other: LocalCandidate, token_s: float) -> float:
-    """Return what a pair costs in seconds: a step of few tokens takes as long as on a decode worker."""
-    alone_s = other.rates.step_s(new_tokens(request, other.decode), token_s)
-    return max(remote.cost * token_s, alone_s) + HANDOFF_S
+    """Return what a pair costs in seconds; its last step reads all weights, however few its tokens are."""
+    new = new_tokens(request, other.decode)
+    fixed_s = max(other.rates.step_s(new, token_s) - new * token_s, 0.0)
+    return remote.cost * token_s + fixed_s + HANDOFF_S
+
+
+def _fully_cached(request: RouteRequest, decode: DecodeCandidate) -> bool:
+    """Return whether no whole block of the request is missing, and there is one."""
+    return usable_blocks(request, decode) == (request.tokens - 1) // decode.block_size > 0
 
 
 def new_tokens(request: RouteRequest, decode: DecodeCandidate) -> int:

@@ -90,7 +90,9 @@ async def test_prompt_logprobs_come_from_the_decode_worker(bundled: ServedModel,
         assert len(messages[0].prompt.logprobs) >= 2
 
 
-async def test_short_prompts_are_served_without_a_prefill_worker(bundled: ServedModel, redis_url: str) -> None:
+async def test_short_prompts_are_served_without_a_prefill_worker(
+    bundled: ServedModel, redis_url: str
+) -> None:
     decode = LocalDecode(short=0, fallback=8)
     async with running(bundled, redis_url, decode, worker_wait_timeout=0.3) as stack:
         await until(lambda: stack.gateway.worker_pool.registry.fallback_tokens == 8)

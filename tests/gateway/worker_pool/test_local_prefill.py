@@ -14,7 +14,7 @@ from gateway.worker_pool.step_rates import FIRST_TOKEN_S, StepRates, prefill_tok
 
 DECODE = DecodeCandidate("d1", "f", block_size=16, max_tokens=16_000, free_blocks=1000, sequences=0)
 REQUEST = RouteRequest("id", tokens=1000, worst_case_tokens=1100)
-CACHED = 62  # blocks: 8 tokens of the request are new
+CACHED = 60  # blocks of 62: 40 tokens of the request are new
 TOKEN_S = 0.0005
 
 
@@ -33,7 +33,7 @@ def candidate(
 
 
 def remote(waiting_tokens: int = 0, *, sequences: int = 0) -> Route:
-    return Route("p1", "d1", "only_choice", CACHED, cost=8.0 + waiting_tokens + SEQUENCE_COST * sequences)
+    return Route("p1", "d1", "only_choice", CACHED, cost=40.0 + waiting_tokens + SEQUENCE_COST * sequences)
 
 
 def choose(
@@ -52,6 +52,14 @@ def test_few_new_tokens_do_not_wait_behind_long_prompts() -> None:
     assert route is not None
     assert (route.prefill_id, route.decode_id, route.reason) == (None, "d1", "local")
     assert (route.matched_blocks, route.local) == (CACHED, LocalPrefill.SHORT)
+
+
+def test_fully_cached_prompt_makes_no_round_trip() -> None:
+    whole = candidate(cached=62, sequences=8)
+    assert choose(whole, remote(sequences=8)) is not None
+    assert choose(whole, remote(sequences=8), LocalMode.NEVER) is None
+    elsewhere = replace(remote(), decode_id="d2")  # the worker that has it is busy, and the router knows
+    assert choose(candidate(cached=62, sequences=60), elsewhere) is None
 
 
 def test_idle_prefill_worker_spares_running_streams() -> None:
