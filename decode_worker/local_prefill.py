@@ -118,7 +118,7 @@ class LocalPrompt:
 
     @property
     def entry(self) -> QueuedPrompt:
-        """Its entry for the planner."""
+        """Entry of this prompt for the planner."""
         attempt = self.request.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
         return QueuedPrompt(self.arrived, self.remaining, attempt.priority, limit)

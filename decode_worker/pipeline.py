@@ -47,7 +47,7 @@ class _Step:
     decoding: Sequence[Row]
     """The rows of `batch`."""
     rows: Sequence[OwnedRow]
-    """All rows: those of `batch`, then those of `prompts`."""
+    """Rows of `batch`, then those of `prompts`."""
     sequences: Sequence[SequenceStep]
     sample_rows: Sequence[SampleRow | None]
     flight: InFlight[RowOwner]

@@ -32,7 +32,7 @@ class Cause(Enum):
 
 
 class LocalPrefill(Enum):
-    """Who computes an attempt's prompt: a prefill worker, or its decode worker itself."""
+    """Worker that computes an attempt's prompt: a prefill worker, or its decode worker itself."""
 
     NO = "no"
     SHORT = "short"  # few of its tokens are new

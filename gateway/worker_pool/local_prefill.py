@@ -39,7 +39,7 @@ LOCAL, FALLBACK = "local", "fallback"
 
 
 class LocalMode(Enum):
-    """When decode workers compute prompts themselves."""
+    """Rule by which decode workers compute prompts themselves."""
 
     AUTO = "auto"
     ALWAYS = "always"

@@ -1,4 +1,4 @@
-"""How long a worker's steps take, from the times that it reports. Pure.
+"""Durations of a worker's steps by their size, from the times that it reports. Pure.
 
 A worker reports the median of its recent steps by size class; what it reported last of a class stays until it
 reports it again. Between two sizes a step's time is interpolated; beyond the largest it grows by `token_s`.

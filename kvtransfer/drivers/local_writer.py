@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CommitNote:
-    """What a commit brings beside blocks and tokens."""
+    """Phase times of a commit, and its arrival."""
 
     times: work_pb2.PhaseTimes
     received_at: float

@@ -88,7 +88,7 @@ class HandoffServer:
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
         self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions)
-        """This worker as a writer of its own pool."""
+        """Writer that stands for this worker itself."""
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
