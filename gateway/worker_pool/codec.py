@@ -75,6 +75,7 @@ class Load:
     draining: bool = False  # it takes no new work
     step_times: tuple[StepTime, ...] = ()
     max_running: int = 0  # sequences in a step of a decode worker; 0 = not reported
+    pull_cost: float | None = None  # of a cached token that a prefill worker pulls; None = it pulls none
     max_local_prefill_tokens: int = 0  # new tokens of a prompt that a decode worker computes itself
     max_fallback_prefill_tokens: int = 0  # likewise while no prefill worker is ready
     local_prefill_chunk: int = 0  # tokens of such prompts in a step beside running sequences
@@ -239,10 +240,11 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
                 for one in sent.step_times
             ),
             sent.max_running,
-            max_local_prefill_tokens=sent.max_local_prefill_tokens,
-            max_fallback_prefill_tokens=sent.max_fallback_prefill_tokens,
-            local_prefill_chunk=sent.local_prefill_chunk,
-            local_prefills=sent.local_prefills,
+            sent.pull_cost if sent.HasField("pull_cost") else None,
+            sent.max_local_prefill_tokens,
+            sent.max_fallback_prefill_tokens,
+            sent.local_prefill_chunk,
+            sent.local_prefills,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
