@@ -154,6 +154,12 @@ class GatewaySettings(ProgramSettings):
         "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
     )
+    local_prefill: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Prompts with few new tokens that their decode worker computes itself: auto, those that are done "
+        "earlier so; always, all within its --max-local-prefill-tokens; never, none.",
+        section="Workers",
+    )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,
         "Seconds that a request which lost its worker waits for another one.",
