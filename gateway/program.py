@@ -337,7 +337,9 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
         path, names = checked_model(settings.model), listed(settings.served_model_name)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names)
+        model = ServedModel.load(
+            path, settings.model_name, settings.max_model_len, names, settings.reasoning_parser
+        )
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

@@ -54,11 +54,21 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
 
 
 def constraint_of(
-    tools: Toolbox | None, support: ToolSupport, asked: Constraint | None, *, lenient: bool = False
+    tools: Toolbox | None,
+    support: ToolSupport,
+    asked: Constraint | None,
+    *,
+    lenient: bool = False,
+    begun: bool = True,
 ) -> Constraint | None:
     """Return what the output must match: required calls, else what was ``asked`` beside the tools.
 
-    ``lenient``: as in `structured_output`.
+    Args:
+        tools: of the request.
+        support: of the model.
+        asked: from `structured_output`.
+        lenient: as in `structured_output`.
+        begun: the prompt ends with the text that begins required calls, where the model's format has one.
     """
     if tools is None or support.call_format is None:
         return asked
@@ -72,7 +82,7 @@ def constraint_of(
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     many = tools.mode is Mode.REQUIRED and not tools.single
-    grammar = support.call_format.grammar(tools.callable, many=many)
+    grammar = support.grammar(tools.callable, many=many, begun=begun)
     return Constraint("chat.tool_choice", grammar, _parts(tools))
 
 

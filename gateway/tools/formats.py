@@ -9,14 +9,18 @@ from typing import Final, Protocol
 
 from diptych.runtime.grammar.grammar import Grammar
 from gateway.tools import generic_json, hermes, llama3_json, mistral
+from gateway.tools.json_calls import Spell
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Tool
 
 
 class CallGrammar(Protocol):
-    """Maker of the grammar of an output of calls only; ``many``: any number of calls, else one."""
+    """Maker of the grammar of an output of calls only.
 
-    def __call__(self, tools: Sequence[Tool], *, many: bool) -> Grammar: ...
+    ``many``: any number of calls, else one. ``spell`` makes the term of a marker.
+    """
+
+    def __call__(self, tools: Sequence[Tool], *, many: bool, spell: Spell = ...) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)

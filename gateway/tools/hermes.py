@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_calls import call_from_json, call_rules, quoted
+from gateway.tools.json_calls import Spell, call_from_json, call_rules, quoted
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 
@@ -62,7 +62,7 @@ class HermesParser:
         return Parsed(), None
 
 
-def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+def grammar(tools: Sequence[Tool], *, many: bool, spell: Spell = quoted) -> Grammar:
     """Return the grammar of one call, or with ``many`` of any number, each on lines of its own."""
     rules = call_rules(tools, lambda name: f'{OPEN}\n{{"name": {name}, "arguments": ', f"}}\n{CLOSE}")
     start = f"start: call ({quoted(chr(10))} call)*" if many else "start: call"

@@ -205,6 +205,10 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
+Spell = Callable[[str], str]
+"""Maker of the Lark term of a marker: of its text, or of the control token that spells it."""
+
+
 def quoted(text: str) -> str:
     """Return ``text`` as a Lark literal; a JSON string is one."""
     return json.dumps(text)
