@@ -61,6 +61,7 @@ class HarmonySplitter:
         self._start, self._channel, self._message, self._end = form.marks
         # Tokens of a header that is not complete. The prompt has begun the first with <|start|>assistant.
         self._header: list[int] | None = [self._start]
+        self._first = True  # no mark came so far
         self._part = Part.CONTENT
         self._whole = False  # the current message keeps its marks
 
@@ -70,10 +71,11 @@ class HarmonySplitter:
         for token_id in token_ids:
             if self._header is not None:
                 self._header.append(token_id)
+                self._first &= token_id not in self._form.marks
                 if token_id == self._message:
                     self._read_header(found)
-                elif len(self._header) > _LONGEST_ROLE:
-                    found += self._unmarked()
+                elif self._first and len(self._header) > _LONGEST_ROLE:
+                    found += self.finish()
             elif token_id in (self._start, self._channel):
                 self._add(text, found)
                 text = []
@@ -89,15 +91,9 @@ class HarmonySplitter:
         return found
 
     def finish(self) -> list[Segment]:
-        return self._unmarked()
-
-    def _unmarked(self) -> list[Segment]:
-        """Return the text of an output without any mark. A header that is not complete has none."""
-        header, marks = self._header or [], {self._channel, self._message, self._end}
-        if marks.intersection(header) or header[:1] != [self._start]:
-            return []
-        self._header = None
-        return [Segment(Part.CONTENT, header[1:])] if len(header) > 1 else []
+        header, self._header = self._header or [], None
+        # An output without any mark is text; a header that is not complete is none.
+        return [Segment(Part.CONTENT, header[1:])] if self._first and header[1:] else []
 
     def _add(self, token_ids: list[int], found: list[Segment]) -> None:
         if not token_ids:
