@@ -264,7 +264,8 @@ class Generator:
     def _output(
         self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text, *, call_pieces: bool
     ) -> OutputStream:
-        parser = self._model.tools.parser(request.tools, begun=request.reasoning is None)
+        begun = request.reasoning is None
+        parser = self._model.tools.parser(request.tools, begun=begun, pieces=call_pieces)
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
         detokenizer = Detokenizer(self._model.tokenizer, request.skip_special, shown, text)
@@ -281,17 +282,17 @@ class Generator:
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
             unfinished=self._model.tools.unfinished(request.tools),
-            piece_names=_tool_names(request) if call_pieces else None,
             reasoning=self._reasoning(request),
         )
 
     def _reasoning(self, request: ParsedRequest) -> ReasoningText | None:
         if request.reasoning is None:
             return None
-        constrained = request.constraint is not None
+        constraint = request.constraint
         detokenizer = Detokenizer(self._model.tokenizer, request.skip_special) if request.want_text else None
-        splitter = request.reasoning.splitter(constrained=constrained)
-        return ReasoningText(splitter, detokenizer, constrained=constrained)
+        splitter = request.reasoning.splitter(constrained=constraint is not None)
+        exact = constraint is not None and not constraint.optional
+        return ReasoningText(splitter, detokenizer, exact=exact)
 
     async def _answer(self, driver: RequestDriver, call: Call, *, one_message: bool) -> pb.GenerateResponse:
         """Write pieces until the end; return the last message (written already, unless ``one_message``)."""
@@ -362,10 +363,6 @@ def _due(driver: RequestDriver) -> list[int]:
 def _waiting_bytes(output: OutputStream) -> int:
     """Estimate the memory of an output's pieces that are in no message so far."""
     return TOKEN_BYTES * output.pending + ALTERNATIVE_BYTES * output.pending_alternatives
-
-
-def _tool_names(request: ParsedRequest) -> frozenset[str] | None:
-    return None if request.tools is None else frozenset(tool.name for tool in request.tools.callable)
 
 
 def _required(ticket: Ticket | None) -> Ticket:

@@ -15,6 +15,7 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.role_support import rendered
+from gateway.tools.call_pieces import CallPieces
 from gateway.tools.formats import GENERIC, ToolFormat, format_of
 from gateway.tools.json_calls import quoted
 from gateway.tools.parser import ToolCallParser
@@ -89,22 +90,30 @@ class ToolSupport:
         token = self.control.get(marker)
         return quoted(marker) if token is None else f"<[{token.token_id}]>"
 
-    def parser(self, tools: Toolbox | None, *, begun: bool = True) -> ToolCallParser | None:
+    def parser(
+        self, tools: Toolbox | None, *, begun: bool = True, pieces: bool = False
+    ) -> ToolCallParser | None:
         """Return a new parser of an output that may call ``tools``, or None if no call is to be parsed.
 
-        ``begun``: as in `grammar`, where calls are required.
+        Args:
+            tools: of the request.
+            begun: as in `grammar`, where calls are required.
+            pieces: calls come in pieces.
         """
         if tools is None or self.call_format is None or tools.mode is Mode.NONE:
             return None
-        names = [tool.name for tool in tools.callable]
-        return self.call_format.parser_for(begun=begun and tools.forced, names=names)
+        parser = self.call_format.parser_for(begun=begun and tools.forced, tools=tools.callable)
+        if not pieces:
+            return parser
+        begin = self.call_format.begin(tools.callable)
+        return CallPieces(parser, begin, rewritten=self.call_format.rewritten)
 
     def unfinished(self, tools: Toolbox | None) -> UnfinishedCalls | None:
         """Return the reader of what is left of a call at the end of an output; None as for `parser`."""
         if tools is None or self.call_format is None or tools.mode is Mode.NONE:
             return None
-        names = [tool.name for tool in tools.callable]
-        return UnfinishedCalls(names, self.call_format.markers, tools.forced)
+        begin = self.call_format.begin(tools.callable)
+        return UnfinishedCalls(begin, self.call_format.markers, tools.forced)
 
 
 def _control(marker: str, tokenizer: Tokenizer) -> ControlToken | None:

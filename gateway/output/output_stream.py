@@ -13,7 +13,7 @@ nothing is looked for. An output is stopped by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from gateway.attempt.types import TokenLogprob
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.reasoning_text import ReasoningText
 from gateway.output.stop_strings import StopStrings
-from gateway.tools.call_pieces import CallPieces
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
 from gateway.tools.unfinished import UnfinishedCalls
@@ -64,7 +63,6 @@ class OutputStream:
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
         unfinished: reads what is left of a call at the end of the output; goes with ``calls``.
-        piece_names: of the offered tools; calls then come in pieces (`CallPieces`). None: whole.
         reasoning: of this output; None: all of it is the answer.
     """
 
@@ -83,7 +81,6 @@ class OutputStream:
         calls: ToolCallParser | None = None,
         one_call: bool = False,
         unfinished: UnfinishedCalls | None = None,
-        piece_names: Collection[str] | None = None,
         reasoning: ReasoningText | None = None,
     ) -> None:
         self._detokenizer = detokenizer
@@ -95,8 +92,6 @@ class OutputStream:
         self._want_text = want_text
         self._want_token_ids = want_token_ids
         self._want_scores = want_scores
-        if calls is not None and piece_names is not None:
-            calls = CallPieces(calls, piece_names)
         if calls is not None and one_call:
             calls = FirstCall(calls)
         self._calls = calls

@@ -1,7 +1,7 @@
 """Reasoning of an output: tokens in, the text of the reasoning and the tokens of the answer out.
 
-Line breaks around the reasoning separate it from its marks and are in no text, unless a grammar holds for the
-answer: then that is as it was written.
+Line breaks around the reasoning separate it from its marks and are in no text, unless the answer was asked to
+match a grammar: then that is as it was written.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ class ReasoningText:
     Args:
         splitter: a fresh one.
         detokenizer: a fresh one, for the reasoning; None: its text is not wanted.
-        constrained: a grammar holds for the answer.
+        exact: the answer matches a grammar, with the line breaks at its beginning.
     """
 
-    def __init__(
-        self, splitter: ReasoningSplitter, detokenizer: Detokenizer | None, *, constrained: bool
-    ) -> None:
+    def __init__(self, splitter: ReasoningSplitter, detokenizer: Detokenizer | None, *, exact: bool) -> None:
         self._splitter = splitter
         self._detokenizer = detokenizer
-        self._trims_answer = not constrained
+        self._trims_answer = not exact
         self._held = ""  # line breaks that may be the last ones
         self._begun = False  # some text came
         self._answered = False  # likewise of the answer

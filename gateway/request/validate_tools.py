@@ -78,7 +78,7 @@ def constraint_of(
         optional = support.call_format.optional_grammar
         if optional is None or asked is not None or tools.mode is Mode.NONE:
             return asked
-        return Constraint("chat.tools", optional(tools.tools), _parts(tools))
+        return Constraint("chat.tools", optional(tools.tools), _parts(tools), optional=True)
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     many = tools.mode is Mode.REQUIRED and not tools.single

@@ -238,6 +238,11 @@ class BegunCall(NamedTuple):
 
     name: str
     arguments: str | None
+    id: str = ""  # if the model wrote one
+
+
+Begin = Callable[[str], BegunCall | None]
+"""Reader of the beginning of a call of an offered tool in a text."""
 
 
 def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
@@ -253,6 +258,14 @@ def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
         return None
     arguments = _ARGUMENTS.match(text, head.end())
     return BegunCall(name, None if arguments is None else text[arguments.end() :])
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether ``text`` is a JSON object of valid Unicode."""
+    try:
+        return isinstance(_DECODER.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -36,7 +36,7 @@ def stream(
     form = format_of("</think>", tokenizer)
     assert form is not None
     splitter = form.splitter(start, constrained=constrained)
-    reasoning = ReasoningText(splitter, Detokenizer(tokenizer, True), constrained=constrained)
+    reasoning = ReasoningText(splitter, Detokenizer(tokenizer, True), exact=constrained)
     defaults: dict[str, Any] = {
         "stop_ids": frozenset(tokenizer.eos_token_ids),
         "include_stop": False,
