@@ -24,11 +24,11 @@ class UnusableReasoning(StartupError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningRule:
-    """How a format is recognised. A new form is a file with a splitter, and an entry in `RULES`."""
+    """Rule by which a format is recognised. A new form is a file with a splitter, and an entry in `RULES`."""
 
     name: str
     marks: tuple[str, ...]
-    """Each is one token of the model's."""
+    """Texts that are one token each in the model's vocabulary."""
     signs: tuple[str, ...]
     """A chat template with one of these in its source uses this format."""
     make: Callable[[tuple[int, ...], Tokenizer], ReasoningFormat]
@@ -49,7 +49,8 @@ def _tagged(name: str, opened: str, closed: str) -> ReasoningRule:
 def _make_tagged(
     name: str, opened: str, closed: str, ids: tuple[int, ...], tokenizer: Tokenizer
 ) -> ReasoningFormat:
-    return TaggedReasoning(name, opened, closed, *ids, tokenizer)
+    open_id, close_id = ids
+    return TaggedReasoning(name, opened, closed, open_id, close_id, tokenizer)
 
 
 RULES: Final = (

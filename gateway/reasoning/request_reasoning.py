@@ -25,7 +25,7 @@ class RequestReasoning:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What an output depends on."""
+        """The values that an output depends on."""
         return self.form.name, self.start.name
 
     def splitter(self, *, constrained: bool) -> ReasoningSplitter:

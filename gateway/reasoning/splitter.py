@@ -44,7 +44,7 @@ class ReasoningSplitter(Protocol):
 
 
 class Start(enum.Enum):
-    """Where an output begins."""
+    """Place at which an output begins."""
 
     OPEN = enum.auto()  # the prompt has opened the reasoning
     BEFORE = enum.auto()  # the output may begin with it
@@ -54,7 +54,8 @@ class Start(enum.Enum):
 class ReasoningFormat(Protocol):
     """Form in which one model marks its reasoning."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def start(self, prompt: str) -> Start:
         """Return where the output begins after a prompt that ends with this text."""

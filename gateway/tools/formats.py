@@ -167,7 +167,7 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "harmony",
-        (harmony.CHANNEL,),
+        (harmony.SIGN,),
         harmony.MARKERS,
         lambda _: harmony.HarmonyCallParser(),
         harmony.grammar,

@@ -18,6 +18,7 @@ from gateway.tools.json_calls import BegunCall, JsonObjects, Spell, is_json_obje
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool, ToolCall
 
+SIGN: Final = CHANNEL
 CONSTRAIN: Final = "<|constrain|>"
 MARKERS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, END, "<|call|>", "<|return|>")
 

@@ -66,7 +66,8 @@ def argument_rules(
     """
     schema = tool.parameters
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    required = schema.get("required", ())
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
     terms: list[str] = []
     rules: list[str] = []
     for index, (name, one) in enumerate(_properties(schema).items()):

@@ -23,11 +23,11 @@ CONTEXT = 768
 def write(folder: Path, added: Sequence[str] = ()) -> Path:
     """A Hugging Face folder. The end of sequence is likely enough to occur in short answers.
 
-    `added` are more tokens, control tokens if they begin as those of gpt-oss do.
+    `added` are more tokens, control tokens if they begin as those of gpt-oss or Mistral do.
     """
     tokenizer = byte_level(vocab_size=320)
     for text in added:
-        special = text.startswith("<|")
+        special = text.startswith(("<|", "["))
         tokenizer.add_tokens([AddedToken(text, special=special, normalized=False)])
     write_folder(folder, tokenizer)
     torch.manual_seed(11)

@@ -1,8 +1,8 @@
 """Reasoning at the beginning of an output, by its tokens: where it ends, a grammar begins to hold.
 
 Workers know token ids only, so the gateway says which ones mark the span. The place is a function of the
-output's tokens alone: whoever follows an output from its first token, however it is cut into pieces and on
-whichever worker, finds the same place.
+output's tokens alone: it is the same on every worker that follows an output from its first token, however
+that is cut into pieces.
 """
 
 from __future__ import annotations
