@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -89,10 +90,13 @@ def parse_request(
     rules = read_token_rules(request.sampling, model.tokenizer)
     check_a_token_is_left(rules, stops, card.eos_token_ids)
     sampling = read_sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
-    constraint = structured_output(request.structured_output, lenient=lenient_json_schema)
+    asked = None
+    if request.HasField("structured_output"):
+        asked = structured_output(request.structured_output, lenient=lenient_json_schema)
     chat = request.WhichOneof("prompt") == "chat"
     tools = chat_tools(request.chat, model) if chat else None
-    asked, constraint = constraint, constraint_of(tools, model.tools, constraint, lenient=lenient_json_schema)
+    constrained = partial(constraint_of, tools, model.tools, asked, lenient=lenient_json_schema)
+    constraint = asked if tools is None else constrained()
     if constraint is not None and not card.eos_token_ids:
         raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
     interval = field_checks.read_number(PARAMETERS["stream_interval"], response)
@@ -101,8 +105,8 @@ def parse_request(
     limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
     ids = prompt_ids(request, model, prompt_budget(stops, limit), tools)
     reasoning = chat_reasoning(ids, model, tools) if chat else None
-    if reasoning is not None:
-        constraint = constraint_of(tools, model.tools, asked, lenient=lenient_json_schema, begun=False)
+    if reasoning is not None and tools is not None:
+        constraint = constrained(begun=False)
     return ParsedRequest(
         request_id=request_id,
         model=name,
