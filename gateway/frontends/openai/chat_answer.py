@@ -35,6 +35,8 @@ class ChatAnswer(Answer):
         return []
 
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
+        if not self._asked.reasoning:
+            output.ClearField("reasoning_content")
         opens = number not in self._calls
         extra = ""
         if self._asked.token_ids:
@@ -50,6 +52,8 @@ class ChatAnswer(Answer):
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
+        if not self._asked.reasoning:
+            output.ClearField("reasoning_content")
         # With calls and no text the content is null, as OpenAI has it; likewise with reasoning alone.
         content = output.text if output.text or not (output.tool_calls or output.reasoning_content) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
