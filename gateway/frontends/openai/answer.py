@@ -188,6 +188,7 @@ class Answer(ABC):
         self._usage.prompt_tokens += more.prompt_tokens
         self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
         self._usage.cached_prompt_tokens += more.cached_prompt_tokens
+        self._usage.reasoning_tokens += more.reasoning_tokens
 
     def _envelope(self, kind: str, request_id: str) -> dict[str, Any]:
         return {
@@ -200,9 +201,12 @@ class Answer(ABC):
 
 
 def usage(total: pb.Usage) -> dict[str, Any]:
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": total.prompt_tokens,
         "completion_tokens": total.completion_tokens,
         "total_tokens": total.prompt_tokens + total.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
     }
+    if total.reasoning_tokens:
+        counts["completion_tokens_details"] = {"reasoning_tokens": total.reasoning_tokens}
+    return counts

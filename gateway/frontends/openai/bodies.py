@@ -261,6 +261,7 @@ class ChatMembers(CommonMembers):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Raw | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out of the answer.")
     # Of OpenAI's API, and beyond a server of text.
     modalities: Annotated[Any, absent(["text"])] = None
     audio: Annotated[Any, absent()] = None
@@ -272,7 +273,6 @@ class ChatMembers(CommonMembers):
     thinking: Annotated[Any, absent({"type": "disabled"})] = None
     think: Annotated[Any, absent(False)] = None
     reasoning: Annotated[Any, absent({}, {"effort": "none"}, {"enabled": False})] = None
-    include_reasoning: Annotated[Any, absent(True)] = None
     separate_reasoning: Annotated[Any, absent(True)] = None
     stream_reasoning: Annotated[Any, absent(True)] = None
     documents: Annotated[Any, absent([])] = None

@@ -256,6 +256,7 @@ class OpenAIRoutes:
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
             "tool_calls": model.capabilities.tool_calls or None,
+            "reasoning": model.capabilities.reasoning or None,
         }
 
 
