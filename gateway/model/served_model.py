@@ -127,7 +127,8 @@ class ServedModel:
         """Load a GGUF file or a Hugging Face folder.
 
         ``name`` replaces the name derived from the path, ``max_context`` lowers the model's context, and
-        ``chat_template`` replaces its templates. ``reasoning`` is as in `gateway.reasoning.formats.format_of`.
+        ``chat_template`` replaces its templates. ``reasoning``: as in `gateway.reasoning.formats.format_of`.
+
         Raises `UnusableTokenizer`, `UnusableTemplate`, `UnusableReasoning`, `NamelessModel`, `ContextTooLong`
         or `OSError`.
         """

@@ -51,7 +51,7 @@ CONSTRAINTS: Final[Mapping[str, dict[str, Any]]] = {
 """Members of vLLM's ``structured_outputs``; with ``guided_`` before them its older ones."""
 
 
-_NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
+NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
 
 
 def _constraint(name: str) -> WithJsonSchema:
@@ -312,7 +312,7 @@ _SHARED: Final[dict[str, Any]] = {
     **{name: (Annotated[Any, absent(*values)], None) for name, values in NOTHING_ASKED.items()},
     **parameter_fields(ROWS),
     **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
-    **dict.fromkeys(IGNORED, (Annotated[Any, _NO_EFFECT], None)),
+    **dict.fromkeys(IGNORED, (Annotated[Any, NO_EFFECT], None)),
 }
 CompletionsBody: Final = create_model("CompletionsBody", __base__=CompletionsMembers, **_SHARED)
 ChatBody: Final = create_model("ChatBody", __base__=ChatMembers, **_SHARED)

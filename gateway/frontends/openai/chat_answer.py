@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer, ids_inside, inside
+from gateway.frontends.openai.answer import ChoicesAnswer, ids_inside, inside
 from gateway.frontends.openai.logprobs import chat_logprobs_json
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
 _REASONING: Final = ("reasoning_content", "reasoning")
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """Answer whose first piece of each choice has the role."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
