@@ -284,6 +284,17 @@ class ModelShape:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
+    def served_factors(self) -> str:
+        """Name of the rotary factors that the served context chooses (longrope): keys of other factors are
+        other keys. Empty where contexts of every length share them.
+        """
+        scalings = [rotation.scaling for rotation in self.rotations]
+        chosen = [one for one in scalings if one is not None and one.kind == "longrope"]
+        if not chosen:
+            return ""
+        return "longrope-" + ("long" if self.max_context > chosen[0].original_context else "short")
+
+    @property
     def grows_queries(self) -> bool:
         """True if `query_growth` changes any query within the context."""
         return self.query_growth is not None and self.max_context > self.query_growth.length
