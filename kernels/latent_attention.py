@@ -44,8 +44,8 @@ def latent_attention(
     ids = table[: -(-end // block_size)]
     latents = blocks[ids, layer, 0].view(-1, width)[:end].float()
     scores = (query.float().view(tokens * heads, width) @ latents.T).view(tokens, heads, end) * scale
-    at = torch.arange(start, end).view(-1, 1, 1)
-    scores.masked_fill_(torch.arange(end) > at, -torch.inf)
+    at = torch.arange(end, device=query.device)
+    scores.masked_fill_(at > at[start:].view(-1, 1, 1), -torch.inf)
     weights = torch.softmax(scores, dim=-1).view(tokens * heads, end)
     return (weights @ latents[:, :rank]).view(tokens, heads, rank).to(query.dtype)
 
@@ -67,7 +67,7 @@ def latent_decode(
     """
     rows, heads, width = query.shape
     latents = blocks[tables, layer, 0].view(rows, -1, width).float()
-    hidden = torch.arange(latents.shape[1]) >= lengths.unsqueeze(1)
+    hidden = torch.arange(latents.shape[1], device=query.device) >= lengths.unsqueeze(1)
     # Weight zero is not enough where a lane holds NaN: such numbers must go.
     latents.masked_fill_(hidden.unsqueeze(-1), 0.0)
     scores = (query.float() @ latents.transpose(1, 2)) * scale

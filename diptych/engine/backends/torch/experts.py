@@ -64,7 +64,7 @@ class ExpertFeedForward:
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the feed-forward output of normed rows: `[T, H]` in their dtype."""
         experts_TK, weights_TK = self.route(x_TH)
-        sum_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+        sum_TH = torch.zeros(x_TH.shape, device=x_TH.device)
         for number in experts_TK.unique().tolist():
             rows, places = torch.where(experts_TK == number)
             out = self._compute(self._experts[number], x_TH[rows]).float()

@@ -61,7 +61,7 @@ class Chunk:
         self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Store this chunk's latents, and write its attention over latents into its rows of `out`."""
-        at = torch.arange(self.start, self.start + self.span.stop - self.span.start)
+        at = torch.arange(self.start, self.start + self.span.stop - self.span.start, device=query.device)
         size = self.blocks.shape[-1] // latents.shape[-1]
         write_latents(self.blocks, layer, self.table[at // size], at % size, latents[self.span])
         out[self.span] = latent_attention(
