@@ -47,6 +47,9 @@ class DecodeWorker:
         memory = make_pool(settings, engine)
         transports = registry.transports_for(settings.transport, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
+        self._memory_domain = registry.memory_domain(
+            transports, memory.memory.data.device, settings.worker_id
+        )
         self._pool = BlockPool(memory.memory.num_blocks)
         self._loop = EngineLoop(
             engine.runner,
@@ -98,6 +101,7 @@ class DecodeWorker:
             registry=self._registry,
             total_blocks=self._pool.total,
             owned_keys=self._pool.cached_keys,
+            memory_domain=self._memory_domain,
         )
 
     def _load(self) -> work_pb2.Load:

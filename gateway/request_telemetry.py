@@ -144,6 +144,21 @@ class RequestTelemetry:
             if route.placement is not None:
                 metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
                 metrics.predicted_hits.inc(route.placement.predicted_tokens)
+        _count_pairs(metrics, driver)
+
+
+def _count_pairs(metrics: GatewayMetrics, driver: RequestDriver) -> None:
+    """Count the promised and the cached tokens of each attempt that delivered a token, by its workers.
+
+    Attempts are numbered in the order of their placements, from 1.
+    """
+    placements = [route.placement for route in driver.routes if route.placement is not None]
+    for number, placement in enumerate(placements, 1):
+        cached = driver.cached_by_attempt.get(number)
+        if cached is not None:
+            pair = placement.prefill_id, placement.decode_id
+            metrics.pair_predicted_tokens.labels(*pair).inc(placement.predicted_tokens)
+            metrics.pair_cached_tokens.labels(*pair).inc(cached)
 
 
 def _count_phases(metrics: GatewayMetrics, driver: RequestDriver) -> None:

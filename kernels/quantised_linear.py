@@ -30,7 +30,9 @@ BLOCK_BYTES: dict[GroupFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
 
 def block_of(name: BlockFormat) -> tuple[int, int]:
     """Return numbers and bytes of a block."""
-    return (SUPER, KQUANT_BYTES[name]) if name in KQUANT_BYTES else (GROUP, BLOCK_BYTES[name])
+    if name == "q4_0" or name == "q4_1" or name == "q8_0":
+        return GROUP, BLOCK_BYTES[name]
+    return SUPER, KQUANT_BYTES[name]
 
 
 FINE_ABOVE = 1.2

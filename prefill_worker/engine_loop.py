@@ -127,7 +127,10 @@ class EngineLoop:
             tokens = sum(chunk.tokens for chunk in chunks)
             self._cpu.claim()
             self._publish_backlog(batch, tokens)
-            self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
+            started = time.monotonic()
+            outcome = await self._step.compute(batch, rows, self._run_step, tokens)
+            self.requests.handoff.pull_rates.computed(tokens, time.monotonic() - started)
+            self._apply(rows, outcome)
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.requests.all() if request.computable]

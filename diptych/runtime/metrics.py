@@ -190,6 +190,19 @@ class GatewayMetrics(RoleMetrics):
             "Prompt tokens that the prefix index promised to be cached (actual: diptych_prefix_cache_hits)",
             registry=registry,
         )
+        pair = ["prefill_worker", "decode_worker"]
+        self.pair_predicted_tokens = Counter(
+            "diptych_route_pair_predicted_tokens",
+            "Prompt tokens that the router expected a pair not to compute, of attempts with output",
+            pair,
+            registry=registry,
+        )
+        self.pair_cached_tokens = Counter(
+            "diptych_route_pair_cached_tokens",
+            "Prompt tokens of the same attempts that the pair did not compute",
+            pair,
+            registry=registry,
+        )
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )
@@ -261,6 +274,26 @@ class PrefillMetrics(WorkerMetrics):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
+        self.pulls = Counter(
+            "diptych_kv_pulls",
+            "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",
+            ["outcome"],
+            registry=registry,
+        )
+        self.pulled_tokens = Counter(
+            "diptych_kv_pulled_tokens", "Prompt tokens whose KV was pulled", registry=registry
+        )
+        self.pull_duration = Histogram(
+            "diptych_kv_pull_duration_seconds",
+            "Time of pulls, whatever came of them",
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.pull_cost = Gauge(
+            "diptych_kv_pull_cost",
+            "Cost of pulling a token, in tokens that are computed in the same time",
+            registry=registry,
+        )
 
 
 class DecodeMetrics(WorkerMetrics):

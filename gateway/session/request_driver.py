@@ -124,6 +124,7 @@ class RequestDriver:
         self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteTrace] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
+        self.cached_by_attempt: dict[int, int] = {}  # of all that has delivered a token
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._phase_reports = PhaseReports()
@@ -202,9 +203,11 @@ class RequestDriver:
             if item.phases is not None:
                 early = isinstance(event, TokensArrived) and event.early
                 self._phase_reports.record(item.attempt, item.choice, item.phases, early=early)
-            if isinstance(event, TokensArrived) and self.cached_tokens is None:
-                # Of a request that was resumed the tokens it had delivered are cached as well.
-                self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
+            if isinstance(event, TokensArrived) and item.attempt not in self.cached_by_attempt:
+                self.cached_by_attempt[item.attempt] = item.cached_tokens
+                if self.cached_tokens is None:
+                    # Of a request that was resumed the tokens it had delivered are cached as well.
+                    self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptLogprobsArrived):
                 self._add_prompt_logprobs(event)
             elif self.prompt_logprobs is None or self.prompt_logprobs.complete:

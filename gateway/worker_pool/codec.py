@@ -73,6 +73,7 @@ class Load:
     draining: bool = False  # it takes no new work
     step_times: tuple[StepTime, ...] = ()
     max_running: int = 0  # sequences in a step of a decode worker; 0 = not reported
+    pull_cost: float | None = None  # of a cached token that a prefill worker pulls; None = it pulls none
 
     @property
     def capacity(self) -> tuple[bool, int, int]:
@@ -231,6 +232,7 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
                 for one in sent.step_times
             ),
             sent.max_running,
+            sent.pull_cost if sent.HasField("pull_cost") else None,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

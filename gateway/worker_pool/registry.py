@@ -94,11 +94,18 @@ class Worker:
         self.outstanding.clear()
         self.unreported.clear()
 
-    def prefill_candidate(self) -> PrefillCandidate:
-        """Return it as a candidate for the router."""
+    def prefill_candidate(self, cached_blocks: int) -> PrefillCandidate:
+        """Return it as a candidate for the router, with the request's cached blocks here."""
         waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
         outstanding = sum(work.tokens for work in self.outstanding.values())
-        return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
+        return PrefillCandidate(
+            self.record.worker_id,
+            self.kv_format,
+            max(waiting, outstanding),
+            memory_domain=self.record.memory_domain,
+            cached_blocks=cached_blocks,
+            pull_cost=self.load.pull_cost,
+        )
 
     def decode_candidate(self, cached_blocks: int) -> DecodeCandidate:
         """Return it as a candidate for the router, with the request's cached blocks here."""
@@ -114,6 +121,7 @@ class Worker:
             free_blocks=max(self.load.free_blocks - promised, 0),
             sequences=max(sequences, sum(len(work.choices) for work in self.outstanding.values())),
             cached_blocks=cached_blocks,
+            memory_domain=self.record.memory_domain,
         )
 
 

@@ -2,7 +2,7 @@
 
 Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheapest pair wins:
 
-- the prompt tokens whose blocks the decode worker does not hold (it owns the pool and the prefix cache);
+- the prompt tokens that the pair has to compute, and those that it has to move first (pair_savings.py);
 - the tokens that already wait for the prefill worker;
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.attempt.types import Role
+from gateway.worker_pool.pair_savings import pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -35,6 +36,11 @@ class PrefillCandidate:
     worker_id: str
     kv_format: str  # pairs work only where these are equal
     waiting_tokens: int
+    memory_domain: str = ""  # equal for workers that compute in one memory; others copy blocks
+    cached_blocks: int = 0  # leading blocks of this prompt in its own prefix cache, where blocks are copied
+    pull_cost: float | None = (
+        None  # of a token from a decode worker's pool, in tokens to compute; None = never
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class DecodeCandidate:
     free_blocks: int  # free or evictable
     sequences: int  # running, or expected by this gateway
     cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
+    memory_domain: str = ""  # as of prefill workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +142,23 @@ def choose_route(
     return Route(
         source.worker_id,
         target.worker_id,
-        reason=_reason(pairs, target),
-        matched_blocks=_usable_blocks(request, target),
+        reason=_reason(request, pairs, (source, target)),
+        matched_blocks=pair_saving(request.tokens, source, target).blocks,
         cost=_cost(request, source, target),
     )
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    matched = _usable_blocks(request, decode)
-    needed = -(-request.tokens // decode.block_size) - matched
+    shared = min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
+    needed = -(-request.tokens // decode.block_size) - shared
     missing = max(0, needed - decode.free_blocks) * decode.block_size
+    saving = pair_saving(request.tokens, prefill, decode)
     return (
-        request.tokens
-        - matched * decode.block_size
+        saving.compute_cost(request.tokens, decode.block_size, prefill.pull_cost)
         + QUEUED_TOKEN_COST * prefill.waiting_tokens
         + SEQUENCE_COST * decode.sequences
         + MISSING_TOKEN_COST * missing
     )
-
-
-def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
-    """Return the cached blocks that save work: at least one token is always computed, for its logits."""
-    return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
 
 
 def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
@@ -164,8 +166,13 @@ def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> b
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
-def _reason(pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]], chosen: DecodeCandidate) -> str:
+def _reason(
+    request: RouteRequest,
+    pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]],
+    chosen: tuple[PrefillCandidate, DecodeCandidate],
+) -> str:
     if len(pairs) == 1:
         return ONLY_CHOICE
-    others = [d.cached_blocks for _, d in pairs if d.worker_id != chosen.worker_id]
-    return PREFIX if chosen.cached_blocks > max(others, default=chosen.cached_blocks) else LOAD
+    saved = pair_saving(request.tokens, *chosen).blocks
+    others = [pair_saving(request.tokens, *pair).blocks for pair in pairs if pair != chosen]
+    return PREFIX if saved > min(others) and saved >= max(others) else LOAD

@@ -24,14 +24,17 @@ from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
+from gateway.worker_pool.pair_savings import most_saved_tokens
 from gateway.worker_pool.prefix_index import PrefixIndex, PrefixIndexReader
 from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
+    DecodeCandidate,
     NoProof,
     NoWorker,
     Placement,
+    PrefillCandidate,
     Route,
     RouteRequest,
     choose_route,
@@ -186,12 +189,12 @@ class WorkerPool:
         return [record for record in self._directory.workers() if not self._is_ours(record)]
 
     def tokens_to_compute(self, job: Job) -> int:
-        """Predict the prompt tokens to compute: those that the best decode worker does not hold."""
+        """Predict the prompt tokens to compute: those that the best pair of workers does not save."""
         prompt = job.request.prompt_ids
-        decode = self.registry.serving(Role.DECODE)
-        hits = self._prefixes.hits(decode, job, prompt)
-        cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
-        return max(len(prompt) - cached, 1)
+        prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
+        hits = self._prefixes.hits([*prefill, *decode], job, prompt)
+        saved = most_saved_tokens(len(prompt), *_candidates(prefill, decode, hits)) if hits else 0
+        return max(len(prompt) - saved, 1)
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class WorkerPool:
         request that has lost one already waits for such a pair; heartbeats come four times a second.
         """
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
-        hits = self._prefixes.hits(decode, job, token_ids)
+        hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
         if isinstance(route, NoWorker) and proven != (prefill, decode):
@@ -241,11 +244,7 @@ class WorkerPool:
         decode: Sequence[Worker],
         hits: Mapping[str, int],
     ) -> Route | NoWorker:
-        return choose_route(
-            request,
-            (w.prefill_candidate() for w in prefill),
-            (w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
-        )
+        return choose_route(request, *_candidates(prefill, decode, hits))
 
     def _proven(self, workers: list[Worker]) -> list[Worker]:
         """Return the workers that were heard of after the last loss of another one."""
@@ -340,6 +339,16 @@ class WorkerPool:
 
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
         self.pending_flushes.on_flushed(worker_id, flushed)
+
+
+def _candidates(
+    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, int]
+) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
+    """Return the router's view of these workers; `hits`: cached blocks of the prompt by worker id."""
+    return (
+        [w.prefill_candidate(hits.get(w.record.worker_id, 0)) for w in prefill],
+        [w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode],
+    )
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:

@@ -45,7 +45,8 @@ from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.failpoints import damage_blocks
 from kvtransfer.transports.pool_memory import PoolMemory
-from kvtransfer.transports.registry import make_receiver
+from kvtransfer.transports.pull_frames import PullServer
+from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED, make_receiver
 
 _log = logging.getLogger(__name__)
 
@@ -97,15 +98,22 @@ class HandoffServer:
             corrupt=self._on_corrupt,
         )
         made = [make_receiver(name, memory, host, hooks) for name in transports]
+        self._pulls: PullServer | None = None
+        if not PULLS_FRAMES.isdisjoint(transports):
+            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
         self._handshake = Handshake(
-            WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
+            WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made, self._pulls
         )
+        self._forgotten = 0
+        pool.on_forgotten = self._on_forgotten
         self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:
         """Listen for the transports' registrations. Call it before the gRPC server starts. Raises OSError."""
         for transport in self._handshake.transports:
             await transport.start()
+        if self._pulls is not None:
+            await self._pulls.start()
         self._tick_task = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
@@ -117,6 +125,8 @@ class HandoffServer:
         self._writers.close_links()
         for transport in self._handshake.transports:
             await transport.close()
+        if self._pulls is not None:
+            await self._pulls.close()
 
     # -- the owner's side
 
@@ -174,13 +184,18 @@ class HandoffServer:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
         link = ServerLink(writer_id, stream)
         writer = self._writers.link_up(link, transport)
-        link.put(self._handshake.make_welcome(hello, transport))
-        self._actions.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
+        link.put(self._handshake.make_welcome(hello, transport, self._forgotten))
+        reads_prefix = transport.name in PULLS_MAPPED
+        self._actions.run(
+            self._receiver.link_up(writer_id, in_place=transport.in_place, reads_prefix=reads_prefix)
+        )
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
         try:
             await link.run(self._handle)
         finally:
             self._writers.link_lost(writer, link)
+            if self._pulls is not None and not self._writers.is_linked(writer_id):
+                self._pulls.end(writer_id)
 
     def _handle(self, link: ServerLink, request: Request) -> None:
         writer = self._writers.writer_of(link)
@@ -237,6 +252,12 @@ class HandoffServer:
     def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
         self._actions.run(self._receiver.corrupt(writer, ref))
+
+    def _on_forgotten(self, keys: Sequence[bytes]) -> None:
+        """Tell the writers that copy what they must not keep; those in place share the pool's own cache."""
+        self._forgotten += 1
+        message = handoff_pb2.PrefixForgotten(keys=keys, count=self._forgotten)
+        self._writers.send_to_copying(Response(forgotten=message))
 
     # -- time
 

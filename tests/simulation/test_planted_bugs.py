@@ -19,7 +19,7 @@ from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
-from kvtransfer.transports import tcp
+from kvtransfer.transports import pull_frames, tcp
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
@@ -68,6 +68,15 @@ def digests_are_not_checked(patch: Patch) -> None:
         return b"0" * 16
 
     patch.setattr(tcp, "block_digest", believed)
+
+
+def pulled_blocks_are_not_verified(patch: Patch) -> None:
+    """Blocks that are pulled enter scratch as they come."""
+
+    def believed(ref: Any, index: int, payload: Any) -> bytes:
+        return b"0" * 16
+
+    patch.setattr(pull_frames, "pulled_block_digest", believed)
 
 
 def drafts_are_not_verified(patch: Patch) -> None:
@@ -199,6 +208,7 @@ PLANTED: list[Any] = [
     (quarantine_ends_by_the_clock, "writers", 250),
     pytest.param(lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),
     (digests_are_not_checked, "copies", 40),
+    (pulled_blocks_are_not_verified, "pulls", 60),
     (tokens_are_delivered_twice, "everything", 40),
     (token_gap_is_ignored, "everything", 10),
     (retry_counts_output_as_prompt, "crowd", 40),

@@ -282,7 +282,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +292,7 @@ class Load(_message.Message):
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PULL_COST_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -301,7 +302,8 @@ class Load(_message.Message):
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     draining: bool
     max_running: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ...) -> None: ...
+    pull_cost: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median")

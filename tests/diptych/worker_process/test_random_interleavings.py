@@ -71,7 +71,9 @@ class Walk:
         """Take grants back, break links, lose a gateway: what the world does to workers now and then."""
         while True:
             await asyncio.sleep(self.rng.expovariate(15))
-            match self.rng.choice(["abort", "abort", "break", "gateway"]):
+            match self.rng.choice(["abort", "abort", "break", "gateway", "forget"]):
+                case "forget":
+                    self.forget()
                 case "abort":
                     loop = self.rng.choice(self.house.decodes).loop
                     if key := loop.requests.grants.abort_newest_grant():
@@ -86,6 +88,17 @@ class Walk:
                     await lost.close()
                     for heard in lost.heard.values():
                         heard.end_all("gateway lost")
+
+    def forget(self) -> None:
+        """Flush the prefix cache of a worker, or let a decode worker distrust a part of it."""
+        decode = self.rng.choice(self.house.decodes)
+        match self.rng.choice(["decode", "prefill", "distrust"]):
+            case "decode":
+                decode.loop.flush_prefix_cache()
+            case "prefill":
+                self.rng.choice(self.house.prefills).loop.flush_prefix_cache()
+            case "distrust":
+                decode.pool.forget(decode.pool.cached_keys()[:1])
 
     async def request(self, planned: Plan, gateways: list[Gateway]) -> None:
         """Act as a gateway: a preempted request comes back with its tokens, others have ended."""
