@@ -35,6 +35,9 @@ class Model:
     backend: Backend
     backend_name: BackendName
     device: torch.device = _CPU
+    why_torch: str | None = None
+    """Why the backend is torch and not a faster one, in words; None where another computes or torch was asked
+    for."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
@@ -87,18 +90,11 @@ def load_model(
     if max_context is not None:
         shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
-    made: Backend
-    name: BackendName
     if backend == "triton" or where.type == "cuda":
-        from diptych.engine.backends.triton.backend import (
-            TritonBackend,  # here: Triton is not installed everywhere
-        )
-
-        made, name = TritonBackend(shape, weights, where, kv_scales=scales), "triton"
-        where = made.device
-    else:
-        made, name = _make_backend(shape, weights, dtype, backend, scales)
-    return Model(shape, chosen, dtype, made, name, where)
+        on_gpu, where = _make_on_gpu(shape, weights, where, scales)
+        return Model(shape, chosen, dtype, on_gpu, "triton", where)
+    on_cpu, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
+    return Model(shape, chosen, dtype, on_cpu, name, where, why)
 
 
 def _lowered(limit: int, chosen: int) -> int:
@@ -136,21 +132,38 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
     raise UnsupportedModel(f"dtype {asked}: only float32, float16 and bfloat16 are computed")
 
 
-def _make_backend(
+def _make_on_gpu(
+    shape: ModelShape, weights: Weights, device: torch.device, kv_scales: torch.Tensor | None
+) -> tuple[Backend, torch.device]:
+    """Return a backend and the device on which it computes."""
+    # Imported here: Triton is not installed everywhere.
+    from diptych.engine.backends.triton.backend import TritonBackend
+    from diptych.engine.backends.triton.supports import supports
+
+    if (why := supports(shape)) is not None:
+        raise UnsupportedModel(f"the Triton step does not compute {why}, and torch computes on CPUs only")
+    made = TritonBackend(shape, weights, device, kv_scales=kv_scales)
+    return made, made.device
+
+
+def _make_on_cpu(
     shape: ModelShape,
     weights: Weights,
     dtype: torch.dtype,
     choice: BackendChoice,
     kv_scales: torch.Tensor | None,
-) -> tuple[Backend, BackendName]:
+) -> tuple[Backend, BackendName, str | None]:
+    """Return a backend, its name, and why it is torch where a faster one was asked for."""
+    why = None
     if choice != "torch":
         # Imported here: it loads the native library, which the torch backend does not need.
         from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
 
         try:
-            return NativeBackend(shape, weights, dtype), "native"
+            return NativeBackend(shape, weights, dtype), "native", None
         except NativeUnavailable as error:
             if choice == "native":
                 raise
-            _LOG.warning("no native backend, torch computes, which is slower: %s", error)
-    return TorchBackend(shape, weights, kv_scales), "torch"
+            why = str(error)
+            _LOG.warning("no native backend, torch computes, which is slower: %s", why)
+    return TorchBackend(shape, weights, kv_scales), "torch", why

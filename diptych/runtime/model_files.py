@@ -14,13 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, WRAPPERS
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
-
-MODEL_TYPES: Final = ("llama", "mistral", "ministral", "qwen2", "qwen3")
-"""`model_type` of the families that the engine computes (diptych/engine/models/families.py)."""
-GGUF_ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""`general.architecture` of those that its GGUF reader has (diptych/engine/weights/gguf_shape.py)."""
 
 _A_MODEL: Final = "a model is a .gguf file or a folder with config.json, tokenizer.json and safetensors files"
 _LFS_HEAD: Final = b"version https://git-lfs"
@@ -103,9 +99,9 @@ def _check_gguf(path: Path) -> None:
     if other in _OTHER_GGUFS:
         raise UnusableModel(f"{path} is {_OTHER_GGUFS[other]}")
     if architecture not in GGUF_ARCHITECTURES:
+        why = NOT_COMPUTED.get(str(architecture), f"supported are {', '.join(GGUF_ARCHITECTURES)}")
         raise UnusableModel(
-            f"{path} is a model of architecture {architecture!r}, which is not computed: "
-            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
+            f"{path} is a model of architecture {architecture!r}, which is not computed: {why}"
         )
 
 
@@ -177,7 +173,10 @@ def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} is computed by code of its own (auto_map in config.json), which is never run: "
             "get a version in the form of a supported family, or a GGUF file of one"
         )
-    supported = f"supported are {', '.join(MODEL_TYPES)}"
+    if kind in WRAPPERS:
+        _check_text_model(folder, str(kind), config.get(WRAPPERS[str(kind)]))
+        return
+    supported = NOT_COMPUTED.get(str(kind), f"supported are {', '.join(MODEL_TYPES)}")
     if kind not in MODEL_TYPES:
         inner = next((config[key] for key in ("text_config", "llm_config") if key in config), None)
         if isinstance(inner, dict):
@@ -191,6 +190,16 @@ def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
     if isinstance(architectures, list) and not any(str(one).endswith("ForCausalLM") for one in architectures):
         raise UnusableModel(
             f"{folder} is a {', '.join(map(str, architectures))}, and only causal language models are served"
+        )
+
+
+def _check_text_model(folder: Path, kind: str, config: object) -> None:
+    """Raise UnusableModel unless a wrapper's text model, the part that is served, is computed."""
+    text = config.get("model_type") if isinstance(config, dict) else None
+    if text not in MODEL_TYPES:
+        why = NOT_COMPUTED.get(str(text), f"supported are {', '.join(MODEL_TYPES)}")
+        raise UnusableModel(
+            f"{folder} is a {kind} around a text model {text!r}, which is not computed: {why}"
         )
 
 

@@ -58,6 +58,7 @@ from gateway.session.events import (
     WorkerUp,
 )
 from gateway.session.retry_policy import (
+    MOMENT_S,
     GiveUp,
     RetryContext,
     decide,
@@ -278,9 +279,11 @@ class ChoiceState:
                 failed.worker_down(worker_id, graceful=graceful, at=now, since=self._launched_at)
             elif not graceful:
                 self._lost_before_commit[self.attempt] = worker_id, now, self._launched_at
+                prefill_id = self._working[Role.PREFILL]  # which has begun, and may have died with it
+                failed.suspect(prefill_id, since=self._launched_at, at=now, within_s=MOMENT_S)
             self._working = {r: w for r, w in self._working.items() if w != worker_id}
             return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
-        if failed.is_suspect(worker_id):
+        if failed.is_suspect(worker_id, now):
             failed.worker_down(worker_id, graceful=graceful, at=now)
         return self._suspend_if_quarantined(now)
 

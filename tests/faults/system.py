@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -76,12 +76,12 @@ def settle(stack: Stack) -> None:
     stack.wait_idle(SETTLED_WITHIN_S)
 
 
-def holding(stack: Stack, gone: int = 0) -> dict[str, float]:
+def holding(stack: Stack, gone: Collection[int] = ()) -> dict[str, float]:
     """Which load gauges of the workers are not zero; one that is down, or is `gone`, holds nothing."""
     held = {}
     for role, names in IDLE_GAUGES.items():
         for index, worker in enumerate(stack.account[role]):
-            if "http_port" not in worker or worker.get("pid") in (None, gone):
+            if "http_port" not in worker or worker.get("pid") in (None, *gone):
                 continue
             for name in names:
                 with contextlib.suppress(urllib.error.URLError, OSError, IndexError, KeyError):

@@ -13,7 +13,10 @@ from tests.faults.conftest import Breakable
 from tests.faults.states import STATES, Victim
 from tests.faults.system import breakable_system
 
-CELLS = [("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")]
+CELLS = [
+    *(("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")),
+    *(("S4", "pair"), ("S8", "all decode")),
+]
 
 
 @pytest.fixture(scope="module")

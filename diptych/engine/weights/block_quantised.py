@@ -45,11 +45,16 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
-def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
-    """Return a tensor of full numbers as `precision` stores it, in memory of its own.
+_FLOAT32 = frozenset({"router", "router_bias", "correction_bias", "shared_router", "sinks"})
+
+
+def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float32: bool = False) -> Matrix:
+    """Return a tensor of full numbers as `precision` stores it, or as `float32`, in memory of its own.
 
     `tensor` may be the mapped file itself: a model that is written over it must not change one in use.
     """
+    if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
+        return tensor.to(torch.float32, copy=True)
     if precision in PLAIN:
         return tensor.to(PLAIN[precision], copy=True)
     if is_matrix(name):

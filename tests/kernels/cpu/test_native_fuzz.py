@@ -45,7 +45,7 @@ def shapes(draw: st.DrawFn, widest: int = 70) -> ModelShape:
         head_dim=2 * draw(st.integers(1, 36)),
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "head"])),
         windows=tuple(draw(st.lists(window, min_size=layers, max_size=layers))),
     )
 

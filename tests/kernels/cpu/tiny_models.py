@@ -11,30 +11,40 @@ import torch
 
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights import LayerWeights, Weights
-from diptych.engine.weights.canonical import layer_shapes
+from diptych.engine.models.shape import LayerShape, ModelShape, Rotation
+from diptych.engine.weights import Weights
+from diptych.engine.weights.canonical import layer_shapes, layer_weights
 from kernels.byte_codes import code_matrix
 from kernels.byte_linear import quantise_matrix
 from kernels.quantised_linear import BLOCK_BYTES, GROUP, BlockFormat, BlockMatrix
 
 
 def shape_of(**changes: Any) -> ModelShape:
-    """Return a small shape none of whose sizes is a multiple of a register, a tile or another size."""
+    """Return a small shape none of whose sizes is a multiple of a register, a tile or another size.
+
+    Beside fields of the shape, `num_layers`, `windows`, `rope_theta`, `rope_scaling` and `rotary_width` make
+    its layers and its only rotation.
+    """
     sizes: dict[str, Any] = {
         "family": "llama",
         "vocab_size": 131,
         "hidden_size": 100,
-        "num_layers": 2,
         "num_heads": 6,
         "num_kv_heads": 3,
         "head_dim": 40,
         "intermediate_size": 150,
         "rms_eps": 1e-5,
-        "rope_theta": 10000.0,
         "max_context": 4096,
     }
-    return ModelShape(**{**sizes, **changes})
+    sizes |= changes
+    theta, scaling = sizes.pop("rope_theta", 10000.0), sizes.pop("rope_scaling", None)
+    width = sizes.pop("rotary_width", sizes["head_dim"])
+    count, windows = sizes.pop("num_layers", 2), sizes.pop("windows", ())
+    made = {
+        "rotations": (Rotation(theta, width, scaling),),
+        "layers": tuple(LayerShape(window) for window in windows or (None,) * count),
+    }
+    return ModelShape(**{**made, **sizes})
 
 
 def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
@@ -43,13 +53,15 @@ def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
 
     def random_tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
         values = torch.randn(size, generator=generator)
+        if name.endswith(("router", "router_bias", "correction_bias", "sinks")):
+            return values
         if name.endswith("norm"):
             return (1.0 + 0.3 * values).to(dtype)
         return (values * (0.3 if name.endswith("bias") else size[-1] ** -0.5)).to(dtype)
 
     layers = [
-        LayerWeights(**{name: random_tensor(name, size) for name, size in layer_shapes(shape)})
-        for _ in range(shape.num_layers)
+        layer_weights(shape, {name: random_tensor(name, size) for name, size in layer_shapes(shape, layer)})
+        for layer in range(shape.num_layers)
     ]
     matrix = (shape.vocab_size, shape.hidden_size)
     return Weights(
@@ -57,6 +69,7 @@ def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
         layers=tuple(layers),
         final_norm=random_tensor("final_norm", (shape.hidden_size,)),
         head=None if shape.tied_embeddings else random_tensor("head", matrix) * 3,
+        final_norm_bias=random_tensor("bias", (shape.hidden_size,)) if shape.norm_bias else None,
     )
 
 

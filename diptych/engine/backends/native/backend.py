@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
+from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
-from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
+from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
@@ -55,6 +56,8 @@ class NativeBackend:
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
+        if (why := supports(shape)) is not None:
+            raise NativeUnavailable(f"the native step does not compute {why}")
         if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
         try:
@@ -76,8 +79,6 @@ class NativeBackend:
         weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
         self._library.diptych_tell(self._model, told)
         self._load(weights)
-        self._frequencies = inverse_frequencies(shape).float()
-        self._magnitude = rotary_magnitude(shape)
         self._positions = 0
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._ahead: deque[_LaunchedStep] = deque()
@@ -197,15 +198,21 @@ class NativeBackend:
         qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
         self._set_linear(index, native.QKV, *qkv)
         self._set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
-        self._set_linear(index, native.GATE_UP, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        gate_up = ((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self._set_linear(index, native.GATE_UP, *gate_up)
         self._set_linear(index, native.DOWN, (layer.down, layer.down_bias))
-        self._set_norm(index, native.INPUT_NORM, layer.input_norm)
-        self._set_norm(index, native.POST_NORM, layer.post_norm)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            self._set_norm(index, native.QUERY_NORM, layer.q_norm)
-            self._set_norm(index, native.KEY_NORM, layer.k_norm)
+        norms = (
+            (native.INPUT_NORM, layer.input_norm),
+            (native.POST_NORM, layer.post_norm),
+            (native.QUERY_NORM, layer.q_norm),
+            (native.KEY_NORM, layer.k_norm),
+        )
+        for which, weight in norms:
+            if weight is not None:
+                self._set_norm(index, which, weight)
 
-    def _set_linear(self, layer: int, which: int, *parts: tuple[Matrix, torch.Tensor | None]) -> None:
+    def _set_linear(self, layer: int, which: int, *given: tuple[Matrix | None, torch.Tensor | None]) -> None:
+        parts = [(matrix, bias) for matrix, bias in given if matrix is not None]
         matrices = (native.Matrix * len(parts))()
         alive: list[torch.Tensor] = []
 
@@ -243,9 +250,7 @@ class NativeBackend:
         if positions <= self._positions:
             return
         count = max(positions, 2 * self._positions)
-        angles = torch.arange(count).float().unsqueeze(1) * self._frequencies
-        cosines = (angles.cos() * self._magnitude).contiguous()
-        sines = (angles.sin() * self._magnitude).contiguous()
+        cosines, sines = (table.contiguous() for table in cos_sin(self._shape, 0, torch.arange(count)))
         status = self._library.diptych_set_rotary(self._model, cosines.data_ptr(), sines.data_ptr(), count)
         self._check(status)
         self._rotary = cosines, sines
@@ -273,7 +278,7 @@ def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
         head_dim=shape.head_dim,
         vocab=shape.vocab_size,
         rms_epsilon=shape.rms_eps,
-        query_scale=shape.head_dim**-0.5,
+        query_scale=shape.score_scale,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from diptych.engine.backends.torch.decoder import Decoder
-from diptych.engine.backends.torch.row_groups import Chunk, Decodes, group_rows
+from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
@@ -21,6 +21,10 @@ class TorchBackend:
         self._scales = kv_scales
         self._decoder = Decoder(shape, weights)
         self._shape = shape
+        self._rules = [
+            ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
+            for index, layer in enumerate(weights.layers)
+        ]
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in this process' torch calls from the calling thread."""
@@ -35,7 +39,7 @@ class TorchBackend:
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 mixed = torch.zeros_like(q)
                 for group in groups:
-                    group.attend(layer, self._shape.window(layer), q, k, v, mixed, self._scales)
+                    group.attend(layer, self._rules[layer], q, k, v, mixed, self._scales)
                 return mixed
 
             def wanted() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,20 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How one layer turns products of queries and keys into weights."""
+
+    window: int | None
+    scale: float
+    cap: float | None
+    sinks: torch.Tensor | None
+
+    def changes(self) -> dict[str, Any]:
+        """Return the arguments of the attention kernels beside the window."""
+        return {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)
@@ -25,7 +40,7 @@ class Chunk:
     def attend(
         self,
         layer: int,
-        window: int | None,
+        rule: ScoreRule,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -38,7 +53,7 @@ class Chunk:
         """
         write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
         out[self.span] = paged_attention(
-            q[self.span], self.blocks, layer, self.table, self.start, window, scales
+            q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
         )
 
 
@@ -57,7 +72,7 @@ class Decodes:
     def attend(
         self,
         layer: int,
-        window: int | None,
+        rule: ScoreRule,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -67,7 +82,7 @@ class Decodes:
         """Store the rows' keys and values, and write their attention into `out`; `scales` as for a chunk."""
         write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows], scales)
         out[self.rows] = paged_decode(
-            q[self.rows], self.blocks, layer, self.tables, self.lengths, window, scales
+            q[self.rows], self.blocks, layer, self.tables, self.lengths, rule.window, scales, **rule.changes()
         )
 
 

@@ -18,7 +18,7 @@ from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
-from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
+from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import ModelShape
 
 _FIRST_POSITIONS = 2048
@@ -98,8 +98,7 @@ class RotaryTable:
     """
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(shape).float().to(device)
-        self._magnitude = rotary_magnitude(shape)
+        self._shape, self._device = shape, device
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._make(min(_FIRST_POSITIONS, shape.max_context))
 
@@ -113,10 +112,7 @@ class RotaryTable:
             self._make(max(positions, 2 * len(self.cos)))
 
     def _make(self, positions: int) -> None:
-        at = torch.arange(positions, device=self._frequencies.device).float()
-        angles = at.unsqueeze(1) * self._frequencies
-        self.cos = angles.cos() * self._magnitude
-        self.sin = angles.sin() * self._magnitude
+        self.cos, self.sin = cos_sin(self._shape, 0, torch.arange(positions, device=self._device))
 
 
 class Layers:

@@ -70,21 +70,28 @@ def pack(weights: Weights, device: torch.device) -> PackedWeights:
 
 def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
     return PackedLayer(
-        input_norm=layer.input_norm.to(device),
+        input_norm=_present(layer.input_norm).to(device),
         qkv=_linear(device, (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)),
         q_norm=None if layer.q_norm is None else layer.q_norm.to(device),
         k_norm=None if layer.k_norm is None else layer.k_norm.to(device),
         output=_linear(device, (layer.o, layer.o_bias)),
-        post_norm=layer.post_norm.to(device),
+        post_norm=_present(layer.post_norm).to(device),
         gate_up=_linear(device, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias)),
         down=_linear(device, (layer.down, layer.down_bias)),
     )
 
 
-def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear:
+def _linear(device: torch.device, *given: tuple[Matrix | None, torch.Tensor | None]) -> Linear:
+    parts = [(matrix, bias) for matrix, bias in given if matrix is not None]
     joined = torch.cat([_dense(weight).to(device) for weight, _ in parts])
     biases = [bias.to(device) for _, bias in parts if bias is not None]
     return Linear(joined, torch.cat(biases) if biases else None)
+
+
+def _present(norm: torch.Tensor | None) -> torch.Tensor:
+    if norm is None:
+        raise UnsupportedModel("layers without a norm before attention and feed-forward (supports.py)")
+    return norm
 
 
 def _dense(matrix: Matrix) -> torch.Tensor:

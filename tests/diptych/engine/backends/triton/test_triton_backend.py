@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tied_embeddings": True,
     },
     "qwen2": {"qkv_bias": True, "num_heads": 7, "num_kv_heads": 1},
-    "qwen3": {"qk_norm": True, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "qwen3": {"qk_norm": "head", "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     "windows": {"windows": (None, 19)},
 }
 
@@ -74,7 +74,7 @@ def test_mixed_batches_equal_the_torch_backend(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_near_to_float32_as_the_torch_backend_is(dtype: torch.dtype) -> None:
-    shape = shape_of(qk_norm=True)
+    shape = shape_of(qk_norm="head")
     exact = TorchBackend(shape, weights_of(shape, torch.float32))
     expected, got = backends(shape, weights_of(shape, dtype))
     runs = zip(batches(shape, torch.float32), batches(shape, dtype), batches(shape, dtype), strict=True)

@@ -22,7 +22,7 @@ from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"windows": (None, 19), "num_heads": 4, "num_kv_heads": 2},
     "qwen2": {"qkv_bias": True, "num_heads": 7, "num_kv_heads": 1, "head_dim": 64},
-    "qwen3": {"qk_norm": True, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80},
+    "qwen3": {"qk_norm": "head", "num_heads": 9, "num_kv_heads": 3, "head_dim": 80},
 }
 CASES = [
     ("llama", torch.float32),
