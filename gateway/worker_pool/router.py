@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.attempt.types import Role
-from gateway.worker_pool.pair_savings import pair_saving
+from gateway.worker_pool.pair_savings import held_blocks, pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -149,8 +149,7 @@ def choose_route(
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    shared = min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
-    needed = -(-request.tokens // decode.block_size) - shared
+    needed = -(-request.tokens // decode.block_size) - held_blocks(request.tokens, decode)
     missing = max(0, needed - decode.free_blocks) * decode.block_size
     saving = pair_saving(request.tokens, prefill, decode)
     return (
