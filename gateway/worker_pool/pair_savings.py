@@ -57,5 +57,5 @@ def most_saved_tokens(
 
 
 def held_blocks(tokens: int, decode: DecodeCandidate) -> int:
-    """Return the blocks of a prompt that the decode worker need not be given: one token is always computed."""
+    """Return the blocks of a prompt that the decode worker holds; one token is always computed."""
     return min(decode.cached_blocks, (tokens - 1) // decode.block_size)

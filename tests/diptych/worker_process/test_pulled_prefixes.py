@@ -46,6 +46,8 @@ async def test_second_turn_of_a_chat_computes_only_what_is_new():
         assert tuple(then.tokens) == greedy(second, 6)
         # The last token of an answer is sampled and never fed: its KV is nowhere.
         assert computed(prefill) == [0, (len(PROMPT) + ANSWER - 1) // BLOCK * BLOCK]
+        pulled = [request.times().HasField("kv_pull") for request, _ in prefill.ended]
+        assert pulled == [False, True], "a pull is a phase of its own, and no wait for blocks"
         assert await made.empty() == []
         await gateway.close()
 
