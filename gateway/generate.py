@@ -207,7 +207,7 @@ class Generator:
         Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
         """
         registry = self._worker_pool.registry
-        if registry.missing_role() is None:
+        if registry.missing_role() is None or self._worker_pool.falls_back(job):
             return job
         await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
         if self.draining:

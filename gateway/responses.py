@@ -152,6 +152,7 @@ def timings(driver: RequestDriver, received_at: float) -> pb.Timings:
         kv_bytes_transferred=phases.kv_bytes_transferred,
         preemptions=state.preemptions,
         retries=state.retries.total() - state.retries[Cause.PREEMPTED],
+        local_prefill=phases.local_prefills > 0,
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if driver.first_token_at is not None:

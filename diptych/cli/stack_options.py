@@ -49,6 +49,9 @@ class StackOptions:
         str | None,
         _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
     ] = None
+    chat_template: Annotated[
+        Path | None, _option("File with the chat template in place of the model's own ones.", "Model")
+    ] = None
     max_model_len: Annotated[
         int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
     ] = None

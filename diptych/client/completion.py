@@ -173,6 +173,7 @@ def _timings(timings: pb.Timings) -> Timings:
         kv_bytes_transferred=timings.kv_bytes_transferred,
         preemptions=timings.preemptions,
         retries=timings.retries,
+        local_prefill=timings.local_prefill,
     )
 
 

@@ -31,6 +31,8 @@ class Timings:
     kv_bytes_transferred: int
     preemptions: int
     retries: int
+    local_prefill: bool = False
+    """True if the decode worker computed the prompt itself, in one attempt at least."""
 
 
 @dataclass(frozen=True)

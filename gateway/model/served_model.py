@@ -118,13 +118,17 @@ class ServedModel:
         name: str | None = None,
         max_context: int | None = None,
         further_names: Sequence[str] = (),
+        chat_template: str | None = None,
     ) -> ServedModel:
         """Load a GGUF file or a Hugging Face folder.
 
-        ``name`` replaces the name derived from the path, and ``max_context`` lowers the model's context.
+        ``name`` replaces the name derived from the path, ``max_context`` lowers the model's context, and
+        ``chat_template`` replaces its templates.
         Raises `UnusableTokenizer`, `UnusableTemplate`, `NamelessModel`, `ContextTooLong` or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
+        if chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(chat_template)
         template = _template(tokenizer)
         card = ModelCard.from_tokenizer(tokenizer, path, name, max_context, further_names)
         if template is None:

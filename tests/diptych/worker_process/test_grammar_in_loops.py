@@ -26,6 +26,7 @@ from tests.kvtransfer.conftest import until
 END = 0
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 COUNT = 12
+LOCAL = work_pb2.LOCAL_PREFILL_FALLBACK
 GRAMMAR = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="([a-f][g-z])*")
 SHORT = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="[a-f][g-z][0-9]")
 
@@ -114,6 +115,50 @@ async def test_a_request_waits_for_its_grammar(late: str) -> None:
         assert tuple(heard.tokens) == alone(GRAMMAR.text, COUNT) != tuple(free.tokens)
         await gateway.close()
         assert await made.empty() == []
+
+
+@pytest.mark.parametrize("width", [0, 3])
+async def test_local_prompt_holds_no_blocks_before_its_grammar_is_compiled(width: int) -> None:
+    async with house("shared_memory") as made:
+        (_, for_decode), decode, gateway = grammars_of(made), made.decodes[0], Gateway(made)
+        for_decode.may_compile.clear()
+        rest = {"choices": range(max(width, 1)), "sampling": {"beam_width": width}}
+        heard = gateway.start_local(decode, asked(1, COUNT, local=LOCAL, **rest))
+        free = gateway.start_local(decode, work(("free", 1), PROMPT, COUNT, local=LOCAL))
+        await free.ended.wait()
+        assert tuple(free.tokens) == greedy(PROMPT, COUNT)
+        assert (len(decode.loop.local), decode.handoff.stats().grants) == (1, 0)
+        for_decode.may_compile.set()
+        await heard.ended.wait()
+        assert width or tuple(heard.tokens) == alone(GRAMMAR.text, COUNT)
+        assert set(heard.terminal_messages) == {"decode finished"}
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_local_prompt_fails_with_its_grammar() -> None:
+    async with house("shared_memory") as made:
+        grammars_of(made)[1].broken = True
+        gateway = Gateway(made)
+        heard = gateway.start_local(made.decodes[0], asked(1, COUNT, local=LOCAL))
+        await heard.ended.wait()
+        assert heard.terminal_messages == ["decode FAILURE_REASON_NO_VALID_TOKEN"]
+        assert len(made.decodes[0].loop.local) == 0
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_local_prompt_continues_its_grammar_after_any_token() -> None:
+    whole = alone(GRAMMAR.text, COUNT)
+    async with house("shared_memory", blocks=64) as made:
+        grammars_of(made)
+        gateway = Gateway(made)
+        for delivered in range(COUNT):
+            message = asked(delivered, COUNT, delivered=whole[:delivered], local=LOCAL)
+            heard = gateway.start_local(made.decodes[0], message)
+            await heard.ended.wait()
+            assert tuple(heard.tokens) == whole[delivered:]
+        await gateway.close()
 
 
 async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
