@@ -51,7 +51,7 @@ class Times:
 
 
 class Scene:
-    """One round on one running system; prompts of a seed come to no system twice."""
+    """Scene of one round on a running system; `seed` makes its prompts."""
 
     def __init__(self, client: AsyncClient, seed: int) -> None:
         self.client = client
@@ -122,6 +122,7 @@ def server(mode: str, transport: str, dtype: str, model: str) -> Server:
     return Server(
         name=f"{mode}-{transport}",
         family="diptych",
+        start_timeout_s=240.0,
         precision=dtype,
         arguments=(
             *module_command("diptych"),
