@@ -37,6 +37,7 @@ from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
+from gateway.model.template_file import read_template
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
 from gateway.request_telemetry import create_series
@@ -339,7 +340,15 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
         path, names = checked_model(settings.model), listed(settings.served_model_name)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names)
+        template = None if settings.chat_template is None else read_template(settings.chat_template)
+        model = ServedModel.load(
+            path,
+            settings.model_name,
+            settings.max_model_len,
+            names,
+            chat_template=template,
+            reasoning=settings.reasoning_parser,
+        )
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

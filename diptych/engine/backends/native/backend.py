@@ -26,7 +26,17 @@ from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
-_FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
+_FORMATS: dict[BlockFormat, int] = {
+    "q4_0": native.Q4_0,
+    "q4_1": native.Q4_1,
+    "q8_0": native.Q8_0,
+    "q2_k": native.Q2_K,
+    "q3_k": native.Q3_K,
+    "q4_k": native.Q4_K,
+    "q5_k": native.Q5_K,
+    "q6_k": native.Q6_K,
+    "iq4_xs": native.IQ4_XS,
+}
 _FIRST_POSITIONS = 32_768
 """Positions whose rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay as they run."""
 

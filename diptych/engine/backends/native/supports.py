@@ -13,6 +13,8 @@ def supports(shape: ModelShape) -> str | None:
 
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
+    if shape.latent is not None:
+        yield "attention over latents"
     if any(layer.experts for layer in shape.layers):
         yield "experts"
     if any(layer.rotation != 0 for layer in shape.layers):
