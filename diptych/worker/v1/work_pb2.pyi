@@ -129,7 +129,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ..., after: _Optional[_Union[ReasoningSpan, _Mapping]] = ...) -> None: ...
 
 class ReasoningSpan(_message.Message):
-    __slots__ = ("open", "opens", "ends")
+    __slots__ = ("open", "opens", "ends", "leads")
     class Mark(_message.Message):
         __slots__ = ("ids", "until")
         IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,10 +140,12 @@ class ReasoningSpan(_message.Message):
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OPENS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
     open: bool
     opens: _containers.RepeatedScalarFieldContainer[int]
     ends: _containers.RepeatedCompositeFieldContainer[ReasoningSpan.Mark]
-    def __init__(self, open: _Optional[bool] = ..., opens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[ReasoningSpan.Mark, _Mapping]]] = ...) -> None: ...
+    leads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[bool] = ..., opens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[ReasoningSpan.Mark, _Mapping]]] = ..., leads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Stopping(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")
