@@ -10,8 +10,8 @@ from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step_group import Row, StepGroup
+from diptych.engine.batch import can_sample_on_device
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
-from diptych.engine.step_output import can_sample_on_device
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import decode_sampled
 

@@ -25,11 +25,10 @@ from typing import Any
 from decode_worker.sequence import DecodeSequence
 from decode_worker.speculation import Speculation
 from decode_worker.step_group import Row, StepGroup, pick_all
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.runtime.failpoints import failpoint
 from diptych.worker_process.step_thread import InFlight, StepThread
 

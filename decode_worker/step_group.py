@@ -16,8 +16,8 @@ import torch
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
+from diptych.engine.batch import StepOutput
 from diptych.engine.sampling import SampleFailure, SampleRow
-from diptych.engine.step_output import StepOutput
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
 

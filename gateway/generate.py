@@ -263,7 +263,7 @@ class Generator:
     def _output(
         self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text, *, call_pieces: bool
     ) -> OutputStream:
-        parser = self._model.tools.parser(request.tools)
+        parser = self._model.tools.parser(request.tools) if request.tools is not None else None
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
         detokenizer = Detokenizer(self._model.tokenizer, request.skip_special, shown, text)
@@ -279,7 +279,7 @@ class Generator:
             want_scores=request.logprobs is not None,
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
-            unfinished=self._model.tools.unfinished(request.tools),
+            unfinished=self._model.tools.unfinished(request.tools) if parser is not None else None,
             piece_names=_tool_names(request) if call_pieces else None,
         )
 

@@ -52,18 +52,30 @@ class Responses:
         self, driver: RequestDriver, numbered: Iterable[tuple[int, int]], *, first: bool
     ) -> pb.GenerateResponse:
         """Build a message; ``numbered``: (index in the message, choice)."""
-        message, yielder = pb.GenerateResponse(), Yielder()
+        message = pb.GenerateResponse()
         # All output is taken at once: what comes while scores are written belongs to the next message.
         taken = [_add(message, driver, choice, index) for index, choice in numbered]
         if first:
             _add_head(message, driver)
+        request = driver.job.request
+        if request.logprobs is not None or request.prompt_logprobs is not None:
+            await self._add_logprobs(message, taken, driver, first=first)
+        return message
+
+    async def _add_logprobs(
+        self,
+        message: pb.GenerateResponse,
+        taken: Iterable[tuple[pb.OutputDelta, Scored]],
+        driver: RequestDriver,
+        *,
+        first: bool,
+    ) -> None:
+        request, yielder = driver.job.request, Yielder()
         for output, scored in taken:
             await self._logprobs.add(output, scored, yielder)
-        request = driver.job.request
-        if first and request.prompt_logprobs is not None:
+        if first and driver.prompt_logprobs is not None:
             scores = driver.prompt_logprobs.scores
             await self._logprobs.add_prompt(message.prompt, request.prompt_ids, scores, yielder)
-        return message
 
 
 def _add(

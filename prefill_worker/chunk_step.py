@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, can_sample_on_device
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
-from diptych.engine.step_output import can_sample_on_device
 from diptych.runtime.failpoints import failpoint
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt

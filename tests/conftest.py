@@ -5,6 +5,9 @@ Where there is no NVIDIA GPU, Triton is told to interpret its kernels: it reads 
 Hypothesis draws the same examples in every run of `make test`, so that a change is judged by what it changed.
 `make test-full` and `make fuzz` draw new ones each time (profile `searching`). No example has a deadline: on
 a machine shared with other work any of them can take any time, and pytest-timeout bounds the test.
+
+A shell without job control starts what it runs in the background with SIGINT ignored, and children inherit
+that. Commands that tests interrupt would run on, so SIGINT has its usual handler here.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +24,8 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a line for every server that ends under its clients
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None, print_blob=True)

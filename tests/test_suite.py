@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,16 @@ def test_suite_forgives_only_what_passes_alone(files: dict[str, str], status: in
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert suite.run(["-q"], tmp_path) == status
+
+
+def test_commands_can_be_interrupted_though_the_suite_runs_in_the_background() -> None:
+    """A shell starts background commands with SIGINT ignored."""
+    child = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    call = f"sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"
+    starter = f"import subprocess, sys, tests.conftest\n{call}"
+    command = ["sh", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable]
+    assert subprocess.run([*command, child], cwd=suite.ROOT, check=False).returncode == 1  # it is inherited
+    assert subprocess.run([*command, starter], cwd=suite.ROOT, check=False).returncode == 0
 
 
 def test_both_lanes_run_and_count(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -186,13 +186,20 @@ async def _stop(
         finally:
             await supervisor.stop(STOP_ORDER)
 
-    for signum in _SIGNALS:
+    signals = _ending_signals()
+    for signum in signals:
         loop.add_signal_handler(signum, hurry)
     try:
         await asyncio.shield(stop())
     finally:
-        for signum in _SIGNALS:
+        for signum in signals:
             loop.remove_signal_handler(signum)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a system: not SIGHUP under nohup, which outlives its terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in _SIGNALS if not (ignored and signum == signal.SIGHUP)]
 
 
 class Stopped(Exception):
@@ -216,7 +223,7 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
             received.append(signum)
             task.cancel()
 
-        for signum in _SIGNALS:
+        for signum in _ending_signals():
             asyncio.get_running_loop().add_signal_handler(signum, cancel, signum)
         try:
             return await task

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 
 
 class Backend(Protocol):

@@ -10,12 +10,11 @@ from typing import TypeVar
 import torch
 
 from diptych.engine.backend import CompletionFdBackend, GraphBackend, LaunchingBackend, SamplingBackend
-from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 
 _Result = TypeVar("_Result")
 

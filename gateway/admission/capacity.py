@@ -55,20 +55,14 @@ class KvBudget:
         self.capacity = capacity
         self._block_size = max(block_size, 1)
 
-    def need(self, prompt_tokens: int, max_tokens: int, sequences: int, tenant: str) -> int:
-        """Estimate the tokens of KV memory that a request holds at its end, at most the capacity.
+    def parts(self, prompt_tokens: int, max_tokens: int, tenant: str) -> tuple[int, int]:
+        """Estimate the tokens of KV memory that a request's outputs share at their end, and each has alone.
 
         Args:
             prompt_tokens: those to compute.
             max_tokens: bound of each output.
-            sequences: outputs computed side by side.
             tenant: whose average output length applies.
         """
-        shared, own = self.parts(prompt_tokens, max_tokens, tenant)
-        return self.clipped(shared + sequences * own)
-
-    def parts(self, prompt_tokens: int, max_tokens: int, tenant: str) -> tuple[int, int]:
-        """Estimate the tokens of KV memory that a request's outputs share, and those that each has alone."""
         output = min(self._mean_output.get(tenant, FIRST_GUESS_TOKENS), max_tokens)
         shared, own = divmod(prompt_tokens, self._block_size)
         blocks = -int(-(own + output) // self._block_size)

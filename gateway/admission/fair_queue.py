@@ -20,9 +20,9 @@ QUANTUM = 512.0
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    """Requests of one tenant, and the tokens it may still spend in this turn."""
+    """Requests of one tenant, at least one, and the tokens it may still spend in this turn."""
 
-    heap: list[tuple[int, int, T]] = field(default_factory=list)
+    heap: list[tuple[int, int, T]] = field(default_factory=list)  # its first entry waits, others may be over
     cost: float = 0.0  # of all waiting requests
     credit: float = 0.0
 
@@ -54,7 +54,7 @@ class FairQueue(Generic[T]):
 
     @property
     def tenants(self) -> Set[str]:
-        """Tenants with an item in the queue, and possibly some whose last one was discarded."""
+        """Tenants with an item in the queue."""
         return self._tenants.keys()
 
     def head(self, tenants: Collection[str] | None = None) -> T | None:
@@ -62,18 +62,13 @@ class FairQueue(Generic[T]):
 
         Repeated calls return the same one until it is popped or discarded, or its tenant's order changes.
         """
-        for tenant in list(self._tenants):
-            if self._first(self._tenants[tenant]) is None:
-                del self._tenants[tenant]  # and its credit: an idle tenant saves none
         wanted = [tenant for tenant in self._tenants if tenants is None or tenant in tenants]
         while wanted:
             tenant, own = next(iter(self._tenants.items()))
             if tenant not in wanted:
                 self._tenants.move_to_end(tenant)  # without credit: it may not go now
                 continue
-            item = self._first(own)
-            if item is None:
-                raise RuntimeError("a tenant without items was kept")
+            item = own.heap[0][2]
             cost = self._waiting[item][1]
             if len(wanted) == 1:
                 own.credit = max(own.credit, cost)
@@ -98,12 +93,15 @@ class FairQueue(Generic[T]):
 
     def discard(self, item: T) -> None:
         """Remove ``item``, if it is in the queue."""
-        tenant, cost = self._waiting.pop(item, ("", 0.0))
-        if tenant in self._tenants and cost:
-            own = self._tenants[tenant]
-            own.cost -= cost
-            if self._first(own) is None:
-                del self._tenants[tenant]
+        if item not in self._waiting:
+            return
+        tenant, cost = self._waiting.pop(item)
+        own = self._tenants[tenant]
+        own.cost -= cost
+        while own.heap and own.heap[0][2] not in self._waiting:
+            heapq.heappop(own.heap)
+        if not own.heap:
+            del self._tenants[tenant]  # and its credit: an idle tenant saves none
 
     def cost_before(self, tenant: str, cost: float) -> float:
         """Estimate the cost served before a new request of ``tenant`` with ``cost``.
@@ -113,14 +111,6 @@ class FairQueue(Generic[T]):
         own = self._tenants[tenant].cost if tenant in self._tenants else 0.0
         others = (other.cost for name, other in self._tenants.items() if name != tenant)
         return own + sum(min(theirs, own + cost) for theirs in others)
-
-    def _first(self, own: _TenantQueue[T]) -> T | None:
-        while own.heap:
-            item = own.heap[0][2]
-            if item in self._waiting:
-                return item
-            heapq.heappop(own.heap)
-        return None
 
 
 class FairShares:

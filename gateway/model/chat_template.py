@@ -86,7 +86,7 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
         self._variables = frozenset(meta.find_undeclared_variables(tree))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import cast
 
 from diptych.parameters import UINT32
 from diptych.runtime.errors import InvalidParameter
+from diptych.runtime.strict_json import STRICT_JSON
 from gateway import limits
 
 BODY = "body"
@@ -28,7 +29,7 @@ def parse_body(data: bytes) -> dict[str, object]:
         )
         raise InvalidParameter(BODY, f"has too many elements: at most {most} are read, in texts too")
     try:
-        found = _DECODER.decode(data.decode("utf-8"))
+        found = STRICT_JSON.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidParameter(BODY, "is not UTF-8") from error
     except RecursionError as error:
@@ -52,13 +53,6 @@ def _has_too_many_elements(data: bytes) -> bool:
         return False
     after_digits = sum(data.count(b"%d," % digit) for digit in range(10))
     return after_digits > limits.MAX_JSON_NUMBERS or commas - after_digits > limits.MAX_JSON_COMMAS
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def string(path: str, value: object) -> str:

@@ -15,6 +15,8 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from diptych.runtime.grammar.json_schema import GUIDANCE
+from diptych.runtime.grammar.patterns import literal_pattern
+from diptych.runtime.strict_json import STRICT_JSON
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.gbnf.nodes import BadGbnf
@@ -107,7 +109,7 @@ def read_schema(path: str, text: str) -> dict[str, object]:
     if _depth(text) > limits.MAX_SCHEMA_DEPTH:
         raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
+        schema = STRICT_JSON.decode(text)
         json.dumps(schema, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair
         raise InvalidParameter(path, "must be valid Unicode") from error
@@ -116,10 +118,6 @@ def read_schema(path: str, text: str) -> dict[str, object]:
     if not isinstance(schema, dict):
         raise InvalidParameter(path, "must be a JSON object")
     return schema
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _depth(text: str) -> int:
@@ -157,12 +155,7 @@ def _choice(path: str, values: Sequence[str]) -> Grammar:
         size += len(value.encode("utf-8"))
     if size > limits.MAX_GRAMMAR_BYTES:
         raise InvalidParameter(path, f"must be at most {limits.MAX_GRAMMAR_BYTES} bytes together")
-    return Grammar(Kind.REGEX, "|".join(map(exactly, values)))
-
-
-def exactly(text: str) -> str:
-    """Return a regular expression for ``text`` itself: in escapes, but for letters and digits."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+    return Grammar(Kind.REGEX, "|".join(map(literal_pattern, values)))
 
 
 _SCHEMA: Final = "json_schema"

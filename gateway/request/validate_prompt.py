@@ -19,7 +19,7 @@ from gateway.request.field_checks import message_name
 from gateway.request.json_values import whole
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
-from gateway.tools.tool import Toolbox
+from gateway.tools.tool import Toolbox, ToolCall
 
 # Where a prompt's tokens come from, by the kind of prompt.
 _FIELDS: Final = {"token_ids": "token_ids.ids", "text": "text", "chat": "chat.messages"}
@@ -85,7 +85,8 @@ def check_text(field: str, text: str) -> int:
 
 def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
     """Return the tools of a conversation. Raises InvalidParameter or UnsupportedFeature."""
-    return toolbox(chat, model.tools) if model.chat_template is not None else None
+    asked = bool(chat.tools) or chat.HasField("tool_choice")
+    return toolbox(chat, model.tools) if asked and model.chat_template is not None else None
 
 
 def chat_parts(
@@ -99,9 +100,7 @@ def chat_parts(
         raise InvalidParameter("chat.messages", "must not be empty")
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
-    num_bytes = sum(map(_bytes_of, chat.messages))
-    _check_size("chat.messages", num_bytes)
-    _check_size("chat.tools", chat.ByteSize() - num_bytes if chat.tools else 0)
+    _check_size("chat.messages", sum(map(_bytes_of, chat.messages)))
     messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -144,7 +143,8 @@ def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) ->
             reason = f"this model's chat template does not render a turn of the {message.role} {where}"
             raise UnsupportedFeature(f"{field}.role", reason)
         messages.append(_message(field, role, message, model))
-    if not model.tools.generic:
+    with_tools = tools is not None or any(turn.tool_calls or turn.role == "tool" for turn in messages)
+    if not (with_tools and model.tools.generic):
         return messages
     offered = () if tools is None else tools.tools
     native = model.tools.calls and model.tools.turns
@@ -152,12 +152,16 @@ def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) ->
 
 
 def _message(field: str, role: str, message: pb.ChatMessage, model: ServedModel) -> Message:
-    answers = tool_call_id(field, message, model.tools)
+    answers = ""
+    calls: tuple[ToolCall, ...] = ()
+    if message.role == "tool" or message.tool_call_id or message.tool_calls:
+        answers = tool_call_id(field, message, model.tools)
+        calls = tool_calls(field, message, model.tools)
     return Message(
         role,
         message.content,
         message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
-        tool_calls(field, message, model.tools),
+        calls,
         answers,
         _reasoning(field, message),
     )

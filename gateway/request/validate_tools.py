@@ -117,6 +117,8 @@ def tool_call_id(path: str, message: pb.ChatMessage, support: ToolSupport) -> st
 def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
     if len(given) > limits.MAX_TOOLS:
         raise InvalidParameter("chat.tools", f"must be at most {limits.MAX_TOOLS}")
+    if sum(one.ByteSize() for one in given) > limits.MAX_PROMPT_BYTES:  # before any schema is read
+        raise InvalidParameter("chat.tools", f"must be at most {limits.MAX_PROMPT_BYTES} bytes together")
     tools: dict[str, Tool] = {}
     for index, one in enumerate(given):
         path = f"chat.tools[{index}]"

@@ -89,9 +89,12 @@ def parse_request(
     rules = read_token_rules(request.sampling, model.tokenizer)
     check_a_token_is_left(rules, stops, card.eos_token_ids)
     sampling = read_sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
-    constraint = structured_output(request.structured_output, lenient=lenient_json_schema)
+    constraint = None
+    if request.HasField("structured_output"):
+        constraint = structured_output(request.structured_output, lenient=lenient_json_schema)
     tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
-    constraint = constraint_of(tools, model.tools, constraint, lenient=lenient_json_schema)
+    if tools is not None:
+        constraint = constraint_of(tools, model.tools, constraint, lenient=lenient_json_schema)
     if constraint is not None and not card.eos_token_ids:
         raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
     interval = field_checks.read_number(PARAMETERS["stream_interval"], response)

@@ -118,9 +118,8 @@ class RequestDriver:
             wait_s=retry_limits.wait_s,
             constrained=request.constraint is not None,
         )
-        self.prompt_logprobs = PromptLogprobs(
-            len(request.prompt_ids) if request.prompt_logprobs is not None else 0
-        )
+        wanted = request.prompt_logprobs is not None
+        self.prompt_logprobs = PromptLogprobs(len(request.prompt_ids)) if wanted else None
         self.output_buffer = OutputBuffer(held=hold)
         self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteTrace] = []
@@ -208,7 +207,7 @@ class RequestDriver:
                 self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptLogprobsArrived):
                 self._add_prompt_logprobs(event)
-            elif self.prompt_logprobs.complete:
+            elif self.prompt_logprobs is None or self.prompt_logprobs.complete:
                 self._events.append(event)
             elif isinstance(event, TokensArrived | DecodeFinished):
                 self._early.append(event)
@@ -355,7 +354,7 @@ class RequestDriver:
 
     def _add_prompt_logprobs(self, event: PromptLogprobsArrived) -> None:
         """Add log-probabilities of the prompt; a gap between them is a worker's bug."""
-        if not self.prompt_logprobs.add(event.first, event.logprobs):
+        if self.prompt_logprobs is None or not self.prompt_logprobs.add(event.first, event.logprobs):
             self._events.append(RequestFailed(Internal("log-probabilities of the prompt are missing")))
         elif self.prompt_logprobs.complete:
             self._events.extend(self._early)

@@ -11,9 +11,10 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from diptych.runtime.grammar.matcher import embedded_schema
+from diptych.runtime.strict_json import STRICT_JSON
 from gateway.tools.tool import Tool, ToolCall
 
 _ALPHABET: Final = string.ascii_letters + string.digits
@@ -172,7 +173,7 @@ def _arguments(members: Mapping[str, _Member]) -> str:
     if isinstance(given.value, dict):
         return given.text
     quoted = _text(given.value)  # some models write the object as a string
-    if not isinstance(_DECODER.decode(quoted), dict):
+    if not isinstance(STRICT_JSON.decode(quoted), dict):
         raise ValueError("is not an object")
     return quoted
 
@@ -183,11 +184,11 @@ def _members(text: str) -> dict[str, _Member]:
     The text of a value is cut out: serialised anew, numbers would lose digits, and a repeated name one of its
     values.
     """
-    _DECODER.decode(text)  # valid JSON from here on, in which the pattern finds the names of members
+    STRICT_JSON.decode(text)  # valid JSON from here on, in which the pattern finds the names of members
     found = {}
     end = 0
     while (name := _NAME_OF_MEMBER.match(text, end)) is not None:
-        value, end = _DECODER.raw_decode(text, name.end())
+        value, end = STRICT_JSON.raw_decode(text, name.end())
         found[json.loads(name[1])] = _Member(value, text[name.end() : end])
     return found
 
@@ -249,10 +250,3 @@ def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
         return None
     arguments = _ARGUMENTS.match(text, head.end())
     return BegunCall(name, None if arguments is None else text[arguments.end() :])
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -105,10 +105,16 @@ class Link:
             raise LinkDown(self.worker_id)
         self._send_queue.put_nowait(message)
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         """End the stream, and call `on_down` if it was up. The worker cancels all work that came over it."""
         if self._task is not None:
             self._task.cancel()
+        self._end()
+
+    async def close(self) -> None:
+        """Stop, and wait until the stream is closed."""
+        self.stop()
+        if self._task is not None:
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
@@ -169,18 +175,23 @@ class Link:
             self._listener.on_up(self.worker_id)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._send_queue = None
-            self._listener.on_down(self.worker_id)
-            _log.warning("%s worker %s: link lost", self.codec.role.value, self.worker_id)
+            self._end()
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception) and not isinstance(result, _LOSSES):
                     _log.error("link to %s", self.worker_id, exc_info=result)
 
+    def _end(self) -> None:
+        """Report the end of the link, once."""
+        if self._send_queue is not None:
+            self._send_queue = None
+            self._listener.on_down(self.worker_id)
+            _log.warning("%s worker %s: link lost", self.codec.role.value, self.worker_id)
+
     async def _read(self, stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
-        while (message := await stream.read()) is not None:
+        while (message := await stream.read()) is not None and self.up:
             self._silent_ticks = 0
             self.last_seen = clock()
             parsed = self.codec.parse(message)

@@ -168,11 +168,9 @@ class WorkerPool:
         link.start()
 
     def _remove(self, worker: Worker) -> None:
-        worker_id = worker.record.worker_id
-        self.registry.remove(worker_id)
-        self.ejections.forget(worker_id)
-        if worker.link.up:
-            self._listener.on_worker_down(worker_id, worker.leaving)
+        worker.link.stop()  # which reports a loss, of the worker that the registry still has
+        self.registry.remove(worker.record.worker_id)
+        self.ejections.forget(worker.record.worker_id)
         task = asyncio.create_task(worker.link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -18,11 +18,10 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.backend import Backend
-from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
-from diptych.engine.step_output import StepOutput
 from diptych.runtime.block_hash import HASH_VERSION
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU

@@ -228,16 +228,16 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
         return LayerWeights(**tensors)
     assert shape.experts is not None
     beside = ("router", "router_bias", "correction_bias", "shared_router")
+    numbers = range(shape.experts.num_experts)
+    lists: dict[str, Any] = {
+        plural: tuple(tensors[EXPERT.format(number) + name] for number in numbers)
+        for name, plural in _PLURALS.items()
+        if EXPERT.format(0) + name in tensors
+    }
     experts = ExpertWeights(
         **{name: tensors[name] for name in beside if name in tensors},
         **{name.replace(".", "_"): value for name, value in tensors.items() if name.startswith("shared.")},
-        **{
-            plural: tuple(
-                tensors[EXPERT.format(number) + name] for number in range(shape.experts.num_experts)
-            )
-            for name, plural in _PLURALS.items()
-            if EXPERT.format(0) + name in tensors
-        },
+        **lists,
     )
     own = {n: t for n, t in tensors.items() if n not in beside and not n.startswith(("experts.", "shared."))}
     return LayerWeights(**own, experts=experts)

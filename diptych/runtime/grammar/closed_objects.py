@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from diptych.runtime.grammar.json_pointer import referenced_part
+
 _MAX_COPIES: Final = 200
 """Copies of referenced schemas; beyond, a reference is left as it is."""
 _MAX_CHAIN: Final = 32
@@ -130,13 +132,8 @@ class _Closing:
                 left.append(self._target(reference))
 
     def _target(self, reference: object) -> Schema | None:
-        """Return what a reference within the schema points to (RFC 6901), or None."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found: Any = self._root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
+        """Return the schema that a reference points to, or None."""
+        found = referenced_part(self._root, reference)
         return found if isinstance(found, dict) else None
 
 

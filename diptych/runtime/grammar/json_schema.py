@@ -18,7 +18,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from diptych.runtime.grammar.patterns import ascii_classes, has_word_boundary, split_look_ahead
+from diptych.runtime.grammar.json_pointer import referenced_part
+from diptych.runtime.grammar.patterns import (
+    ascii_classes,
+    has_word_boundary,
+    literal_pattern,
+    split_look_ahead,
+)
 
 MAX_PATH_CHARS: Final = 128
 GUIDANCE: Final = "x-guidance"
@@ -203,16 +209,9 @@ class _Preparer:
     def _resolved(self, part: object) -> object:
         """Return the definition that a schema of a single reference stands for, or the schema."""
         for _ in range(8):
-            reference = part.get("$ref") if isinstance(part, dict) else None
-            if not isinstance(reference, str) or not reference.startswith("#/"):
+            if not isinstance(part, dict) or "$ref" not in part:
                 break
-            part = self._root
-            for step in reference[2:].split("/"):
-                part = (
-                    part.get(step.replace("~1", "/").replace("~0", "~"))
-                    if isinstance(part, Mapping)
-                    else None
-                )
+            part = referenced_part(self._root, part["$ref"])
         return part
 
 
@@ -253,15 +252,10 @@ def _name_pattern(names: object) -> str | None:
     if known.keys() <= {"enum", "const"}:
         values = known.get("enum", [known.get("const")])
         texts = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
-        return f"^(?:{'|'.join(map(_literal, texts))})$" if texts else None
+        return f"^(?:{'|'.join(map(literal_pattern, texts))})$" if texts else None
     if known.keys() == {"pattern"} and isinstance(pattern := known["pattern"], str):
         return None if LOOK_AROUND.search(pattern) or has_word_boundary(pattern) else pattern
     least, most = known.get("minLength", 0), known.get("maxLength", "")
     if known.keys() <= {"minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int | str):
         return f"^(?s:.){{{least},{most}}}$"
     return None
-
-
-def _literal(text: str) -> str:
-    """Return a pattern of ``text`` itself."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -60,6 +60,11 @@ def _escape(char: str, in_class: bool, *, folds: bool, ecma: bool) -> str:
     return f"\\{char}"
 
 
+def literal_pattern(text: str) -> str:
+    """Return a pattern that matches ``text`` itself: in escapes, but for ASCII letters and digits."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
 def has_word_boundary(pattern: str) -> bool:
     r"""Return whether `\b` or `\B` stands in ``pattern`` outside of brackets."""
     return any(char in ("\\b", "\\B") for _, char in _plain(pattern))

@@ -30,7 +30,12 @@ async def start(*arguments: str, stdout: int = asyncio.subprocess.PIPE) -> async
 
 
 async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
-    out, err = await asyncio.wait_for(process.communicate(), 120)
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 120)
+    except TimeoutError:  # what it left open would fail a test after this one
+        process.kill()
+        await process.communicate()
+        raise
     return process.returncode or 0, (out or b"").decode(), err.decode()
 
 

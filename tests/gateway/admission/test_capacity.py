@@ -18,6 +18,11 @@ def budget(blocks: int) -> KvBudget:
     return made
 
 
+def need(budget: KvBudget, prompt: int, max_tokens: int, sequences: int, tenant: str) -> int:
+    shared, own = budget.parts(prompt, max_tokens, tenant)
+    return budget.clipped(shared + sequences * own)
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "sequences", "blocks"),
     [
@@ -33,25 +38,25 @@ def budget(blocks: int) -> KvBudget:
 def test_kv_need_is_in_whole_blocks_with_shared_prompt_blocks(
     prompt: int, max_tokens: int, sequences: int, blocks: int
 ) -> None:
-    assert budget(1000).need(prompt, max_tokens, sequences, "") == blocks * SIZE
+    assert need(budget(1000), prompt, max_tokens, sequences, "") == blocks * SIZE
 
 
 def test_kv_need_follows_the_average_output_of_the_tenant() -> None:
     one = budget(10_000)
-    guess = one.need(16, 100_000, 1, "a")
+    guess = need(one, 16, 100_000, 1, "a")
     assert guess == 16 + FIRST_GUESS_TOKENS
     one.learn("a", 32)
-    assert one.need(16, 100_000, 1, "a") == 48
-    assert one.need(16, 8, 1, "a") == 32
-    assert one.need(16, 100_000, 1, "b") == guess
+    assert need(one, 16, 100_000, 1, "a") == 48
+    assert need(one, 16, 8, 1, "a") == 32
+    assert need(one, 16, 100_000, 1, "b") == guess
     for _ in range(200):
         one.learn("a", 640)
-    assert 16 + 600 < one.need(16, 100_000, 1, "a") <= 16 + 640
+    assert 16 + 600 < need(one, 16, 100_000, 1, "a") <= 16 + 640
 
 
 def test_kv_need_is_bounded_by_the_capacity() -> None:
     one = budget(10)
-    assert one.need(1000, 1000, 4, "") == 10 * SIZE
+    assert need(one, 1000, 1000, 4, "") == 10 * SIZE
     assert one.excess(10 * SIZE) == 0.0
     one.reserve(10 * SIZE)
     assert one.excess(5 * SIZE) == 0.5
@@ -60,7 +65,7 @@ def test_kv_need_is_bounded_by_the_capacity() -> None:
 
 def test_unknown_kv_capacity_is_no_limit() -> None:
     one = KvBudget()
-    one.reserve(one.need(10**9, 10**9, 8, ""))
+    one.reserve(need(one, 10**9, 10**9, 8, ""))
     assert one.fits(10**9)
     assert one.excess(10**9) == 0.0
 

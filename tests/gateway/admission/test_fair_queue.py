@@ -81,6 +81,7 @@ def test_fair_queue_pops_each_item_once_and_keeps_its_head(pushes: list[tuple[st
             queue.discard(gone)
             inside.discard(gone)
     assert len(queue) == len(inside)
+    assert queue.tenants == {pushes[number][0] for number in inside}
     while (head := queue.head()) is not None:
         assert queue.head() == head
         assert queue.pop() == head

@@ -111,6 +111,16 @@ def test_tools_are_refused_above_their_limits() -> None:
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == path
 
 
+def test_tools_together_are_measured_before_any_schema_is_read() -> None:
+    """64 KiB each would be 8 MiB of JSON to parse before the refusal."""
+    size = limits.MAX_PROMPT_BYTES // 16
+    names = [f"t{number}" for number in range(17)]
+    schema = '{"title": "' + "x" * (size - 64) + '"}'
+    assert toolbox(chat(*names[:-1], parameters_json_schema=schema), ALL)
+    broken = chat(*names, parameters_json_schema="{" * size)
+    assert field_of(InvalidParameter, lambda: toolbox(broken, ALL)) == "chat.tools"
+
+
 def test_tool_parameters_must_be_an_object_schema() -> None:
     for given in ("", "{}"):
         found = toolbox(chat("a", parameters_json_schema=given), ALL)

@@ -14,11 +14,10 @@ import torch
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import Storage, Weights
 from kernels.cpu import library as native
 
@@ -206,7 +205,7 @@ def _to_sampled(token: int) -> Sampled | SampleFailure:
 
 
 class _LaunchedStep:
-    """A step on its way; see `diptych.engine.step_output.Launched`. It must live until it is computed."""
+    """A step on its way; see `diptych.engine.batch.Launched`. It must live until it is computed."""
 
     def __init__(
         self,

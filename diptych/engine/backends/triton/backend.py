@@ -25,11 +25,10 @@ from diptych.engine.backends.triton.layers import Activations, Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import Weights
 
 

@@ -65,6 +65,7 @@ def test_objects_are_closed_unless_they_say_otherwise(
         {**DEFS, "allOf": [PET_REF, DAY]},
         {**DEFS, **DAY, "allOf": [PET_REF]},
         {**DEFS, **DAY, **PET_REF},
+        {"anyOf": [{"allOf": [{"$ref": "#/$defs/pets/0"}, DAY]}], "$defs": {"pets": [PET]}},
         {**DAY, "anyOf": [PET, {"type": "object", "properties": {"other": {}}, "required": ["other"]}]},
         {"allOf": [{"allOf": [PET]}, {"anyOf": [DAY, {"type": "null"}]}]},
     ],

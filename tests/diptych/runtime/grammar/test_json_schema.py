@@ -86,6 +86,7 @@ def test_unknown_format_is_an_annotation(name: str) -> None:
         ({"pattern": r"^\d+$"}, {"12": 1}, {"a": 1}),
         ({"minLength": 2, "maxLength": 3, "type": "string"}, {"ab": 1, "é😀x": 2}, {"abcd": 1}),
         ({"const": "a.b"}, {"a.b": 1}, {"axb": 1}),
+        ({"enum": ["Zoë", "𝒳-1"]}, {"Zoë": 1, "𝒳-1": 2}, {"Zoe": 1}),
         ({"type": "string"}, {"any": 1}, {"any": "x"}),
         ({"format": "phone"}, {"any": 1}, {"any": "x"}),
     ],

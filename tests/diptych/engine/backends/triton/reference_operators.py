@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.sampling.params import SamplingParams
 from diptych.engine.sampling.random import sample_token
-from diptych.engine.sampling.sample_row import SampleRow
+from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
 from kernels import paged_attention, rms_norm, rotary, swiglu
 from kernels import paged_decode as decode
 

@@ -12,10 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.linear import FEW_ROWS
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
-from diptych.engine.step_output import Launched
 from kernels.gpu.launch import INTERPRETED
 from kernels.gpu.skinny_linear import MOST_ROWS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
