@@ -40,6 +40,15 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek_v2": "deepseek",
+        "deepseek_v3": "deepseek",
+        "glm4_moe": "glm4_moe",
+        "gpt_oss": "gpt_oss",
+        "granitemoe": "granite_moe",
+        "mixtral": "mixtral",
+        "olmoe": "olmoe",
+        "qwen2_moe": "qwen3_moe",
+        "qwen3_moe": "qwen3_moe",
     }
 )
 """`model_type` of a config.json, and the module in diptych/engine/models whose `FAMILIES` have it."""
@@ -69,6 +78,12 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "glm4moe": "glm4_moe",
+        "gpt-oss": "gpt_oss",
+        "granitemoe": "granite_moe",
+        "olmoe": "olmoe",
+        "qwen2moe": "qwen3_moe",
+        "qwen3moe": "qwen3_moe",
     }
 )
 """`general.architecture` of a GGUF file, and the module whose `GGUF_FAMILIES` have it."""

@@ -42,6 +42,9 @@ class Model:
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
+        if shape.latent is not None:
+            width = shape.latent.rank + shape.head_dim
+            return KVLayout(shape.num_layers, 1, width, block_size, self.dtype, latent=True)
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
@@ -89,6 +92,8 @@ def load_model(
     shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
     if max_context is not None:
         shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
+    if kv_cache == "fp8" and shape.latent is not None:
+        raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
         on_gpu, where = _make_on_gpu(shape, weights, where, scales)

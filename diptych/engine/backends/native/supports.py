@@ -16,6 +16,8 @@ def supports(shape: ModelShape) -> str | None:
 
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
+    if shape.latent is not None:
+        yield "attention over latents"
     if shape.norm != "rms":
         yield "LayerNorm"
     if shape.norm_bias:

@@ -37,6 +37,11 @@ class TorchBackend:
             groups: list[Chunk | Decodes] = group_rows(sequences)
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                if (latent := self._shape.latent) is not None:
+                    mixed = q.new_zeros(*q.shape[:-1], latent.rank)
+                    for group in groups:
+                        group.attend_latents(layer, self._shape.score_scale, q, k, mixed)
+                    return mixed
                 mixed = torch.zeros_like(q)
                 for group in groups:
                     group.attend(layer, self._rules[layer], q, k, v, mixed, self._scales)

@@ -10,6 +10,7 @@ import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
 
@@ -56,6 +57,17 @@ class Chunk:
             q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
         )
 
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store this chunk's latents, and write its attention over latents into its rows of `out`."""
+        at = torch.arange(self.start, self.start + self.span.stop - self.span.start)
+        size = self.blocks.shape[-1] // latents.shape[-1]
+        write_latents(self.blocks, layer, self.table[at // size], at % size, latents[self.span])
+        out[self.span] = latent_attention(
+            query[self.span], self.blocks, layer, self.table, self.start, rank=out.shape[-1], scale=scale
+        )
+
 
 @dataclass(frozen=True)
 class Decodes:
@@ -83,6 +95,15 @@ class Decodes:
         write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows], scales)
         out[self.rows] = paged_decode(
             q[self.rows], self.blocks, layer, self.tables, self.lengths, rule.window, scales, **rule.changes()
+        )
+
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store the rows' latents, and write their attention over latents into `out`."""
+        write_latents(self.blocks, layer, self.ids, self.lanes, latents[self.rows])
+        out[self.rows] = latent_decode(
+            query[self.rows], self.blocks, layer, self.tables, self.lengths, rank=out.shape[-1], scale=scale
         )
 
 

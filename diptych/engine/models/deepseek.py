@@ -1,0 +1,165 @@
+"""DeepSeek-V2 and V3 (and R1): attention over latents, dense layers first, experts with a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from diptych.engine.models.config_fields import COMMON, llama_shape
+from diptych.engine.models.family import LLAMA_FEED_FORWARD, LLAMA_NORMS, Config, Family
+from diptych.engine.models.glm4_moe import sigmoid_experts
+from diptych.engine.models.moe import EXPERT_MATRICES, SHARED_EXPERT, with_experts
+from diptych.engine.models.rope import yarn_magnitude
+from diptych.engine.models.shape import ExpertsShape, LatentShape, ModelShape, UnsupportedModel
+
+_COMMON = {
+    **COMMON,
+    "num_key_value_heads": None,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_shared_experts": 2,
+    "num_nextn_predict_layers": 0,
+}
+_V2 = {
+    **_COMMON,
+    "vocab_size": 102400,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 0,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1407,
+    "routed_scaling_factor": 1.0,
+}
+_V3 = {
+    **_COMMON,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+}
+_ATTENTION = MappingProxyType(
+    {
+        "q": "self_attn.q_proj.weight",
+        "q_a": "self_attn.q_a_proj.weight",
+        "q_a_bias": "self_attn.q_a_proj.bias",
+        "q_a_norm": "self_attn.q_a_layernorm.weight",
+        "q_b": "self_attn.q_b_proj.weight",
+        "k": "self_attn.kv_a_proj_with_mqa.weight",
+        "k_bias": "self_attn.kv_a_proj_with_mqa.bias",
+        "latent_norm": "self_attn.kv_a_layernorm.weight",
+        "v": "self_attn.kv_b_proj.weight",
+        "o": "self_attn.o_proj.weight",
+        "o_bias": "self_attn.o_proj.bias",
+    }
+)
+_LAYER = MappingProxyType(
+    {
+        **LLAMA_NORMS,
+        **LLAMA_FEED_FORWARD,
+        **EXPERT_MATRICES,
+        **SHARED_EXPERT,
+        **_ATTENTION,
+    }
+)
+
+
+def _resolve(config: dict[str, Any]) -> None:
+    config["head_dim"] = config["qk_rope_head_dim"]
+
+
+def _shape(config: Config, tied: bool, experts: ExpertsShape) -> ModelShape:
+    latent = LatentShape(
+        rank=config["kv_lora_rank"],
+        plain=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+        query_rank=config["q_lora_rank"],
+    )
+    scale = (latent.plain + config["head_dim"]) ** -0.5 * _sharpening(config)
+    shape = llama_shape(config, tied, num_kv_heads=1, latent=latent, attention_scale=scale)
+    dense = config["first_k_dense_replace"]
+    return with_experts(shape, experts, (layer >= dense for layer in range(shape.num_layers)))
+
+
+def _sharpening(config: Config) -> float:
+    """Return the factor of scores for contexts longer than the trained one (yarn with `mscale_all_dim`)."""
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return yarn_magnitude(float(rope["factor"]), float(rope["mscale_all_dim"])) ** 2
+
+
+def _v2(config: Config, tied: bool) -> ModelShape:
+    grouped = config["topk_method"] == "group_limited_greedy"
+    if config["topk_method"] not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"topk_method {config['topk_method']!r} is not computed")
+    experts = ExpertsShape(
+        num_experts=config["n_routed_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        scale=float(config["routed_scaling_factor"]),
+        groups=(config["n_group"] or 1) if grouped else 1,
+        groups_per_token=(config["topk_group"] or 1) if grouped else 1,
+        shared_size=config["moe_intermediate_size"] * config["n_shared_experts"],
+    )
+    return _shape(config, tied, experts)
+
+
+def _v3(config: Config, tied: bool) -> ModelShape:
+    return _shape(config, tied, sigmoid_experts(config))
+
+
+_V2_FAMILY = Family(
+    "deepseek_v2",
+    _V2,
+    _v2,
+    layer=_LAYER,
+    interleaved=True,
+    resolve=_resolve,
+    neutral={
+        # What its own code does with true is another thing than transformers does.
+        "norm_topk_prob": (False, None),
+        "scoring_func": ("softmax",),
+        "moe_layer_freq": (1,),
+        "mlp_bias": (False,),
+    },
+    layers_behind="num_nextn_predict_layers",
+)
+FAMILIES = (
+    _V2_FAMILY,
+    replace(
+        _V2_FAMILY,
+        name="deepseek_v3",
+        defaults=_V3,
+        shape=_v3,
+        neutral={
+            "scoring_func": ("sigmoid",),
+            "moe_layer_freq": (1,),
+            "topk_method": ("noaux_tc",),
+            "rope_interleave": (True,),
+            "mlp_bias": (False,),
+        },
+    ),
+)
