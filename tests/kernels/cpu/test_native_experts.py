@@ -50,7 +50,7 @@ ROUTINGS: dict[str, tuple[ExpertsShape, dict[str, Any]]] = {
     "biases": (replace(PLAIN, bias=True, router_bias=True), {"router_bias": False}),
     "clamped": (replace(PLAIN, routing="topk_then_softmax", clamp=0.6, bias=True), {"clamp": 6.0}),
     "one-of-all": (replace(PLAIN, experts_per_token=1), {"experts_per_token": 2}),
-    "all-of-them": (replace(PLAIN, experts_per_token=7), {"experts_per_token": 6}),
+    "all-of-them": (replace(PLAIN, experts_per_token=7), {"routing": "sigmoid"}),
     "many": (replace(PLAIN, num_experts=40, experts_per_token=6, normalise=True), {"experts_per_token": 5}),
 }
 """Experts of a layer, and what changes their numbers: the control."""

@@ -28,9 +28,12 @@ def test_native_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path:
     oracle = oracle_of(name)
     oracle.save_pretrained(tmp_path)
     model = load_model(tmp_path, torch.float32, backend="native")
-    expected = oracle_logits(oracle, LONG)
+    rounded, exact = oracle_logits(oracle, LONG), oracle_logits(oracle.double(), LONG)
+    oracle.float()
+    # Of some of these models transformers' own fp32 is further than that from its fp64.
+    bound = max(1e-4, 1.5 * float((rounded - exact).abs().max()))
     for chunk in (len(LONG), 7):
-        torch.testing.assert_close(all_logits(model, LONG, chunk), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(all_logits(model, LONG, chunk).double(), exact, atol=bound, rtol=0)
     together = greedy(model, prompts(), 64)
     for prompt, tokens in zip(prompts(), together, strict=True):
         assert is_greedy(oracle, prompt, tokens)
