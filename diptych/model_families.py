@@ -78,6 +78,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek2": "deepseek",
         "glm4moe": "glm4_moe",
         "gpt-oss": "gpt_oss",
         "granitemoe": "granite_moe",
@@ -90,6 +91,16 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType({"gemma3": "text_config", "mistral3": "text_config"})
 """`model_type` of a model with images around a text model, and the config's key of the latter."""
+
+OWN_CODE: Final = frozenset(
+    {
+        *("exaone4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "internlm3", "ministral3"),
+        *("olmo2", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2", "ernie4_5"),
+    }
+)
+"""Types whose published folders name code of their own in `auto_map`, though transformers has them: they are
+computed as transformers computes them without it.
+"""
 
 _RECURRENT: Final = "its layers keep a recurrent state, which is not stored beside keys and values"
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(

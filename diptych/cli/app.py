@@ -291,11 +291,16 @@ def demo(
 
 
 @app.command(rich_help_panel=_CHECK)
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A GGUF file or a folder: its size, and which backend would compute it."),
+    ] = None,
+) -> None:
     """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
     from diptych.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT)))
+    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT), model))
 
 
 @app.command(rich_help_panel=_CHECK)

@@ -36,15 +36,13 @@ class Model:
     backend_name: BackendName
     device: torch.device = _CPU
     why_torch: str | None = None
-    """Why the backend is torch and not a faster one, in words; None where another computes or torch was asked
-    for."""
+    """Reason, in words, why torch computes; None where another backend does, or torch was asked for."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
         if shape.latent is not None:
-            width = shape.latent.rank + shape.head_dim
-            return KVLayout(shape.num_layers, 1, width, block_size, self.dtype, latent=True)
+            return KVLayout(shape.num_layers, 1, shape.kept_numbers, block_size, self.dtype, latent=True)
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.model_families import WRAPPERS
+from diptych.runtime.gguf_split import first_part
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
@@ -66,7 +67,7 @@ def _context_of(path: Path) -> int | None:
     try:
         if path.is_dir():
             return folder_context(json.loads((path / "config.json").read_bytes()))
-        return gguf_context(read_scalars(path))
+        return gguf_context(read_scalars(first_part(path)))
     except (OSError, ValueError, MalformedGguf):
         return None  # the programs that load the model say why
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.attempt.types import Cause, Role
 from gateway.session.retry_policy import MOMENT_S, WORKER_WAIT_S, Retry, RetryBudget, RetryContext
@@ -25,6 +26,17 @@ class _Loss:
     confirmed: bool = False
 
 
+class _Suspect(NamedTuple):
+    """A worker that had an attempt since ``since``, and was lost to others, or with others, at ``at``.
+
+    ``until``: if this gateway loses it by then, it died with the attempt.
+    """
+
+    since: float
+    at: float
+    until: float
+
+
 class FailedWorkers:
     """The workers that died under a request, as far as a gateway can know.
 
@@ -32,7 +44,8 @@ class FailedWorkers:
     unconfirmed, until the same process is linked again. When another process takes its place, under its id or
     as one that names the worker it replaces, the death is confirmed. A worker that had announced its
     shutdown, drained and restarted by its operator, does not count. When only another worker reports that its
-    link to the peer broke, the peer is a suspect: it counts once this gateway loses it, too.
+    link to the peer broke, the peer is a suspect: it counts once this gateway loses it, too. So is a prefill
+    worker whose decode worker was lost first, for `MOMENT_S`: a pair may die in one moment.
 
     Deaths within `MOMENT_S` of each other, of workers that had the request when the first of them died, count
     once: a host that reboots or an operator that kills both is the likelier cause.
@@ -40,7 +53,7 @@ class FailedWorkers:
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []  # by time; dead, unless they come back
-        self._suspects: dict[str, tuple[float, float]] = {}  # since when they had it, when peers lost them
+        self._suspects: dict[str, _Suspect] = {}
 
     @property
     def deaths(self) -> int:
@@ -71,18 +84,24 @@ class FailedWorkers:
         """Return the lost workers for the log, each with what is known of its death."""
         return [f"{x.worker_id} ({'dead' if x.confirmed else 'unconfirmed'})" for x in self._losses]
 
-    def suspect(self, worker_id: str, *, since: float = 0.0, at: float = math.inf) -> None:
-        """Record that another worker lost this one, ``at`` that time, while both had the request.
+    def suspect(
+        self, worker_id: str, *, since: float = 0.0, at: float = math.inf, within_s: float = math.inf
+    ) -> None:
+        """Record that a worker may have died with the request, ``at`` that time.
 
-        If this gateway loses it too, it died at the earlier of both times.
+        If this gateway loses it within ``within_s`` seconds, it died at the earlier of both times.
 
         Args:
             since: when it got the attempt.
         """
-        self._suspects[worker_id] = since, at
+        known = self._suspects.get(worker_id)
+        if known is None or known.until <= at + within_s:
+            self._suspects[worker_id] = _Suspect(since, at, at + within_s)
 
-    def is_suspect(self, worker_id: str) -> bool:
-        return worker_id in self._suspects
+    def is_suspect(self, worker_id: str, at: float = -math.inf) -> bool:
+        """Return whether the worker counts as dead if this gateway loses it ``at`` that time."""
+        suspect = self._suspects.get(worker_id)
+        return suspect is not None and at <= suspect.until
 
     def worker_down(
         self, worker_id: str, *, graceful: bool, at: float = 0.0, since: float | None = None
@@ -94,10 +113,12 @@ class FailedWorkers:
             at: seconds on a monotonic clock.
             since: when it got the attempt; None = as recorded by `suspect`, or now.
         """
-        suspected_since, suspected_at = self._suspects.pop(worker_id, (at, math.inf))
+        suspect = self._suspects.pop(worker_id, None)
+        if suspect is None or at > suspect.until:
+            suspect = _Suspect(since=at, at=math.inf, until=math.inf)
         known = any(loss.worker_id == worker_id and not loss.confirmed for loss in self._losses)
         if not graceful and not known:
-            loss = _Loss(worker_id, min(at, suspected_at), suspected_since if since is None else since)
+            loss = _Loss(worker_id, min(at, suspect.at), suspect.since if since is None else since)
             self._losses.append(loss)
             self._losses.sort(key=lambda known_loss: known_loss.at)
 
@@ -152,6 +173,7 @@ class AttemptHistory:
         failures: of its attempts, by cause.
         last_failure: why its last attempt ended; None before the second one.
         reserve, uncached: needs of its next attempt (see `gateway.attempt.work.Attempt`).
+        remote: its next attempt needs a prefill worker; see `gateway.attempt.types.Cause.TOO_MANY_NEW`.
         suspended: it gets no worker before the deaths of those that it lost are confirmed or refuted.
         waits: for a worker that can take it, for a limited time.
         waiting_for: the role of which none could.
@@ -162,6 +184,7 @@ class AttemptHistory:
         self.last_failure: Cause | None = None
         self.reserve = False
         self.uncached = False
+        self.remote = False
         self.suspended = False
         self.waits = False
         self.waiting_for: Role | None = None

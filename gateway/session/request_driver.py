@@ -124,6 +124,7 @@ class RequestDriver:
         self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteTrace] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
+        self.cached_by_attempt: dict[int, int] = {}  # of all that has delivered a token
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._phase_reports = PhaseReports()
@@ -160,6 +161,11 @@ class RequestDriver:
     def billed(self) -> int:
         """Output tokens of all choices."""
         return sum(output.billed for output in self.outputs)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens of all choices that are reasoning."""
+        return sum(output.reasoning_tokens for output in self.outputs)
 
     @property
     def generated(self) -> int:
@@ -202,9 +208,11 @@ class RequestDriver:
             if item.phases is not None:
                 early = isinstance(event, TokensArrived) and event.early
                 self._phase_reports.record(item.attempt, item.choice, item.phases, early=early)
-            if isinstance(event, TokensArrived) and self.cached_tokens is None:
-                # Of a request that was resumed the tokens it had delivered are cached as well.
-                self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
+            if isinstance(event, TokensArrived) and item.attempt not in self.cached_by_attempt:
+                self.cached_by_attempt[item.attempt] = item.cached_tokens
+                if self.cached_tokens is None:
+                    # Of a request that was resumed the tokens it had delivered are cached as well.
+                    self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptLogprobsArrived):
                 self._add_prompt_logprobs(event)
             elif self.prompt_logprobs is None or self.prompt_logprobs.complete:
@@ -302,7 +310,12 @@ class RequestDriver:
         affinity = self.job.request.session_id or self.job.work_id
         worst_case = self.job.worst_case_tokens
         request = RouteRequest(
-            affinity, len(wanted.token_ids), worst_case, wanted.avoid, after_loss=self.state.attempts > 0
+            affinity,
+            len(wanted.token_ids),
+            worst_case,
+            wanted.avoid,
+            after_loss=self.state.attempts > self.state.refused + wanted.remote,
+            remote=wanted.remote,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):
@@ -312,7 +325,7 @@ class RequestDriver:
             return NoRoute(placement.role, wanted.choices)
         self.routes.append(RouteTrace(start, self.clock(), placement))
         self._namespaces[placement.decode_id] = placement.cache_namespace
-        return Routed(placement.prefill_id, placement.decode_id, wanted.choices)
+        return Routed(placement.prefill_id, placement.decode_id, wanted.choices, placement.route.local)
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:

@@ -28,6 +28,13 @@ enum DiptychFormat : int32_t {
     DIPTYCH_Q8_0 = 3,
     DIPTYCH_I8 = 4,
     DIPTYCH_I8_CODED = 5,
+    // In GGUF's blocks of 256, of which the columns are a multiple.
+    DIPTYCH_Q2_K = 6,
+    DIPTYCH_Q3_K = 7,
+    DIPTYCH_Q4_K = 8,
+    DIPTYCH_Q5_K = 9,
+    DIPTYCH_Q6_K = 10,
+    DIPTYCH_IQ4_XS = 11,
 };
 
 enum DiptychStatus : int32_t {
@@ -127,7 +134,7 @@ struct DiptychRotation {
 struct DiptychMatrix {
     const void *data;
     int32_t rows, columns;
-    int32_t format;       // DiptychFormat, the same for all parts of a matrix
+    int32_t format;       // DiptychFormat; parts in blocks may differ where each is a multiple of 32 rows
     const float *bias;    // [rows] or null
     const float *scales;  // of both kinds of int8: [rows, segments], see kernels/byte_linear.py; else null
     const int16_t *slopes;  // of DIPTYCH_I8_CODED: [rows, groups, 2], see kernels/byte_codes.py; else null

@@ -26,6 +26,20 @@ struct Linear {
     // The same bytes in codes of four bits, beside `data`, for products of few rows, which wait for memory; or none.
     void *codes = nullptr;
     int64_t code_block_bytes = 0;
+    // Of quantised blocks: where neighbouring blocks of columns have the same format.
+    struct Section {
+        void *data;
+        int64_t block_bytes;
+        int32_t first_block, format;
+    };
+    Section sections[3];
+    int32_t section_count = 0;
+
+    const Section &section(int64_t block) const {
+        int32_t s = section_count - 1;
+        while (s > 0 && sections[s].first_block > block) s--;
+        return sections[s];
+    }
 
     const void *block(int64_t i) const { return static_cast<const char *>(data) + i * block_bytes; }
     const void *code_block(int64_t i) const { return static_cast<const char *>(codes) + i * code_block_bytes; }

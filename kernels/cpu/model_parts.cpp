@@ -35,10 +35,27 @@ Expected expected_parts(const DiptychModel &model, int32_t which, bool expert) {
     }
 }
 
+bool in_blocks(int32_t format) {
+    return (format >= DIPTYCH_Q4_0 && format <= DIPTYCH_Q8_0) || (format >= DIPTYCH_Q2_K && format <= DIPTYCH_IQ4_XS);
+}
+
+// Whether the parts of a matrix may have the formats that they have. One block of columns has one format.
+bool formats_join(const DiptychMatrix *parts, int32_t count, int32_t which) {
+    for (int32_t p = 0; p < count; p++) {
+        if (parts[p].format >= DIPTYCH_Q2_K && parts[p].columns % 256 != 0) return false;
+        if (parts[p].format == parts[0].format) continue;
+        if (which != DIPTYCH_QKV || !in_blocks(parts[0].format)) return false;
+        for (int32_t before = 0; before < p; before++) {
+            if (parts[before].rows % kColumns != 0) return false;
+        }
+    }
+    return true;
+}
+
 bool format_fits(const DiptychModel &model, int32_t which, int32_t format) {
     if (which == DIPTYCH_ROUTER) return format == DIPTYCH_DENSE;
     switch (model.shape.dtype) {
-        case DIPTYCH_BLOCKS: return format == DIPTYCH_Q4_0 || format == DIPTYCH_Q4_1 || format == DIPTYCH_Q8_0;
+        case DIPTYCH_BLOCKS: return in_blocks(format);
         case DIPTYCH_BYTES: return format == DIPTYCH_I8 || format == DIPTYCH_I8_CODED;
         default: return format == DIPTYCH_DENSE;
     }
@@ -138,7 +155,7 @@ std::string refused_parts(const DiptychModel &model, int32_t which, bool expert,
         if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
             return "the matrix has another size";
         }
-        if (!format_fits(model, which, parts[p].format) || parts[p].format != parts[0].format) {
+        if (!format_fits(model, which, parts[p].format) || !formats_join(parts, count, which)) {
             return "the matrix has a format that the model's dtype does not have";
         }
         bool coded = parts[p].format == DIPTYCH_I8_CODED;

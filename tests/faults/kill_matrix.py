@@ -5,6 +5,7 @@
 In each cell of state × victim the request enters the state and the process that did it is stopped there; the
 victim gets SIGKILL, and the stopped process goes on, if it was another one. Then every answer must equal that
 of the run without faults, the other workers must be empty and the victim and its children gone within 2 s.
+Some victims are several processes, which are killed in one moment.
 
 A killed gateway is a second one beside that of the system: its clients go on at the first one with their
 resume tokens. Answers of two choices cannot be resumed: what they delivered must be a prefix of the right
@@ -19,7 +20,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.faults.failpoints import kill
 from tests.faults.figures import Figure, Result, add_output, count, seconds, tell
 from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of
 from tests.faults.second_gateway import second_gateway
-from tests.faults.states import STATES, VICTIMS, State, Victim
+from tests.faults.states import LOCAL_STATES, STATES, VICTIMS, Role, State, Victim
 from tests.faults.system import (
     PAIRS,
     alive,
@@ -81,7 +82,7 @@ class Matrix:
 
     def table(self) -> str:
         lines = [f"| state | {' | '.join(VICTIMS)} |", "|---" * (1 + len(VICTIMS)) + "|"]
-        for state in STATES:
+        for state in (*STATES, *LOCAL_STATES):
             row = [str(self.cells.get((state.name, victim), Cell())) for victim in VICTIMS]
             lines.append(f"| {state.name} {state.what} | {' | '.join(row)} |")
         return "\n".join(lines)
@@ -106,14 +107,15 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(ask, system.address, MIX)
         stopped = system.armory.wait_taken(state.failpoint)
-        target = stopped if state.role == victim else _pid(system, victim)
-        doomed = family_of(target)
-        kill(target)
-        if stopped != target:
+        targets = _pids(system, victim, stopped, state.role)
+        doomed = [pid for target in targets for pid in family_of(target)]
+        for target in targets:
+            kill(target)
+        if stopped not in targets:
             signal_if_alive(stopped, signal.SIGCONT)
         answers = asked.result()
     check_same(expected, answers)
-    return _clean(system, doomed)
+    return _clean(system, targets, doomed)
 
 
 def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
@@ -131,7 +133,7 @@ def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
         check_same(expected, {name: one for name, one in answers.items() if name not in broken})
         for name in broken:
             _check_prefix(expected[name], answers[name])
-    return _clean(system, doomed)  # our own child: reaped by leaving the block
+    return _clean(system, doomed[:1], doomed)  # our own child: reaped by leaving the block
 
 
 async def _resumed(addresses: Sequence[str]) -> tuple[dict[str, Completion], set[str]]:
@@ -174,6 +176,14 @@ def _expected(system: Breakable) -> Mapping[str, Completion]:
     return _references[system.address]
 
 
+def _pids(system: Breakable, victim: Victim, stopped: int, role: Role) -> list[int]:
+    """The processes to kill while the process `stopped` of this role is stopped."""
+    if victim in ("all prefill", "all decode"):
+        return [int(one["pid"]) for one in system.stack.account[victim.removeprefix("all ")]]
+    victims: tuple[Victim, ...] = ("prefill", "decode") if victim == "pair" else (victim,)
+    return [stopped if one == role else _pid(system, one) for one in victims]
+
+
 def _pid(system: Breakable, victim: Victim) -> int:
     """Of the role's process that has the requests, if one has; the stopped process is of another role."""
     account = system.stack.account
@@ -184,11 +194,11 @@ def _pid(system: Breakable, victim: Victim) -> int:
     return int(account[victim][busy.index(max(busy))]["pid"])
 
 
-def _clean(system: Breakable, doomed: Sequence[int]) -> float:
+def _clean(system: Breakable, targets: Collection[int], doomed: Sequence[int]) -> float:
     """Wait for empty workers and reaped processes, then for whatever was started again."""
     began = time.monotonic()
     eventually(
-        lambda: not holding(system.stack, doomed[0]) and not alive(list(doomed)),
+        lambda: not holding(system.stack, targets) and not alive(list(doomed)),
         5 * CLEAN_WITHIN_S,
         f"all blocks free, {list(doomed)} gone",
     )
@@ -202,9 +212,10 @@ def run(
     model: Path,
     plan: Sequence[tuple[State, Victim]],
     say: bool = True,
+    matrix: Matrix | None = None,
 ) -> Matrix:
-    """Carry out the kills of `plan` in its order."""
-    matrix = Matrix()
+    """Carry out the kills of `plan` in its order; the cells of `matrix`, if given, gather them."""
+    matrix = Matrix() if matrix is None else matrix
     for state, victim in plan:
         cell = matrix.cells.setdefault((state.name, victim), Cell())
         cell.kills += 1
@@ -230,7 +241,7 @@ def run(
 
 def plan(kills: int, states: Sequence[str], victims: Sequence[str]) -> Iterator[tuple[State, Victim]]:
     """Victims by turns: who dies too often in a row is started again later each time."""
-    for _, state, victim in itertools.product(range(kills), STATES, VICTIMS):
+    for _, state, victim in itertools.product(range(kills), (*STATES, *LOCAL_STATES), VICTIMS):
         if state.name in states and victim in victims:
             yield state, victim
 
@@ -238,12 +249,16 @@ def plan(kills: int, states: Sequence[str], victims: Sequence[str]) -> Iterator[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kill_matrix", description=__doc__)
     parser.add_argument("--kills", type=int, default=5, help="in each cell")
-    parser.add_argument("--state", nargs="*", default=[state.name for state in STATES])
+    parser.add_argument("--state", nargs="*", default=[state.name for state in (*STATES, *LOCAL_STATES)])
     parser.add_argument("--victim", nargs="*", default=list(VICTIMS))
     add_output(parser)
     options = parser.parse_args(argv)
-    with breakable_system(*PAIRS) as (system, model):
-        matrix = run(system, model, list(plan(options.kills, options.state, options.victim)))
+    matrix, local = Matrix(), {state.name for state in LOCAL_STATES}
+    for mode, names in (("never", set(options.state) - local), ("always", set(options.state) & local)):
+        cells = list(plan(options.kills, sorted(names), options.victim))
+        if cells:
+            with breakable_system(*PAIRS, local_prefill=mode) as (system, model):
+                run(system, model, cells, matrix=matrix)
     return tell(matrix.result(), options.output)
 
 

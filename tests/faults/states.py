@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Victim = Literal["gateway", "prefill", "decode", "redis"]
-VICTIMS: tuple[Victim, ...] = ("gateway", "prefill", "decode", "redis")
+Role = Literal["gateway", "prefill", "decode"]
+Victim = Role | Literal["redis", "pair", "all prefill", "all decode"]
+VICTIMS: tuple[Victim, ...] = ("gateway", "prefill", "decode", "redis", "pair", "all prefill", "all decode")
+"""What is killed. The last three are several processes in one moment: a pair is a prefill and a decode worker
+that have requests."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class State:
     name: str
     what: str
     failpoint: str
-    role: Victim
+    role: Role
     after: int = 0
 
 
@@ -32,3 +35,11 @@ STATES = (
     State("S8", "decoding", "decode.step", "decode", after=12),
     State("S9", "finishing", "decode.finishing", "decode"),
 )
+LOCAL_STATES = (
+    State("L1", "attached, local", "decode.attached", "decode"),
+    State("L2", "granted to itself", "decode.local_granted", "decode"),
+    State("L3", "computing a local chunk", "decode.local_chunk", "decode"),
+    State("L4", "about to commit locally", "decode.local_commit", "decode"),
+    State("L5", "decoding", "decode.step", "decode", after=12),
+)
+"""Those of a request whose decode worker computes the prompt itself."""

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,13 +26,13 @@ SETTLED_WITHIN_S = 120.0  # a starved machine takes its time to start a worker a
 
 
 @contextlib.contextmanager
-def breakable_system(*flags: str) -> Iterator[tuple[Breakable, Path]]:
+def breakable_system(*flags: str, local_prefill: str = "never") -> Iterator[tuple[Breakable, Path]]:
     """A system over the tiny model, which is in the folder; later flags win."""
     with tempfile.TemporaryDirectory(prefix="diptych-faults-") as folder:
         model, points = Path(folder, "model"), Path(folder, "failpoints")
         points.mkdir()
         tiny_model.write(model)
-        armory = Armory(points)
+        armory = Armory(points, local_prefill)
         env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
         with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
             yield Breakable(stack, armory), model
@@ -76,12 +76,12 @@ def settle(stack: Stack) -> None:
     stack.wait_idle(SETTLED_WITHIN_S)
 
 
-def holding(stack: Stack, gone: int = 0) -> dict[str, float]:
+def holding(stack: Stack, gone: Collection[int] = ()) -> dict[str, float]:
     """Which load gauges of the workers are not zero; one that is down, or is `gone`, holds nothing."""
     held = {}
     for role, names in IDLE_GAUGES.items():
         for index, worker in enumerate(stack.account[role]):
-            if "http_port" not in worker or worker.get("pid") in (None, gone):
+            if "http_port" not in worker or worker.get("pid") in (None, *gone):
                 continue
             for name in names:
                 with contextlib.suppress(urllib.error.URLError, OSError, IndexError, KeyError):

@@ -10,10 +10,15 @@ import pytest
 
 from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token
 from tests.faults.conftest import Breakable
-from tests.faults.states import STATES
+from tests.faults.states import LOCAL_STATES, STATES
 from tests.faults.system import breakable_system
 
-CELLS = [("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")]
+CELLS = [
+    *(("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")),
+    *(("S4", "pair"), ("S8", "all decode")),
+]
+
+LOCAL_CELLS = [("L2", "decode"), ("L3", "gateway"), ("L3", "decode"), ("L4", "prefill")]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,13 @@ def test_no_token_is_lost_whoever_is_killed(pairs: Breakable, tiny: Path) -> Non
     assert len(matrix.cells) == len(CELLS)
     wrong = [one for one in matrix.failures if "clean after" not in one]
     assert not wrong
+
+
+def test_no_token_of_a_local_prompt_is_lost_whoever_is_killed(local_pairs: Breakable, tiny: Path) -> None:
+    states = {state.name: state for state in LOCAL_STATES}
+    matrix = kill_matrix.run(local_pairs, tiny, [(states[name], victim) for name, victim in LOCAL_CELLS])  # type: ignore[misc]
+    assert len(matrix.cells) == len(LOCAL_CELLS)
+    assert not [one for one in matrix.failures if "clean after" not in one]
 
 
 def test_streams_that_are_hit_go_on(pairs: Breakable) -> None:

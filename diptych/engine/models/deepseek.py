@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from diptych.engine.models.config_fields import COMMON, llama_shape
-from diptych.engine.models.family import LLAMA_FEED_FORWARD, LLAMA_NORMS, Config, Family
+from diptych.engine.models.family import (
+    GGUF_LAYER,
+    LLAMA_FEED_FORWARD,
+    LLAMA_NORMS,
+    Config,
+    Family,
+    GgufFamily,
+    GgufMetadata,
+    Stored,
+)
 from diptych.engine.models.glm4_moe import sigmoid_experts
-from diptych.engine.models.moe import EXPERT_MATRICES, SHARED_EXPERT, with_experts
+from diptych.engine.models.moe import (
+    EXPERT_KEYS,
+    EXPERT_MATRICES,
+    GGUF_EXPERTS,
+    SHARED_EXPERT,
+    gguf_experts,
+    with_experts,
+)
 from diptych.engine.models.rope import yarn_magnitude
 from diptych.engine.models.shape import ExpertsShape, LatentShape, ModelShape, UnsupportedModel
 
@@ -22,7 +41,6 @@ _COMMON = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "n_shared_experts": 2,
-    "num_nextn_predict_layers": 0,
 }
 _V2 = {
     **_COMMON,
@@ -58,8 +76,8 @@ _V3 = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "rope_interleave": True,
-    "num_nextn_predict_layers": 1,
 }
+_KV_B = Stored("self_attn.kv_b_proj.weight", ("k_b", "v"))
 _ATTENTION = MappingProxyType(
     {
         "q": "self_attn.q_proj.weight",
@@ -70,7 +88,8 @@ _ATTENTION = MappingProxyType(
         "k": "self_attn.kv_a_proj_with_mqa.weight",
         "k_bias": "self_attn.kv_a_proj_with_mqa.bias",
         "latent_norm": "self_attn.kv_a_layernorm.weight",
-        "v": "self_attn.kv_b_proj.weight",
+        "k_b": _KV_B,
+        "v": _KV_B,
         "o": "self_attn.o_proj.weight",
         "o_bias": "self_attn.o_proj.bias",
     }
@@ -146,6 +165,89 @@ _V2_FAMILY = Family(
         "mlp_bias": (False,),
     },
     layers_behind="num_nextn_predict_layers",
+)
+
+
+def _keys(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
+    """Return `[heads * plain, rank]` of keys' matrices `[heads, rank, plain]`."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _values(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
+    return tensor.flatten(0, 1)
+
+
+def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    rotated, width = metadata.size("rope.dimension_count"), metadata.size("attention.key_length_mla")
+    latent = LatentShape(
+        rank=metadata.size("attention.kv_lora_rank"),
+        plain=width - rotated,
+        value=metadata.size("attention.value_length_mla"),
+        query_rank=metadata.integer("attention.q_lora_rank"),
+    )
+    (rotation,) = shape.rotations
+    scale, scaling, sharper = (
+        width**-0.5,
+        rotation.scaling,
+        metadata.number("rope.scaling.yarn_log_multiplier"),
+    )
+    if scaling is not None and scaling.kind == "yarn" and sharper:
+        # The converter takes for granted that both of the config's mscales are one.
+        scale *= (sharper * math.log(scaling.factor) + 1.0) ** 2
+        scaling = replace(scaling, attention_factor=1.0)
+    shape = replace(
+        shape,
+        head_dim=rotated,
+        num_kv_heads=1,
+        latent=latent,
+        attention_scale=scale,
+        rotations=(replace(rotation, scaling=scaling),),
+    )
+    sigmoid = metadata.integer("expert_gating_func") == 2
+    if metadata.integer("expert_gating_func") not in (None, 0, 1, 2):
+        raise UnsupportedModel(
+            f"metadata {metadata.key('expert_gating_func')}: softmax and sigmoids are computed"
+        )
+    dense = metadata.integer("leading_dense_block_count") or 0
+    return gguf_experts(
+        metadata,
+        shape,
+        routing="sigmoid" if sigmoid else "softmax_then_topk",
+        normalise=bool(metadata.get("expert_weights_norm")),
+        scale=metadata.number("expert_weights_scale") or 1.0,
+        correction_bias=metadata.has(f"blk.{dense}.exp_probs_b.bias"),
+        shared_size=metadata.size("expert_feed_forward_length")
+        * (metadata.integer("expert_shared_count") or 0),
+        groups=metadata.integer("expert_group_count") or 1,
+        groups_per_token=metadata.integer("expert_group_used_count") or 1,
+        group_score="best_two" if sigmoid else "best",
+    )
+
+
+GGUF_FAMILIES = (
+    GgufFamily(
+        "deepseek2",
+        _gguf,
+        layer=MappingProxyType(
+            {
+                **GGUF_LAYER,
+                **GGUF_EXPERTS,
+                "q_a": "attn_q_a.weight",
+                "q_a_norm": "attn_q_a_norm.weight",
+                "q_b": "attn_q_b.weight",
+                "k": "attn_kv_a_mqa.weight",
+                "latent_norm": "attn_kv_a_norm.weight",
+                "k_b": Stored("attn_k_b.weight", make=_keys),
+                "v": Stored("attn_v_b.weight", make=_values),
+            }
+        ),
+        interleaved=True,
+        read=EXPERT_KEYS
+        | {
+            *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla"),
+            *("attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+        },
+    ),
 )
 FAMILIES = (
     _V2_FAMILY,

@@ -44,7 +44,6 @@ _DEFAULTS = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
     "use_qk_norm": False,
-    "num_nextn_predict_layers": 1,
 }
 
 

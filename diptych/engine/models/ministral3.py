@@ -7,7 +7,8 @@ from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape
 from diptych.engine.models.family import Config, Family, GgufFamily, GgufMetadata
-from diptych.engine.models.shape import ModelShape, QueryGrowth, UnsupportedModel
+from diptych.engine.models.rope import yarn_magnitude
+from diptych.engine.models.shape import ModelShape, QueryGrowth, Rotation, UnsupportedModel
 
 _DEFAULTS = {
     "vocab_size": 131072,
@@ -52,6 +53,7 @@ FAMILIES = (Family("ministral3", _DEFAULTS, _shape, window="every_layer", resolv
 
 
 def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    shape = replace(shape, rotations=tuple(_sharpened(metadata, one) for one in shape.rotations))
     beta = metadata.number("attention.temperature_scale")
     length = metadata.integer("rope.scaling.original_context_length")
     if not beta or not length:
@@ -59,6 +61,16 @@ def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
     return replace(shape, query_growth=QueryGrowth(beta, length))
 
 
-GGUF_FAMILIES = (
-    GgufFamily("mistral3", _gguf, interleaved=True, read=frozenset({"attention.temperature_scale"})),
-)
+def _sharpened(metadata: GgufMetadata, rotation: Rotation) -> Rotation:
+    """Return the rotation with the magnitude that the file says as transformers' `mscale_all_dim`, beside an
+    `mscale` of one.
+    """
+    all_dims, scaling = metadata.number("rope.scaling.yarn_log_multiplier"), rotation.scaling
+    if not all_dims or scaling is None or scaling.kind != "yarn":
+        return rotation
+    magnitude = yarn_magnitude(scaling.factor) / yarn_magnitude(scaling.factor, all_dims)
+    return replace(rotation, scaling=replace(scaling, attention_factor=magnitude))
+
+
+_READ = frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"})
+GGUF_FAMILIES = (GgufFamily("mistral3", _gguf, interleaved=True, read=_READ),)

@@ -75,7 +75,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rotation:
-    """One table of rotary angles (Su et al. 2021); layers choose theirs by number.
+    """Table of rotary angles (Su et al. 2021); layers choose theirs by number.
 
     Lane i of a head is paired with lane i + head_dim / 2. A file that pairs neighbours, or rotates `width`
     lanes only, has its rows of q and k reordered by its reader (`lane_order` in rope.py), so that pairs from
@@ -90,11 +90,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer has of its own."""
+    """Record of what differs between layers."""
 
     window: int | None = None
-    """How many last tokens, itself included, a token attends to; None is all. `ModelShape.window` knows the
-    context, too.
+    """Number of last tokens, itself included, that a token attends to; None is all. `ModelShape.window`
+    knows the context, too.
     """
     rotation: int | None = 0
     """Index into `ModelShape.rotations`; None: queries and keys are not rotated."""
@@ -272,9 +272,27 @@ class ModelShape:
         return len(self.layers)
 
     @property
+    def kept_numbers(self) -> int:
+        """Numbers that one token keeps in a layer: keys and values of all KV heads, or a latent."""
+        if self.latent is not None:
+            return self.latent.rank + self.head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def score_scale(self) -> float:
         """Factor of attention's scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def served_factors(self) -> str:
+        """Name of the rotary factors that the served context chooses (longrope): keys of other factors are
+        other keys. Empty where contexts of every length share them.
+        """
+        scalings = [rotation.scaling for rotation in self.rotations]
+        chosen = [one for one in scalings if one is not None and one.kind == "longrope"]
+        if not chosen:
+            return ""
+        return "longrope-" + ("long" if self.max_context > chosen[0].original_context else "short")
 
     @property
     def grows_queries(self) -> bool:

@@ -60,13 +60,13 @@ class LayerWeights:
     v: Matrix
     o: Matrix
     input_norm: torch.Tensor | None = None
-    """Before attention, and before the feed-forward too where both read the same input."""
+    """Norm before attention, and before the feed-forward too where both read the same input."""
     post_norm: torch.Tensor | None = None
-    """Before the feed-forward."""
+    """Norm before the feed-forward."""
     attention_out_norm: torch.Tensor | None = None
-    """Of what attention adds to the residual."""
+    """Norm of what attention adds to the residual."""
     feed_forward_out_norm: torch.Tensor | None = None
-    """Of what the feed-forward adds to the residual."""
+    """Norm of what the feed-forward adds to the residual."""
     gate: Matrix | None = None
     up: Matrix | None = None
     down: Matrix | None = None
@@ -87,8 +87,9 @@ class LayerWeights:
     """`[heads]`, float32: a logit beside each head's scores."""
     q_a: Matrix | None = None
     """Makes the queries' latent, where attention is over latents: `q` is made from that then, `k` makes a
-    token's latent and `v` keys and values of it.
+    token's latent, `k_b` keys of it and `v` values.
     """
+    k_b: Matrix | None = None
     q_a_bias: torch.Tensor | None = None
     q_a_norm: torch.Tensor | None = None
     latent_norm: torch.Tensor | None = None
@@ -178,7 +179,8 @@ def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
     yield ("q", (queries, hidden)) if latent.query_rank is None else ("q_b", (queries, latent.query_rank))
     yield "k", (kept, hidden)
     yield "latent_norm", (latent.rank,)
-    yield "v", (heads * (latent.plain + latent.value), latent.rank)
+    yield "k_b", (heads * latent.plain, latent.rank)
+    yield "v", (heads * latent.value, latent.rank)
     yield "o", (hidden, heads * latent.value)
     if shape.qkv_bias:
         yield "k_bias", (kept,)

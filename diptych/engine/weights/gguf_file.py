@@ -17,6 +17,7 @@ from diptych.engine.weights.block_quantised import (
     in_precision,
     is_matrix,
     kept_format,
+    kept_together,
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
@@ -24,7 +25,7 @@ from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_head
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
 from diptych.engine.weights.rows import rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
-from kernels.quantised_linear import BlockMatrix, dequantise
+from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
 
 _ANGLES = ".attn_rot_embd"
 """Part of the names of tensors with the angles of a layer, which old converters left."""
@@ -63,21 +64,23 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
             raise BadModelFile(f"tensor {stored} is missing")
         return tensors[stored]
 
+    def kept_as(name: str) -> BlockFormat | None:
+        """Return the format of a matrix' blocks, if all that one product joins with it can be kept."""
+        counts = {other: _rows(shape, other) for other in multiplied_together(name)}
+        present = {other: count for other, count in counts.items() if count is not None}
+        kinds = {find(other).kind for other in present}
+        return kept_format(find(name).kind) if kept_together(name, kinds, present.values()) else None
+
     def part(name: str) -> GgufTensor:
         """Return the tensor, of one of all experts that expert's part."""
         tensor, expert = find(name), place(name).expert
         return tensor if expert is None else _of_expert(tensor, expert)
 
-    def together(name: str) -> set[gguf.GGMLQuantizationType]:
-        """Return the types of all matrices that one product joins with `name`."""
-        others = (other for other in multiplied_together(name) if _has(shape, other))
-        return {find(other).kind for other in others}
-
     def read(name: str) -> Matrix:
         tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
         if precision not in PLAIN and is_matrix(name) and stored.make is None:
-            kept = kept_format(together(name))
+            kept = kept_as(name)
             if kept is not None:
                 data = torch.from_numpy(np.array(tensor.data))
                 blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
@@ -122,12 +125,13 @@ def _place(family: GgufFamily, name: str) -> Stored:
     return replace(stored, name=prefix + stored.name)
 
 
-def _has(shape: ModelShape, name: str) -> bool:
-    """Return whether a model of `shape` has the canonical tensor."""
+def _rows(shape: ModelShape, name: str) -> int | None:
+    """Return the rows of the canonical matrix, None if a model of `shape` has none of that name."""
     if not name.startswith("layers."):
-        return True
+        return shape.vocab_size
     _, layer, field = name.split(".", 2)
-    return any(field == known for known, _ in layer_shapes(shape, int(layer)))
+    size = dict(layer_shapes(shape, int(layer))).get(field)
+    return None if size is None else size[0]
 
 
 def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
@@ -138,7 +142,7 @@ def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:
-    kept = kept_format({tensor.kind})
+    kept = kept_format(tensor.kind)
     if kept is not None:  # the same numbers, in a tenth of the time
         rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])
         return dequantise(BlockMatrix(kept, tensor.shape[-1], rows)).view(tensor.shape)

@@ -12,6 +12,8 @@ from diptych.engine.weights.canonical import layer_shapes
 Rows = slice | torch.Tensor | None
 """Rows of a tensor; None is all, as they are."""
 
+KEYS_AND_VALUES = ("k_b", "v")
+"""Fields of a matrix that makes keys and values of latents, head by head."""
 _ROTATED = ("q", "q_b", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
@@ -26,6 +28,8 @@ def rows_of(
     if not name.startswith("layers."):
         return None
     _, layer, field = name.split(".", 2)
+    if shape.latent is not None and stored.rows_of == KEYS_AND_VALUES:
+        return _latent_parts(stored, field, shape, shape.latent, size)
     if shape.latent is not None and field in _ROTATED:
         return _latent_rows(stored, field, shape, shape.latent, size, interleaved=interleaved)
     order = _lane_order(shape, interleaved) if field in _ROTATED else None
@@ -48,6 +52,17 @@ def _lane_order(shape: ModelShape, interleaved: bool) -> list[int] | None:
     widths = {rotation.width for rotation in shape.rotations}
     assert len(widths) == 1, "rotations of several widths would need an order each"
     return lane_order(shape.head_dim, widths.pop(), interleaved=interleaved)
+
+
+def _latent_parts(
+    stored: Stored, field: str, shape: ModelShape, latent: LatentShape, size: tuple[int, ...]
+) -> Rows:
+    """Return the rows of keys or values of a matrix that has both of each head."""
+    width = latent.plain + latent.value
+    if size[0] != shape.num_heads * width:
+        raise BadModelFile(f"tensor {stored.name} is {size}, its rows should be {shape.num_heads * width}")
+    lanes = torch.arange(latent.plain) if field == "k_b" else torch.arange(latent.plain, width)
+    return (torch.arange(shape.num_heads).unsqueeze(1) * width + lanes).flatten()
 
 
 def _latent_rows(

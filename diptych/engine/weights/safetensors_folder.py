@@ -284,7 +284,7 @@ class _TensorFiles:
 
 @dataclass(frozen=True)
 class _OfExpert:
-    """One expert's part of tensors of all experts."""
+    """Part of one expert in tensors of all experts."""
 
     tensors: _TensorFiles
     expert: int

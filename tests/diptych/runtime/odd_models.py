@@ -92,11 +92,11 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "pickle": (_file("pytorch_model.bin", b"PK\x03\x04"), f"pytorch_model.bin {CONVERT}"),
     "split": (
         _split,
-        "is part 1 of a GGUF file that was split into 3, .* get the missing big-00002",
+        "is one of the 3 parts of a split GGUF file, of which 1 are not in its folder: get big-00002-of-",
     ),
     "split_renamed": (
         lambda path: gguf_file(path / "m.gguf", split__count=2, split__no=1),
-        "m.gguf is part 2 of a GGUF file that was split into 2, .* merge them with llama-gguf-split --merge",
+        "m.gguf is part 2 of a GGUF file that was split into 2, .* rename the parts to m-00001-of-00002.gguf",
     ),
     "architecture": (
         lambda path: gguf_file(path / "m.gguf", "bloom", tokenizer__ggml__model="llama"),
@@ -192,9 +192,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"config.json is not JSON \(.*\): get it",
     ),
     "no_tokenizer": (_folder(_without("tokenizer.json")), "m has no tokenizer.json: get it from where"),
-    "sentencepiece": (
-        _folder(_without("tokenizer.json") | {"tokenizer.model": b"x"}),
-        "m has no tokenizer.json: make one of its tokenizer.model with transformers",
+    "no_merges": (
+        _folder(_without("tokenizer.json") | {"vocab.json": b"{}"}),
+        "m has vocab.json but not its merges.txt: get it, or tokenizer.json",
     ),
 }
 """By what it is: how it is written into a folder, and what its refusal says."""

@@ -25,6 +25,9 @@ def test_models_of_either_form_pass(tmp_path: Path) -> None:
     check_model_files(resolve_model("bundled"))
     check_model_files(gguf_file(tmp_path / "m.gguf", "qwen3"))
     check_model_files(folder(tmp_path / "whole", WHOLE))
+    code = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    phi3 = {"config.json": {"model_type": "phi3", "auto_map": code}}
+    check_model_files(folder(tmp_path / "with code that transformers has, too", {**WHOLE, **phi3}))
     parts = {name: safetensors() for name in INDEX["weight_map"].values()}
     index = {"model.safetensors.index.json": INDEX}
     check_model_files(

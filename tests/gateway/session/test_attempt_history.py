@@ -48,3 +48,15 @@ def test_death_counts_from_when_a_peer_noticed_it() -> None:
     failed.worker_down("p1", graceful=False, at=1.1, since=1.01)
     failed.worker_down("p0", graceful=False, at=1.2)
     assert failed.deaths == 2
+
+
+def test_suspect_for_a_moment_is_one_no_longer_unless_a_peer_noticed_it_too() -> None:
+    failed = FailedWorkers()
+    failed.suspect("p", since=0.0, at=1.0, within_s=1.0)
+    assert failed.is_suspect("p", 2.0)
+    assert not failed.is_suspect("p", 2.1)
+    failed.suspect("p", since=3.0, at=4.0)
+    failed.suspect("p", since=5.0, at=6.0, within_s=1.0)
+    assert failed.is_suspect("p", 100.0)
+    failed.worker_down("p", graceful=False, at=100.0)
+    assert failed.deaths == 1

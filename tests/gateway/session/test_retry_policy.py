@@ -193,6 +193,30 @@ def test_decode_worker_whose_prefill_worker_reports_late_counts_as_death() -> No
     assert late == [AwaitWorker(0, 2, WORKER_WAIT_S)]
 
 
+@pytest.mark.parametrize(("gap_s", "deaths"), [(0.0, 1), (0.9, 1), (1.1, 0)])
+def test_prefill_worker_that_dies_with_its_decode_worker_counts_as_death(gap_s: float, deaths: int) -> None:
+    """The link to the decode worker, which had not begun, breaks first: the attempt has moved on by then."""
+    request = Request().launch()
+    assert request.worker_down("d1")[-1] == NeedRoute(0)
+    request.choice.handle(WorkerDown("p1", graceful=False), request.now + 0.5 + gap_s)
+    assert request.choice.retry_context.deaths == deaths
+
+
+def test_request_under_which_two_pairs_die_gets_no_third() -> None:
+    request = Request().launch()
+    for attempt in (1, 2):
+        died_at = request.now + 0.5
+        request.worker_down(f"d{attempt}")
+        actions = request.choice.handle(WorkerDown(f"p{attempt}", graceful=False), died_at + 0.2)
+        if attempt == 1:
+            assert not actions
+            request.launch()
+    assert actions == [AwaitWorker(0, 2, WORKER_WAIT_S)]
+    request.choice.handle(WorkerUp("p1", same_process=False), request.now)
+    error = error_of(request.choice.handle(WorkerUp("p2", same_process=False), request.now))
+    assert error.reason == "INTERNAL"
+
+
 def test_deaths_of_one_moment_count_once() -> None:
     limits = RequestLimits(PROMPT_TOKENS, 10)
     choices = [ChoiceState(limits, now=0.0, index=index) for index in range(2)]

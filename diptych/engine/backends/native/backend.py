@@ -82,6 +82,11 @@ class NativeBackend:
         self._ahead: deque[_LaunchedStep] = deque()
         self._no_logits = torch.empty((0, shape.vocab_size))
 
+    @property
+    def mixes_chunks(self) -> bool:
+        """See `MixedStepBackend`: weights are read once for all rows of a step."""
+        return True
+
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
         self._threads = threads

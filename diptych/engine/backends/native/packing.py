@@ -17,7 +17,17 @@ from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
-_FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
+_FORMATS: dict[BlockFormat, int] = {
+    "q4_0": native.Q4_0,
+    "q4_1": native.Q4_1,
+    "q8_0": native.Q8_0,
+    "q2_k": native.Q2_K,
+    "q3_k": native.Q3_K,
+    "q4_k": native.Q4_K,
+    "q5_k": native.Q5_K,
+    "q6_k": native.Q6_K,
+    "iq4_xs": native.IQ4_XS,
+}
 _ACTIVATIONS: dict[Activation, int] = {
     "silu": native.SILU,
     "gelu": native.GELU,

@@ -1,7 +1,7 @@
 """Attention over latents: the first half of a layer of DeepSeek-V2 and V3 (report of 2024).
 
 Names carry shapes: T tokens, H hidden, N heads, P plain lanes of a head, R rank of a latent, D rotated lanes,
-V a head's values. Keys' and values' matrix is split by head and absorbed: queries are multiplied into the
+V a head's values. Matrices of keys and values are absorbed, head by head: queries are multiplied into the
 latents' space, and what is mixed there into values afterwards. Nothing but a token's latent is kept.
 """
 
@@ -32,8 +32,9 @@ class LatentAttention:
         self._layer = layer
         self._q_a = None if layer.q_a is None else dense(layer.q_a)
         self._q, self._kept, self._o = dense(layer.q), dense(layer.k), dense(layer.o)
-        both = dense(layer.v).view(self._heads, latent.plain + latent.value, latent.rank)
-        self._keys_NPR, self._values_NVR = both.split([latent.plain, latent.value], dim=1)
+        assert layer.k_b is not None
+        self._keys_NPR = dense(layer.k_b).view(self._heads, latent.plain, latent.rank)
+        self._values_NVR = dense(layer.v).view(self._heads, latent.value, latent.rank)
 
     def __call__(
         self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend

@@ -17,7 +17,7 @@ from kernels.paged_decode import paged_decode, write_kv_rows
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How one layer turns products of queries and keys into weights."""
+    """Rule of one layer for making weights of the products of queries and keys."""
 
     window: int | None
     scale: float

@@ -63,7 +63,7 @@ class Activations:
     added: torch.Tensor
     """`[T, H]`: what a half of a layer adds to the residual."""
     angles: tuple[Angles, ...]
-    """Those of each of the model's rotations."""
+    """Angles of each of the model's rotations."""
     experts: ExpertBuffers | None
 
     @classmethod

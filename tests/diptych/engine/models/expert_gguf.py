@@ -22,6 +22,11 @@ NAMES = [
     ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"),
     ("self_attn.sinks", "attn_sinks.weight"),
+    ("self_attn.q_a_proj", "attn_q_a"),
+    ("self_attn.q_a_layernorm", "attn_q_a_norm"),
+    ("self_attn.q_b_proj", "attn_q_b"),
+    ("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    ("self_attn.kv_a_layernorm", "attn_kv_a_norm"),
     ("input_layernorm", "attn_norm"),
     ("block_sparse_moe.router", "ffn_gate_inp"),
     ("block_sparse_moe.experts", "mlp.experts"),
@@ -47,6 +52,9 @@ ARCHITECTURES = {
     "granitemoe": "granitemoe",
     "gpt_oss-limit": "gpt-oss",
     "glm4_moe": "glm4moe",
+    "deepseek_v2-yarn": "deepseek2",
+    "deepseek_v2-greedy": "deepseek2",
+    "deepseek_v3-plain": "deepseek2",
 }
 _INTERLEAVED = ("llama", "granitemoe")
 
@@ -55,7 +63,7 @@ def write(oracle: Any, path: Path, architecture: str, kind: gguf.GGMLQuantizatio
     """Write `oracle` as a GGUF file, the experts' matrices in `kind` if it is given."""
     config = oracle.config
     writer = gguf.GGUFWriter(path, architecture)
-    head_dim = oracle.model.layers[0].self_attn.head_dim
+    head_dim = getattr(oracle.model.layers[0].self_attn, "head_dim", 0)
     inner = getattr(config, "moe_intermediate_size", None)
     keys: dict[str, object] = {
         "context_length": config.max_position_embeddings,
@@ -113,6 +121,8 @@ def _own_keys(config: Any, architecture: str, head_dim: int) -> dict[str, object
                 "rope.scaling.factor": float(rope["factor"]),
                 "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
             }
+        case "deepseek2":
+            return _latent_keys(config)
         case "glm4moe":
             rotated = int(head_dim * config.rope_parameters["partial_rotary_factor"])
             return {
@@ -126,11 +136,55 @@ def _own_keys(config: Any, architecture: str, head_dim: int) -> dict[str, object
     return {}
 
 
+def _latent_keys(config: Any) -> dict[str, object]:
+    rope, sigmoid = config.rope_parameters, config.model_type == "deepseek_v3"
+    grouped = sigmoid or config.topk_method == "group_limited_greedy"
+    keys: dict[str, object] = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_gating_func": 2 if sigmoid else 1,
+        "expert_weights_norm": bool(sigmoid and config.norm_topk_prob),
+        "expert_weights_scale": float(config.routed_scaling_factor),
+    }
+    if config.q_lora_rank is not None:
+        keys["attention.q_lora_rank"] = config.q_lora_rank
+    if grouped:
+        keys |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if rope["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return keys
+
+
+def _keys_and_values(name: str, array: np.ndarray, config: Any) -> list[tuple[str, np.ndarray]]:
+    """Split what makes keys and values of latents, keys transposed."""
+    plain, value = config.qk_nope_head_dim, config.v_head_dim
+    both = array.reshape(config.num_attention_heads, plain + value, config.kv_lora_rank)
+    layer = name.split("self_attn")[0]
+    return [
+        (f"{layer}attn_k_b.weight", both[:, :plain].swapaxes(1, 2)),
+        (f"{layer}attn_v_b.weight", both[:, plain:]),
+    ]
+
+
 def _tensors(name: str, array: np.ndarray, config: Any, architecture: str) -> list[tuple[str, np.ndarray]]:
     """Return the names and numbers that one of transformers' tensors has in the file."""
     after = "post_attention_norm" if architecture in ("gpt-oss", "glm4moe") else "ffn_norm"
     for theirs, ours in [("post_attention_layernorm", after), *NAMES]:
         name = name.replace(theirs, ours)
+    if "kv_b_proj" in name:
+        return _keys_and_values(name, array, config)
     layer = name.split("mlp.experts")[0]
     if "gate_up_proj" in name:
         ending = "bias" if name.endswith("bias") else "weight"

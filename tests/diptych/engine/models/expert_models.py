@@ -128,6 +128,18 @@ OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_oss-wide": GptOssConfig(
         **{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=20, sliding_window=11
     ),
+    "deepseek_v2-yarn": DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=None,
+        n_routed_experts=12,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v3-plain": DeepseekV3Config(
+        **LATENT, q_lora_rank=26, n_routed_experts=12, n_group=3, topk_group=2, num_mtp_layers=0
+    ),
     "mixtral-wide": MixtralConfig(**{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=32),
 }
 SEEDS = {

@@ -206,9 +206,9 @@ def oracle_logits(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 class Stepper:
     """Steps of one backend over shuffled blocks of which every unwritten number is NaN."""
 
-    def __init__(self, backend: Any, shape: ModelShape, blocks: int = 240) -> None:
-        self._backend = backend
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, torch.float32)
+    def __init__(self, backend: Any, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
+        self._backend, blocks = backend, 240
+        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype)
         self._memory = KVMemory(layout, blocks)
         self._memory.data.fill_(torch.nan)
         self._free = list(range(blocks))
@@ -266,11 +266,14 @@ def spoiled(checkpoint: Checkpoint, **changes: Any) -> torch.Tensor:
     return Stepper(backend, shape).logits(text_of(TEXT), TEXT)
 
 
-_OTHER_SIDE = {
-    "input_norm": "attention_out_norm",
-    "post_norm": "feed_forward_out_norm",
-    "attention_out_norm": "input_norm",
-    "feed_forward_out_norm": "post_norm",
+_IN_ITS_PLACE = {
+    "input_norm": ("attention_out_norm",),
+    "post_norm": ("feed_forward_out_norm", "input_norm"),
+    "post_norm_bias": ("input_norm_bias",),
+    "attention_out_norm": ("input_norm",),
+    "feed_forward_out_norm": ("post_norm",),
+    "gate": ("up",),
+    "gate_bias": ("up_bias",),
 }
 
 
@@ -278,9 +281,8 @@ def _fitting(layer: LayerWeights, sizes: Mapping[str, tuple[int, ...]]) -> Layer
     given = {name: tensor for name, tensor in vars(layer).items() if tensor is not None}
     made = {}
     for name, size in sizes.items():
-        found = given.get(name)
-        if found is None:
-            found = given[_OTHER_SIDE.get(name, "up" if name == "gate" else "input_norm")]
+        places = (name, *_IN_ITS_PLACE.get(name, ()))
+        found = next(given[place] for place in places if place in given)
         made[name] = found if tuple(found.shape) == size else found[: size[0]]
     return LayerWeights(**made)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,8 +13,12 @@ import torch
 
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.loaded_model import load_model
+from diptych.engine.models.family import Family, Stored
+from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, Rotation
+from diptych.engine.weights import safetensors_folder
 from diptych.engine.weights.checkpoint import read_checkpoint
+from diptych.engine.weights.hf_config import read_config
 from tests.diptych.engine.models.family_models import (
     CASES,
     TEXT,
@@ -86,11 +91,56 @@ def test_greedy_tokens_equal_transformers_alone_and_mixed(case: tuple[Any, Path]
             assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
 
 
+def test_bfloat16_is_as_near_to_float32_as_transformers(case: tuple[Any, Path]) -> None:
+    oracle, folder = case
+    model = load_model(folder, torch.bfloat16, backend="torch")
+    exact = oracle_logits(oracle, text_of(TEXT))
+    got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
+    peer = oracle_logits(copy.deepcopy(oracle).bfloat16(), text_of(TEXT))
+    assert (got - exact).norm() < 1.25 * (peer - exact).norm()
+
+
+def test_int8_is_near_to_float32(case: tuple[Any, Path]) -> None:
+    oracle, folder = case
+    model = load_model(folder, "int8", backend="torch")
+    got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
+    exact = oracle_logits(oracle, text_of(TEXT))
+    assert (got - exact).norm() < 0.25 * exact.norm()
+
+
 def test_each_switch_left_out_shows(case: tuple[Any, Path]) -> None:
     checkpoint = read_checkpoint(case[1], "fp32")
     exact = spoiled(checkpoint)
     for name, changes in without_each(checkpoint.shape):
         assert (spoiled(checkpoint, **changes) - exact).abs().max() > SHOWS, name
+
+
+def test_tensors_read_otherwise_show(case: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation of other pairs, and norms without the one that their file leaves out."""
+    model_type = str(read_config(case[1])["model_type"])
+    checkpoint = read_checkpoint(case[1], "fp32")
+    exact, rotated = spoiled(checkpoint), any(one.rotation is not None for one in checkpoint.shape.layers)
+    for other in read_otherwise(family_of(model_type), rotated=rotated):
+        monkeypatch.setattr(safetensors_folder, "family_of", lambda _, other=other: other)
+        assert (spoiled(read_checkpoint(case[1], "fp32")) - exact).abs().max() > SHOWS
+
+
+def read_otherwise(family: Family, *, rotated: bool) -> Iterator[Family]:
+    """Yield the family with each mistake that its reader could make."""
+    if rotated:
+        yield replace(family, interleaved=not family.interleaved)
+    if any(isinstance(place, Stored) and place.plus for place in family.layer.values()):
+        yield replace(family, layer={field: _as_stored(place) for field, place in family.layer.items()})
+    for place in family.layer.values():
+        if isinstance(place, Stored) and len(place.rows_of) == 2:
+            turned = replace(place, rows_of=place.rows_of[::-1])
+            others = {one: turned for one, at in family.layer.items() if at == place}
+            yield replace(family, layer={**family.layer, **others})
+            break
+
+
+def _as_stored(place: str | Stored) -> str | Stored:
+    return replace(place, plus=0.0) if isinstance(place, Stored) else place
 
 
 def without_each(shape: ModelShape) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -87,12 +87,13 @@ def write(
     but: str = "nothing",
     metadata: Mapping[str, object] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    tensors_a_part: int = 0,
 ) -> None:
     """`oracle` as a GGUF file; tensors named `but` stay float32. `metadata` (below the family's prefix) and
-    `tensors` are added.
+    `tensors` are added. `tensors_a_part`: into how large parts the file is split; 0: not at all.
     """
     config = oracle.config
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=tensors_a_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

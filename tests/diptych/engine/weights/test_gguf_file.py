@@ -11,7 +11,7 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import BadModelFile, Matrix, gguf_file
-from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint
+from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint, weight_bytes
 from diptych.engine.weights.gguf_header import read_header
 from kernels import byte_linear
 from kernels.byte_linear import ByteMatrix
@@ -185,3 +185,30 @@ def test_matrices_of_one_product_share_a_format(tmp_path: Path) -> None:
     assert {m.format for m in (layer.q, layer.k, layer.v, layer.o)} == {"q8_0"}
     assert torch.equal(layer.v.blocks, quantise_matrix(exact.v).blocks)
     assert torch.equal(dequantise(layer.o), exact.o)
+
+
+def test_split_file_is_read_whole_by_any_of_its_parts(tmp_path: Path) -> None:
+    oracle = oracle_of("llama")
+    write(oracle, tmp_path / "whole.gguf", "llama")
+    write(oracle, tmp_path / "m.gguf", "llama", tensors_a_part=8)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    expected = logits(tmp_path / "whole.gguf", [3, 1, 4, 1, 5])
+    for part in parts:
+        assert torch.equal(logits(part, [3, 1, 4, 1, 5]), expected)
+    assert weight_bytes(parts[1]) == sum(part.stat().st_size for part in parts)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write(oracle_of("llama"), tmp_path / "m.gguf", "llama", tensors_a_part=8)
+    first, second, third = sorted(tmp_path.glob("m-*.gguf"))
+    data = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(BadModelFile, match=f"{second.name}: not the part that its name says"):
+        read_header(first)
+    second.unlink()
+    with pytest.raises(BadModelFile, match=f"{second.name}: this part of the split file is missing"):
+        read_header(first)
+    second.write_bytes(data[:-1])
+    with pytest.raises(BadModelFile, match=f"{second.name}: tensor .* reaches beyond the end"):
+        read_header(first)
