@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,10 @@ from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from tests.kernels.cpu.same_bits import assert_same_bits
+from tests.kernels.cpu.test_guests import OTHERS, Cores
 from tests.kernels.cpu.test_native_step import as_fp32, mixed_batches
 from tests.kernels.cpu.test_native_switches import relative_error
-from tests.kernels.cpu.tiny_models import EVERY_SET, KINDS, Pool, layout_of, shape_of, weights_of
+from tests.kernels.cpu.tiny_models import EVERY_SET, KINDS, Pool, layout_of, shape_of, tokens_of, weights_of
 
 PLAIN = ExpertsShape(num_experts=7, experts_per_token=2, intermediate_size=50)
 ROUTINGS: dict[str, tuple[ExpertsShape, dict[str, Any]]] = {
@@ -182,6 +184,21 @@ def test_experts_in_every_precision_come_near_to_torch(kind: str, instructions: 
 def test_neighbours_chunks_and_threads_change_no_bit_of_experts(kind: str, instructions: str) -> None:
     _, dtype, weights_in = KINDS[kind]
     assert_same_bits(NativeBackend(MIXED, weights_in(MIXED), dtype, instructions), MIXED, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_guests_that_come_and_go_change_no_bit_of_experts(threads: int) -> None:
+    cores = Cores()
+    backend = NativeBackend(MIXED, weights_of(MIXED, torch.float32), torch.float32)
+    backend.use_idle_cores(ctypes.addressof(cores.states), OTHERS)
+    pool = Pool(layout_of(MIXED, 16, torch.float32), 64)
+    batch = [pool.sequence(length).step(tokens_of(length)) for length in (90, 1, 7)]
+    cores.all(native.CORE_OWNED)
+    expected = backend.forward(batch, None)
+    backend.set_threads(threads)
+    with cores.taken_and_left(threads):
+        for _ in range(30):
+            assert torch.equal(backend.forward(batch, None), expected)
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:

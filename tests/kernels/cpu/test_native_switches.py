@@ -12,11 +12,12 @@ from diptych.engine.backends.native.backend import NativeBackend, NativeUnavaila
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.models.shape import LayerShape, ModelShape, QueryGrowth, RopeScaling, Rotation
+from diptych.engine.sampling import SampleRow, SamplingParams, sample
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from tests.kernels.cpu.same_bits import assert_same_bits
 from tests.kernels.cpu.test_native_step import as_fp32, mixed_batches
-from tests.kernels.cpu.tiny_models import EVERY_SET, KINDS, shape_of, weights_of
+from tests.kernels.cpu.tiny_models import EVERY_SET, KINDS, Pool, layout_of, shape_of, weights_of
 
 LONG = RopeScaling(
     "longrope",
@@ -179,6 +180,18 @@ def test_neighbours_chunks_and_threads_change_no_bit(name: str, kind: str, instr
     shape = switched(name)
     _, dtype, weights_in = KINDS[kind]
     assert_same_bits(NativeBackend(shape, weights_in(shape), dtype, instructions), shape, dtype)
+
+
+def test_greedy_rows_are_taken_of_capped_logits() -> None:
+    """Far beyond a cap all logits are equal, and the first of them is taken."""
+    shape = shape_of(logit_cap=0.05)
+    backend = NativeBackend(shape, weights_of(shape, torch.float32), torch.float32)
+    pool = Pool(layout_of(shape, 16, torch.float32), 8)
+    steps = [pool.sequence(16).step([token]) for token in range(8)]
+    logits = backend.forward(steps, None)
+    greedy = SampleRow(SamplingParams(temperature=0.0), (), ())
+    assert ((logits == logits.max(dim=-1, keepdim=True).values).sum(dim=-1) > 1).any()
+    assert backend.forward_and_sample(steps, [greedy] * 8, None).tokens == sample(logits, [greedy] * 8)
 
 
 @pytest.mark.parametrize(

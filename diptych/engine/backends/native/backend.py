@@ -192,9 +192,9 @@ class NativeBackend:
             return
         count = max(positions, 2 * self._positions)
         tables = rotary_tables(self._shape, count)
-        pairs = [(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
-        addresses = (native.Rotation * len(pairs))(*pairs)
-        self._check(self._library.diptych_set_rotations(self._model, addresses, len(pairs), count))
+        addresses = [native.Rotation(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
+        array = (native.Rotation * len(tables))(*addresses)
+        self._check(self._library.diptych_set_rotations(self._model, array, len(tables), count))
         self._rotary = tables
         self._positions = count
 

@@ -110,7 +110,7 @@ def pack_model(
     library: ctypes.CDLL, model: int, shape: ModelShape, weights: Weights, dtype: torch.dtype
 ) -> None:
     """Set all but embedding and rotary tables. Raises NativeError if a tensor is not what `shape` says."""
-    packer = _Packer(library, model, dtype)
+    packer = Packer(library, model, dtype)
     for index, (own, layer) in enumerate(zip(shape.layers, weights.layers, strict=True)):
         packer.set_layer(index, own, shape.window(index))
         packer.pack_attention(index, layer)
@@ -122,7 +122,7 @@ def pack_model(
     packer.set_linear(0, native.HEAD, (weights.output_matrix(), None))
 
 
-class _Packer:
+class Packer:
     """Hands tensors to one native model."""
 
     def __init__(self, library: ctypes.CDLL, model: int, dtype: torch.dtype) -> None:
