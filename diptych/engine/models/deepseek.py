@@ -18,6 +18,7 @@ from diptych.engine.models.family import (
     Family,
     GgufFamily,
     GgufMetadata,
+    Names,
     Stored,
 )
 from diptych.engine.models.glm4_moe import sigmoid_experts
@@ -95,7 +96,7 @@ _ATTENTION = MappingProxyType(
         "o_bias": "self_attn.o_proj.bias",
     }
 )
-_LAYER = MappingProxyType(
+_LAYER: Names = MappingProxyType(
     {
         **LLAMA_NORMS,
         **LLAMA_FEED_FORWARD,
