@@ -1,12 +1,13 @@
 """Table of the model families: the names in model files, and the module of the engine that reads each.
 
 The gateway and the launcher refuse by this table what is not computed, before anything is loaded; the engine
-finds its readers by it (diptych/engine/models/registry.py). Plain data: imports nothing of Diptych.
+finds its readers by it (diptych/engine/models/registry.py). Data and plain functions: imports nothing of
+Diptych.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -92,10 +93,56 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType({"gemma3": "text_config", "mistral3": "text_config"})
 """`model_type` of a model with images around a text model, and the config's key of the latter."""
 
+DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "llama": (32_000, 2_048),
+        "mistral": (32_000, 131_072),
+        "ministral": (32_000, 131_072),
+        "qwen2": (151_936, 32_768),
+        "qwen3": (151_936, 32_768),
+        "arcee": (32_000, 4_096),
+        "cohere": (256_000, 8_192),
+        "cohere2": (256_000, 8_192),
+        "cwm": (128_256, 131_072),
+        "ernie4_5": (103_424, 131_072),
+        "exaone4": (102_400, 2_048),
+        "gemma": (256_000, 8_192),
+        "gemma2": (256_000, 8_192),
+        "gemma3_text": (262_208, 131_072),
+        "glm": (151_552, 131_072),
+        "glm4": (151_552, 131_072),
+        "granite": (32_000, 2_048),
+        "granitemoehybrid": (32_000, 2_048),
+        "helium": (48_000, 4_096),
+        "hunyuan_v1_dense": (290_943, 2_048),
+        "internlm3": (128_512, 32_768),
+        "ministral3": (131_072, 262_144),
+        "nemotron": (256_000, 4_096),
+        "olmo2": (50_304, 2_048),
+        "olmo3": (50_304, 2_048),
+        "phi3": (32_064, 4_096),
+        "seed_oss": (155_136, 524_288),
+        "smollm3": (128_256, 32_768),
+        "stablelm": (50_304, 4_096),
+        "starcoder2": (49_152, 4_096),
+        "deepseek_v2": (102_400, 2_048),
+        "deepseek_v3": (129_280, 4_096),
+        "glm4_moe": (151_552, 131_072),
+        "gpt_oss": (201_088, 131_072),
+        "granitemoe": (32_000, 2_048),
+        "mixtral": (32_000, 131_072),
+        "olmoe": (50_304, 4_096),
+        "qwen2_moe": (151_936, 32_768),
+        "qwen3_moe": (151_936, 32_768),
+    }
+)
+"""`vocab_size` and `max_position_embeddings` of configs that leave them out, by `model_type`."""
+
 OWN_CODE: Final = frozenset(
     {
         *("exaone4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "internlm3", "ministral3"),
         *("olmo2", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2", "ernie4_5"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "olmoe"),
     }
 )
 """Types whose published folders name code of their own in `auto_map`, though transformers has them: they are
@@ -116,3 +163,23 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     )
 )
 """Names of either table's kind that are known and refused, and why."""
+
+
+def text_model(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config of the text model, with the defaults of its vocabulary and context filled in: that
+    inside a wrapper, with what stands beside it, any other as it is; None for a wrapper without one.
+    """
+    key = WRAPPERS.get(str(config.get("model_type")))
+    text = dict(config)
+    if key is not None:
+        inner = config.get(key)
+        if not isinstance(inner, dict):
+            return None
+        beside = ("eos_token_id", "quantization_config", "compression_config")
+        outer = {name: config[name] for name in beside if config.get(name) is not None}
+        tied = config.get("tie_word_embeddings", True)
+        text = {**inner, **outer, "tie_word_embeddings": tied, "architectures": None}
+    defaults = DEFAULTS.get(str(text.get("model_type")))
+    if defaults is None:
+        return text
+    return {**dict(zip(("vocab_size", "max_position_embeddings"), defaults, strict=True)), **text}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diptych.model_families import WRAPPERS
+from diptych.model_families import text_model
 from diptych.runtime.gguf_split import first_part
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
@@ -41,11 +41,11 @@ def check_max_model_len(path: Path, chosen: int | None) -> None:
 
 def folder_context(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a config.json gives; None if it gives none."""
-    key = WRAPPERS.get(str(config.get("model_type")))
-    if key is not None and isinstance(inner := config.get(key), dict):
-        config = inner
+    config = text_model(config) or config
     declared = _positive(config.get("max_position_embeddings"))
     rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, dict):
+        rope = rope.get("full_attention") or rope  # by layer type, where layers differ
     if declared is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
         return declared
     beside, within = (one.get("original_max_position_embeddings") for one in (config, rope))

@@ -23,7 +23,7 @@ from diptych.engine.models.shape import (
     UnsupportedModel,
     check_layer_count,
 )
-from diptych.model_families import WRAPPERS
+from diptych.model_families import WRAPPERS, text_model
 
 COMMON: Mapping[str, object] = {
     "hidden_size": 4096,
@@ -96,30 +96,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model inside a wrapper (diptych/model_families.py); any other as it is.
-
-    Raises UnsupportedModel for a wrapper without.
-    """
-    key = WRAPPERS.get(str(config.get("model_type")))
-    if key is None:
-        return config
-    inner = config.get(key)
-    if not isinstance(inner, dict):
-        raise unreadable(f"{config['model_type']} has no {key}")
-    beside = ("eos_token_id", "quantization_config", "compression_config")
-    outer = {name: config[name] for name in beside if config.get(name) is not None}
-    tied = config.get("tie_word_embeddings", True)
-    return {**inner, **outer, "tie_word_embeddings": tied, "architectures": None}
-
-
 def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with every field that `shape_from_config` reads, rotary ones in `rope_parameters`.
 
     Raises UnsupportedModel, naming the field.
     """
-    config = text_config(config)
-    name = config.get("model_type")
+    text = text_model(config)
+    if text is None:
+        raise unreadable(f"{config['model_type']} has no {WRAPPERS[config['model_type']]}")
+    config, name = text, text.get("model_type")
     if name == "mistral" and "layer_types" in config:
         name = "ministral"  # the class with windows by layer; transformers reads such files so, too
     family = family_of(name)

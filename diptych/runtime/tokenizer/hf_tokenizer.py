@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 import tokenizers
 
+from diptych.model_families import text_model
 from diptych.runtime.model_context import folder_context
 from diptych.runtime.tokenizer.end_tokens import declared_ids, turn_end_ids, union
 from diptych.runtime.tokenizer.folder_files import TOKENIZER_JSON, json_object, read_vocabulary
@@ -30,7 +31,7 @@ _TURN_BEGINNINGS: Final = frozenset({"<｜User｜>", "<｜Assistant｜>"})
 
 def read(folder: Path) -> TokenizerSource:
     """Return the tokenizer of the model in ``folder``. Raises `UnusableTokenizer` or `OSError`."""
-    config = _optional(folder / "config.json")
+    config = text_model(written := _optional(folder / "config.json")) or written
     tokenizer_config = _optional(folder / "tokenizer_config.json")
     data, own_names = read_vocabulary(folder, tokenizer_config)
     tokenizer_config = own_names | tokenizer_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diptych.engine.models.registry import family_of, gguf_family_of
-from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED
+from diptych.model_families import DEFAULTS, GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED
 from diptych.runtime.model_files import UnusableModel, check_model_files
 from diptych.runtime.settings import resolve_model
 from tests.diptych.runtime.odd_models import CASES, INDEX, WHOLE, folder, gguf_file, safetensors
@@ -42,6 +42,12 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     with pytest.raises(UnusableModel, match=r"m.gguf cannot be read: "):
         check_model_files(loop)
+
+
+def test_defaults_are_those_of_the_engine() -> None:
+    fields = ("vocab_size", "max_position_embeddings")
+    for name in MODEL_TYPES:
+        assert DEFAULTS[name] == tuple(family_of(name).defaults[field] for field in fields)
 
 
 def test_every_family_of_the_table_is_read_by_the_engine() -> None:

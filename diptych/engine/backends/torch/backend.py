@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -80,10 +80,7 @@ class TorchBackend:
             return logits
 
 
-_Record = TypeVar("_Record")
-
-
-def on_device(record: _Record, device: torch.device) -> _Record:
+def on_device(record: Any, device: torch.device) -> Any:
     """Return a record of weights with all tensors, also those of records in it, on `device`."""
     if isinstance(record, torch.Tensor):
         return record.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from transformers import (
 )
 
 from diptych.engine.loaded_model import load_model
+from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import BadModelFile
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.runtime.model_context import folder_context
+from diptych.runtime.tokenizer.hf_tokenizer import read
 from tests.diptych.engine.models.family_models import (
     CASES,
     SIZES,
@@ -34,7 +37,9 @@ from tests.diptych.engine.models.family_models import (
     randomise,
     text_of,
 )
+from tests.diptych.engine.models.published_configs import PUBLISHED
 from tests.diptych.engine.weights.quantised_folders import change
+from tests.diptych.runtime.tokenizer.small_models import byte_level
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -122,3 +127,37 @@ def respell(tensors: dict[str, torch.Tensor]) -> None:
             tensors["language_model.lm_head.weight"] = tensors.pop(name)
         elif name == "language_model.lm_head.weight":
             tensors["lm_head.weight"] = tensors.pop(name)
+
+
+def test_gateway_reads_vocabulary_and_ends_of_the_text_model(wrapped: tuple[Any, Path]) -> None:
+    folder = wrapped[1]
+    byte_level().save(str(folder / "tokenizer.json"))
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    source = read(folder)
+    assert source.vocab_size == SIZES["vocab_size"]
+    assert source.max_context == read_checkpoint(folder, "fp32").shape.max_context
+    assert SIZES["eos_token_id"] in source.eos_token_ids
+
+
+def test_gateway_fills_in_what_a_text_config_leaves_out(tmp_path: Path) -> None:
+    """As in the published folders of Gemma 3."""
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"model_type": "gemma3_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = read(tmp_path)
+    assert (source.vocab_size, source.max_context) == (262_208, 131_072)
+    assert {1, 106} <= set(source.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_gateway_derives_the_engines_context(name: str) -> None:
+    shape = shape_from_config(resolve_config(PUBLISHED[name]), tied=False)
+    assert folder_context(PUBLISHED[name]) == shape.max_context
+
+
+def test_gateway_derives_a_context_that_is_stretched_by_layer_type() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024}
+    config = {"model_type": "olmo3", "rope_parameters": {"full_attention": yarn}}
+    assert folder_context(config) == 8192
+    assert shape_from_config(resolve_config(config), tied=False).max_context == 8192
