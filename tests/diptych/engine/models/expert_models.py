@@ -150,7 +150,7 @@ SEEDS = {
     "qwen3_moe-dense-layers": 3,
     "qwen2_moe": 1,
     "mixtral": 2,
-    "olmoe": 2,
+    "olmoe": 3,
     "granitemoe": 2,
     "gpt_oss": 1,
     "gpt_oss-limit": 2,
