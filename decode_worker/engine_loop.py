@@ -223,7 +223,8 @@ class EngineLoop:
     def _apply(self, owners: Sequence[RowOwner], picked: Sequence[Any]) -> None:
         """Apply a step's results, release step groups that ended meanwhile, send one message per gateway."""
         self.steps += 1
-        self._cpu.end_decode(time.monotonic())
+        with_prompts = any(isinstance(owner, LocalPrompt) for owner in owners)
+        self._cpu.end_decode(time.monotonic(), with_prompts=with_prompts)
         reach("decode.step")
         begin = 0
         for owner in owners:

@@ -126,9 +126,12 @@ class CpuPolicy:
         self._pacing.begin(now)
         self.claim()
 
-    def end_decode(self, now: float) -> None:
-        """Record the end of a decode step, and the begin of one that was launched ahead."""
-        self._pacing.end(now)
+    def end_decode(self, now: float, *, with_prompts: bool = False) -> None:
+        """Record the end of a decode step, and the begin of one that was launched ahead.
+
+        `with_prompts`: it computed chunks of prompts, too (`StepPacing.end`).
+        """
+        self._pacing.end(now, with_prompts=with_prompts)
         self._pacing.begin(now)
 
     def pause_s(self, now: float) -> float:
