@@ -19,7 +19,7 @@ class LocalBounds:
     """New tokens of a prompt while prefill workers are ready; 0 = none is computed here."""
     fallback: int = 2048
     """New tokens of a prompt while none is."""
-    chunk: int = 32
+    chunk: int = 16
     """Tokens of a step beside running sequences."""
     idle_chunk: int = 128
     """Tokens of a step while no sequence runs."""
