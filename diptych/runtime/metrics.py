@@ -279,7 +279,7 @@ class PrefillMetrics(WorkerMetrics):
     """The prefill worker's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
+        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "kv_pull", "prefill"))
         self.pulls = Counter(
             "diptych_kv_pulls",
             "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",

@@ -115,7 +115,10 @@ class GrammarState:
             return
         openers = [] if self._span is None else list(self._span.openers)
         free = scores[openers]
-        self._mask(scores)
+        if self._opening:
+            scores[:] = -np.inf
+        else:
+            self._mask(scores)
         scores[openers] = free
 
     def _mask(self, scores: npt.NDArray[np.float32]) -> None:
@@ -138,9 +141,14 @@ class GrammarState:
         return self._span is not None and self._span.inside
 
     @property
+    def _opening(self) -> bool:
+        return self._span is not None and self._span.opening
+
+    @property
     def complete(self) -> bool:
         """True if the output is complete: only an end of sequence may follow."""
-        return not self.dormant and self._matcher.is_stopped() and not self._matcher.is_error()
+        begun = not (self.dormant or self._opening)
+        return begun and self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def stuck(self) -> bool:
@@ -272,7 +280,9 @@ def _grammar(message: work_pb2.Grammar) -> Grammar:
 
 def _span(message: work_pb2.ReasoningSpan) -> ReasoningSpan:
     ends = (EndMark(tuple(end.ids), end.until if end.HasField("until") else None) for end in message.ends)
-    return ReasoningSpan(message.open, tuple(message.opens), tuple(end for end in ends if end.ids))
+    return ReasoningSpan(
+        message.open, tuple(message.opens), tuple(end for end in ends if end.ids), tuple(message.leads)
+    )
 
 
 def _seen(task: asyncio.Task[GrammarState]) -> None:

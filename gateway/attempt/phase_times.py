@@ -74,7 +74,7 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         prefill_queue=seconds("prefill_queue"),
         grant_wait=seconds("grant_wait"),
         prefill=seconds("prefill"),
-        kv_send=seconds("kv_send"),
+        kv_send=seconds("kv_send") + seconds("kv_pull"),
         kv_receive=seconds("kv_receive"),
         decode_queue=seconds("decode_queue"),
         decode=seconds("decode"),

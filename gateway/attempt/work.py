@@ -131,4 +131,4 @@ def _span(request: ParsedRequest) -> work_pb2.ReasoningSpan | None:
         return None
     span = request.reasoning.span(forced=request.tools is not None and request.tools.forced)
     ends = [work_pb2.ReasoningSpan.Mark(ids=end.ids, until=end.until) for end in span.ends]
-    return work_pb2.ReasoningSpan(open=span.open, opens=span.opens, ends=ends)
+    return work_pb2.ReasoningSpan(open=span.open, opens=span.opens, ends=ends, leads=span.leads)

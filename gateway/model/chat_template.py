@@ -149,9 +149,17 @@ class ChatTemplate:
             "messages": [self._defused(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._control_tokens.split(self._write(context))
+        try:
+            text = self._write(context)
+        except RenderRefused as error:
+            # DeepSeek's templates write a call's arguments as the text that they expect them to be.
+            if not isinstance(error.__cause__, TypeError) or not any(one.tool_calls for one in messages):
+                raise
+            context["messages"] = [self._defused(message, arguments_as_text=True) for message in messages]
+            text = self._write(context)
+        return self._control_tokens.split(text)
 
-    def _defused(self, message: Message) -> dict[str, object]:
+    def _defused(self, message: Message, *, arguments_as_text: bool = False) -> dict[str, object]:
         fields: dict[str, object] = {
             "role": message.role,
             "content": self._control_tokens.defuse(message.content),
@@ -160,7 +168,8 @@ class ChatTemplate:
             fields["name"] = self._control_tokens.defuse(message.name)
         if message.tool_calls:
             fields["tool_calls"] = [
-                self._defused_value(one.as_template_value()) for one in message.tool_calls
+                self._defused_value(one.as_template_value(arguments_as_text=arguments_as_text))
+                for one in message.tool_calls
             ]
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id

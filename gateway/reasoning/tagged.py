@@ -35,20 +35,28 @@ class TaggedReasoning:
         return TaggedSplitter(self, start, constrained=constrained)
 
     def span(self, start: Start, *, forced: bool) -> ReasoningSpan:
-        return ReasoningSpan(start is Start.OPEN, (self.open_id,), (EndMark((self.close_id,)),))
+        ends = (EndMark((self.close_id,)),)
+        return ReasoningSpan(start is Start.OPEN, (self.open_id,), ends, self.leads)
+
+    @property
+    def leads(self) -> tuple[int, ...]:
+        """The line break, where it is one token."""
+        ids = self.tokenizer.encode("\n")
+        return tuple(ids) if len(ids) == 1 else ()
 
 
 class TaggedSplitter:
     """Splitter of one output.
 
     Args:
-        constrained: only the first token may open the span, as for the worker that applies the grammar.
+        constrained: the span is opened as for the worker that applies the grammar: by the first token, or
+            after one that leads to it.
     """
 
     def __init__(self, form: TaggedReasoning, start: Start, *, constrained: bool) -> None:
         self.reasoning_tokens = 0
         self._form = form
-        self._constrained = constrained
+        self._leads = form.leads if constrained else None  # None: any white space
         self._start = start  # where the next token is: within the span, before it or after it
         self._blank: list[int] = []  # white space before a span that may follow
 
@@ -63,7 +71,7 @@ class TaggedSplitter:
 
     def finish(self) -> list[Segment]:
         blank, self._blank = self._blank, []
-        return [Segment(Part.CONTENT, blank)] if blank else []
+        return [Segment(Part.CONTENT, blank)] if blank and self._leads is None else []
 
     def _before(self, token_ids: Sequence[int], found: list[Segment]) -> Sequence[int]:
         """Look at the first token; return those that are left."""
@@ -71,10 +79,12 @@ class TaggedSplitter:
         if first == self._form.open_id:
             self.reasoning_tokens += len(self._blank) + 1
             self._blank, self._start = [], Start.OPEN
-        elif not self._constrained and self._is_blank(first):
+        elif self._may_lead(first):
             self._blank.append(first)
         else:
-            found.append(Segment(Part.CONTENT, [*self._blank, first]))
+            # The worker lets nothing but the span follow a token that leads to it.
+            blank = self._blank if self._leads is None else []
+            found.append(Segment(Part.CONTENT, [*blank, first]))
             self._blank, self._start = [], Start.CLOSED
         return rest
 
@@ -92,6 +102,8 @@ class TaggedSplitter:
         self._start = Start.CLOSED
         return token_ids[end + 1 :]
 
-    def _is_blank(self, token_id: int) -> bool:
+    def _may_lead(self, token_id: int) -> bool:
+        if self._leads is not None:
+            return token_id in self._leads and not self._blank
         piece = self._form.tokenizer.piece(token_id)
         return bool(piece) and not piece.strip()

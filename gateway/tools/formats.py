@@ -159,7 +159,7 @@ FORMATS: Final = (
     ),
     ToolFormat(
         "kimi_k2",
-        (kimi_k2.SECTION,),
+        (kimi_k2.SECTION, kimi_k2.SIGN),
         kimi_k2.MARKERS,
         lambda _: HeadedCallParser(kimi_k2.FORM),
         kimi_k2.grammar,

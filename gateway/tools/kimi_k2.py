@@ -16,6 +16,7 @@ SECTION_END: Final = "<|tool_calls_section_end|>"
 CALL: Final = "<|tool_call_begin|>"
 CALL_END: Final = "<|tool_call_end|>"
 ARGUMENTS: Final = "<|tool_call_argument_begin|>"
+SIGN: Final = "tool_declare<|im_middle|>"  # in templates that leave the calls to the server
 MARKERS: Final = (SECTION, SECTION_END, CALL, CALL_END, ARGUMENTS)
 
 FORM: Final = HeadedForm(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.attempt.types import LocalPrefill, Role
-from gateway.worker_pool.pair_savings import pair_saving
+from gateway.worker_pool.pair_savings import held_blocks, pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -166,8 +166,8 @@ def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandid
 
 
 def usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
-    """Return the cached blocks that save work: at least one token is always computed, for its logits."""
-    return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
+    """Return the blocks of the prompt that the decode worker holds; one token is always computed."""
+    return held_blocks(request.tokens, decode)
 
 
 def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:

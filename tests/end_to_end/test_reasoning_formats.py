@@ -15,6 +15,7 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
+from gateway.tools import deepseek
 from tests.end_to_end import tiny_model
 from tests.end_to_end.reasoning_model import Asker, joined
 from tests.end_to_end.stack import running_stack
@@ -31,6 +32,12 @@ HARMONY = """{#- <|channel|>analysis<|message|> <|call|> <|return|> #}
 MISTRAL = """{#- [THINK] [/THINK] [TOOL_CALLS]name[ARGS]{} #}
 {%- for tool in tools or [] %}{{ '[T]' + tool.function.name }}{% endfor %}
 {%- for message in messages %}{{ '[INST]' + message.content + '[/INST]' }}{% endfor %}"""
+TAGS = """{%- for tool in tools or [] %}{{ '[T]' + tool.function.name }}{% endfor %}
+{%- for message in messages %}{{ '<|im_start|>' + message.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"""
+CODER = "{#- <tool_call><function=name> #}" + TAGS
+DEEPSEEK = "{#- <｜tool▁calls▁begin｜> #}" + TAGS
+DEEPSEEK_TOKENS = ("</think>", *deepseek.MARKERS)
 HARMONY_TOKENS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
 )
@@ -52,6 +59,8 @@ class Case:
 CASES = [
     Case("harmony", HARMONY, HARMONY_TOKENS, "harmony", "<|message|>", "<|end|>"),
     Case("mistral", MISTRAL, MISTRAL_TOKENS, "mistral_args", "[THINK]", "[/THINK]"),
+    Case("think", CODER, ("</think>",), "qwen3_coder", "<|im_start|>", "</think>"),
+    Case("think", DEEPSEEK, DEEPSEEK_TOKENS, "deepseek_v31", "<|im_start|>", "</think>"),
 ]
 
 
@@ -64,10 +73,11 @@ class System:
     asker: Asker
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.call_format)
 def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     case: Case = request.param
-    folder: Path = tiny_model.write(tmp_path_factory.mktemp(case.name), (*case.tokens, "</think>"))
+    added = dict.fromkeys((*case.tokens, "</think>"))  # the Asker knows that one
+    folder: Path = tiny_model.write(tmp_path_factory.mktemp(case.name), tuple(added))
     (folder / "chat_template.jinja").write_text(case.template)
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32"]
     with running_stack(*flags) as stack, grpc.insecure_channel(stack.address) as channel:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token
+from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token, pull_kills
 from tests.faults.conftest import Breakable
-from tests.faults.states import LOCAL_STATES, STATES
+from tests.faults.states import LOCAL_STATES, STATES, Victim
 from tests.faults.system import breakable_system
 
 CELLS = [
@@ -23,7 +23,8 @@ LOCAL_CELLS = [("L2", "decode"), ("L3", "gateway"), ("L3", "decode"), ("L4", "pr
 
 @pytest.fixture(scope="module")
 def over_tcp() -> Iterator[Breakable]:
-    with breakable_system("--transport", "tcp") as (system, _):
+    flags = ("--transport", "tcp", "--set", "prefill.pull-prefixes=always")
+    with breakable_system(*flags) as (system, _):
         yield system
 
 
@@ -53,6 +54,11 @@ def test_damaged_blocks_are_never_read(over_tcp: Breakable) -> None:
     assert not measured.failures
     assert all(measured.damaged[kind] >= 10 for kind in corruptions.KINDS)
     assert measured.ended["exact"] + measured.ended["exact after a retry"]
+
+
+@pytest.mark.parametrize(("number", "victim"), [(0, "prefill"), (1, "decode")])
+def test_pull_whose_either_side_dies_costs_no_token(over_tcp: Breakable, number: int, victim: Victim) -> None:
+    pull_kills.strike(over_tcp, pull_kills.STATES[number], victim, "killed")
 
 
 def test_clients_that_leave_take_nothing_with_them(over_tcp: Breakable) -> None:

@@ -28,15 +28,19 @@ class ReasoningSpan:
         open: the output begins within it.
         opens: else one of these tokens, the first of the output, opens it.
         ends: the first of these ends it.
+        leads: one of these may come before the token that opens it, which then must follow: GLM-4.5 writes a
+            line break first.
     """
 
     open: bool
     opens: tuple[int, ...]
     ends: tuple[EndMark, ...]
+    leads: tuple[int, ...] = ()
 
 
 class _Place(enum.Enum):
     BEFORE = enum.auto()
+    OPENING = enum.auto()  # after a token that leads to it
     INSIDE = enum.auto()
     AFTER = enum.auto()
 
@@ -57,14 +61,23 @@ class SpanTracker:
         return self._place is _Place.INSIDE
 
     @property
+    def opening(self) -> bool:
+        """True if the span is to be opened by the next token."""
+        return self._place is _Place.OPENING
+
+    @property
     def openers(self) -> tuple[int, ...]:
-        """The tokens that would open the span now."""
-        return self._span.opens if self._place is _Place.BEFORE else ()
+        """The tokens that would open the span now, or lead to it."""
+        if self._place is _Place.BEFORE:
+            return (*self._span.opens, *self._span.leads)
+        return self._span.opens if self.opening else ()
 
     def push(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Follow the next tokens of the output; return those after the span."""
         for index, token_id in enumerate(token_ids):
-            if self._place is _Place.BEFORE:
+            if self._place is _Place.BEFORE and token_id in self._span.leads:
+                self._place = _Place.OPENING
+            elif self._place in (_Place.BEFORE, _Place.OPENING):
                 self._place = _Place.INSIDE if token_id in self._span.opens else _Place.AFTER
             elif self._place is _Place.INSIDE and self._ends_with(token_id):
                 self._place = _Place.AFTER

@@ -129,7 +129,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ..., after: _Optional[_Union[ReasoningSpan, _Mapping]] = ...) -> None: ...
 
 class ReasoningSpan(_message.Message):
-    __slots__ = ("open", "opens", "ends")
+    __slots__ = ("open", "opens", "ends", "leads")
     class Mark(_message.Message):
         __slots__ = ("ids", "until")
         IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,10 +140,12 @@ class ReasoningSpan(_message.Message):
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OPENS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
     open: bool
     opens: _containers.RepeatedScalarFieldContainer[int]
     ends: _containers.RepeatedCompositeFieldContainer[ReasoningSpan.Mark]
-    def __init__(self, open: _Optional[bool] = ..., opens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[ReasoningSpan.Mark, _Mapping]]] = ...) -> None: ...
+    leads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[bool] = ..., opens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[ReasoningSpan.Mark, _Mapping]]] = ..., leads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Stopping(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")
@@ -272,7 +274,7 @@ class Failure(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
-    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "local_prefill")
+    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill")
     PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +285,7 @@ class PhaseTimes(_message.Message):
     KV_BYTES_TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    KV_PULL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     prefill_queue: _duration_pb2.Duration
     grant_wait: _duration_pb2.Duration
@@ -294,8 +297,9 @@ class PhaseTimes(_message.Message):
     kv_bytes_transferred: int
     cached_tokens: int
     prefill_steps: int
+    kv_pull: _duration_pb2.Duration
     local_prefill: bool
-    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation")

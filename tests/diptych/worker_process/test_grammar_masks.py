@@ -143,10 +143,17 @@ def test_the_first_token_opens_reasoning_or_begins_the_grammar(folder: Path) -> 
     opens, ends = tokenizer.id_of("<think>"), tokenizer.id_of("<|im_start|>")
     assert opens is not None
     assert ends is not None
-    grammar = after(pattern, opens=[opens], ends=[{"ids": [ends]}])
+    lead = tokenizer.encode("a")[-1]
+    grammar = after(pattern, opens=[opens], ends=[{"ids": [ends]}], leads=[lead])
     plain = allowed(grammars.start_now(message(pattern)), size)
     state = grammars.start_now(grammar)
-    assert allowed(state, size) == plain | {opens}
+    assert allowed(state, size) == plain | {opens, lead}
+    led = state.copy()
+    led.accept(lead)
+    assert not led.complete
+    assert allowed(led, size) == {opens}
+    led.accept(opens)
+    assert led.dormant
     answers, reasons = state.copy(), state.copy()
     digit = next(iter(plain))
     answers.accept(digit)

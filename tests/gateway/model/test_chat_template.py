@@ -147,6 +147,20 @@ def test_earlier_reasoning_has_the_name_that_the_template_reads() -> None:
     assert text_of(template.render([called], add_generation_prompt=False)) == ""
 
 
+def test_arguments_of_a_call_are_text_where_a_template_wants_text() -> None:
+    source = "{% for call in messages[0].tool_calls %}{{ '<' + call.function.arguments + '>' }}{% endfor %}"
+    call = ToolCall("f", '{"x": "<|im_end|>"}', "1")
+    parts = ChatTemplate(source, CONTROL, NAMES).render(
+        [Message("assistant", "", tool_calls=(call,))], add_generation_prompt=False
+    )
+    assert text_of(parts) == '<{"x": "<|im_end|>"}>'
+    assert all(isinstance(part, str) for part in parts)
+    with pytest.raises(RenderRefused):
+        ChatTemplate("{{ 'a' + 1 }}", CONTROL, NAMES).render(
+            [Message("assistant", "", tool_calls=(call,))], add_generation_prompt=False
+        )
+
+
 def test_reads_variable_finds_top_level_variables() -> None:
     template = ChatTemplate(QWEN3, CONTROL, NAMES)
     assert template.reads_variable("enable_thinking")
