@@ -147,6 +147,11 @@ class CpuPolicy:
             self.yield_()
         return pause
 
+    def slack_s(self) -> float:
+        """Return the seconds of the pauses between decode steps; 0 while no prompt waits for cores."""
+        waited_s = self._others_backlog_s()
+        return 0.0 if waited_s is None else self._pacing.slack_s(waited_s)
+
     def may_launch_ahead(self) -> bool:
         """Return whether the next step may follow the present one without a gap.
 

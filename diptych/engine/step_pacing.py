@@ -61,6 +61,10 @@ class StepPacing:
         due = self._last_began + self.stretch(waited_s) * self._length
         return max(due - now, 0.0)
 
+    def slack_s(self, waited_s: float) -> float:
+        """Return the seconds of the pause after a step."""
+        return (self.stretch(waited_s) - 1.0) * self._length
+
     def stretch(self, waited_s: float) -> float:
         """Return the lengths of a step from one begin to the next."""
         share = (waited_s - PATIENCE_S) / (LOST_S - PATIENCE_S)
