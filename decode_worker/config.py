@@ -55,7 +55,7 @@ class DecodeSettings(WorkerSettings):
     )
     local_prefill_chunk: Annotated[int, Field(ge=0, le=65536)] = setting(
         0,
-        "Tokens of such prompts in a step beside running sequences; 0 takes 32 on a CPU, 256 on a GPU.",
+        "Tokens of such prompts in a step beside running sequences; 0 takes 16 on a CPU, 256 on a GPU.",
         section="Local prefill",
     )
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = setting(
@@ -76,7 +76,7 @@ class DecodeSettings(WorkerSettings):
 
     def local_bounds(self, device_type: str) -> LocalBounds:
         """Return the most tokens of prompts that this worker computes itself."""
-        beside, alone = (32, 128) if device_type == "cpu" else (256, 1024)
+        beside, alone = (16, 128) if device_type == "cpu" else (256, 1024)
         chunk = self.local_prefill_chunk or beside
         return LocalBounds(
             short=self.max_local_prefill_tokens,

@@ -75,6 +75,7 @@ class EngineLoop:
         )
         self.steps = 0  # grows with every step: the heartbeat's progress
         self._idle_since = 0.0
+        self._step_began = 0.0
         self._checked_steps = 0
 
     def connect(self, handoff: HandoffServer, bounds: LocalBounds) -> None:
@@ -158,7 +159,7 @@ class EngineLoop:
                 await asyncio.sleep(pause)
             self._wake.clear()
             batch = self._schedule()
-            prompts = self.local.plan(sum(len(group.rows) for group in batch))
+            prompts = self.local.plan(sum(len(group.rows) for group in batch), self._cpu.slack_s())
             if not batch and not prompts:
                 self._cpu.yield_()
                 await self._wake.wait()
@@ -170,7 +171,8 @@ class EngineLoop:
                 await self._run_step(batch, prompts)
 
     async def _run_step(self, batch: Sequence[StepGroup], prompts: Sequence[LocalPrompt]) -> None:
-        self._cpu.begin_decode(time.monotonic())
+        self._step_began = time.monotonic()
+        self._cpu.begin_decode(self._step_began)
         await self._pipeline.run(batch, prompts)
 
     def _schedule(self) -> list[StepGroup]:
@@ -223,7 +225,7 @@ class EngineLoop:
     def _apply(self, owners: Sequence[RowOwner], picked: Sequence[Any]) -> None:
         """Apply a step's results, release step groups that ended meanwhile, send one message per gateway."""
         self.steps += 1
-        self._cpu.end_decode(time.monotonic())
+        self._record_step(owners, time.monotonic())
         reach("decode.step")
         begin = 0
         for owner in owners:
@@ -236,6 +238,14 @@ class EngineLoop:
         for gateway in dict.fromkeys(owner.request.gateway for owner in owners):
             gateway.flush()
         self.requests.prefixes.report_changes()
+
+    def _record_step(self, owners: Sequence[RowOwner], now: float) -> None:
+        """Record the length of a step, and what chunks of prompts added to it."""
+        chunks = [owner.tokens for owner in owners if isinstance(owner, LocalPrompt)]
+        alone = len(chunks) == len(owners)
+        self.local.budget.record(now - self._step_began, sum(chunks), alone=alone)
+        self._step_began = now
+        self._cpu.end_decode(now, with_prompts=bool(chunks))
 
     def _apply_to_group(self, group: StepGroup, picked: Sequence[Any]) -> None:
         if not group.ended:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from decode_worker.local_schedule import LocalBounds, QueuedPrompt, plan_asks, plan_chunks
+from decode_worker.local_schedule import ChunkBudget, LocalBounds, QueuedPrompt, plan_asks, plan_chunks
 from decode_worker.request import DecodeRequest, State
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
@@ -117,6 +117,11 @@ class LocalPrompt:
         return len(self.token_ids) - self.computed if self.ref is not None else self.expected
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the present chunk."""
+        return sum(row.chunk.tokens for row in self.rows)
+
+    @property
     def entry(self) -> QueuedPrompt:
         """Entry of this prompt for the planner."""
         attempt = self.request.attempt
@@ -173,6 +178,7 @@ class LocalPrefills:
         self.bounds = bounds
         self.done = 0
         """Prompts that were computed here."""
+        self.budget = ChunkBudget(bounds.chunk)
         self._memory = memory
         self._grants = grants
         self._writes = writes
@@ -250,11 +256,14 @@ class LocalPrefills:
 
     # ---- steps ---------------------------------------------------------------------------------------
 
-    def plan(self, running: int) -> list[LocalPrompt]:
-        """Give prompts their chunks of the next step, beside `running` sequences, and return them."""
+    def plan(self, running: int, slack_s: float = 0.0) -> list[LocalPrompt]:
+        """Give prompts their chunks of the next step, beside `running` sequences, and return them.
+
+        `slack_s` is the pause between steps.
+        """
         self.ask()
         prompts = {p.arrived: p for p in self._prompts.values() if _computable(p)}
-        budget = self.bounds.chunk if running else self.bounds.idle_chunk
+        budget = self.budget.tokens(slack_s) if running else self.bounds.idle_chunk
         planned = plan_chunks([p.entry for p in prompts.values()], budget)
         for arrived, tokens in planned:
             prompts[arrived].rows = [ChunkRow(self._chunk(prompts[arrived], tokens))]

@@ -19,10 +19,47 @@ class LocalBounds:
     """New tokens of a prompt while prefill workers are ready; 0 = none is computed here."""
     fallback: int = 2048
     """New tokens of a prompt while none is."""
-    chunk: int = 32
+    chunk: int = 16
     """Tokens of a step beside running sequences."""
     idle_chunk: int = 128
     """Tokens of a step while no sequence runs."""
+
+
+LEAST_CHUNK = 4
+"""Tokens that a step takes of a prompt however long they take: it would not end else."""
+WEIGHT = 0.3
+"""Share of the last step in a mean of steps."""
+
+
+class ChunkBudget:
+    """Tokens of a step beside running sequences, by measured times: the step is twice as long at most.
+
+    Where pauses between steps leave more time than that, it may take these.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Allow at most `most` tokens."""
+        self._most = most
+        self._plain_s = self._token_s = 0.0
+
+    def record(self, seconds: float, chunk_tokens: int, *, alone: bool = False) -> None:
+        """Record a step with so many tokens of prompts, of which it consists where `alone`."""
+        if not chunk_tokens:
+            self._plain_s = _mean(self._plain_s, seconds)
+        elif alone or self._plain_s:
+            more = seconds if alone else max(seconds - self._plain_s, 0.0)
+            self._token_s = _mean(self._token_s, more / chunk_tokens)
+
+    def tokens(self, slack_s: float) -> int:
+        """Return the tokens of the next step, with pauses of `slack_s` seconds between steps."""
+        if not self._token_s:
+            return self._most
+        room = int(max(slack_s, self._plain_s) / self._token_s)
+        return min(max(room, LEAST_CHUNK), self._most)
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + WEIGHT * (value - mean) if mean else value
 
 
 class QueuedPrompt(NamedTuple):

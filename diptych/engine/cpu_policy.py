@@ -126,9 +126,12 @@ class CpuPolicy:
         self._pacing.begin(now)
         self.claim()
 
-    def end_decode(self, now: float) -> None:
-        """Record the end of a decode step, and the begin of one that was launched ahead."""
-        self._pacing.end(now)
+    def end_decode(self, now: float, *, with_prompts: bool = False) -> None:
+        """Record the end of a decode step, and the begin of one that was launched ahead.
+
+        `with_prompts`: it computed chunks of prompts, too (`StepPacing.end`).
+        """
+        self._pacing.end(now, with_prompts=with_prompts)
         self._pacing.begin(now)
 
     def pause_s(self, now: float) -> float:
@@ -143,6 +146,11 @@ class CpuPolicy:
         if pause:
             self.yield_()
         return pause
+
+    def slack_s(self) -> float:
+        """Return the seconds of the pauses between decode steps; 0 while no prompt waits for cores."""
+        waited_s = self._others_backlog_s()
+        return 0.0 if waited_s is None else self._pacing.slack_s(waited_s)
 
     def may_launch_ahead(self) -> bool:
         """Return whether the next step may follow the present one without a gap.

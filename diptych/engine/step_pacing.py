@@ -40,20 +40,30 @@ class StepPacing:
         """
         self._least = stretch
         self._more = max(most - stretch, 0.0)
-        self._began = self._ended = self._length = 0.0
+        self._began = self._last_began = self._length = 0.0
 
     def begin(self, now: float) -> None:
         """Record the begin of a step."""
         self._began = now
 
-    def end(self, now: float) -> None:
-        """Record the end of the step that began last."""
-        self._ended, self._length = now, now - self._began
+    def end(self, now: float, *, with_prompts: bool = False) -> None:
+        """Record the end of the step that began last.
+
+        One `with_prompts` of this worker counts as long as the step before: its chunks are a prompt's share
+        of the cores, and take the place of a part of the pause.
+        """
+        self._last_began = self._began
+        if not with_prompts:
+            self._length = now - self._began
 
     def pause_s(self, now: float, waited_s: float) -> float:
         """Return the seconds until the next step is due, given that the oldest prompt waited `waited_s`."""
-        due = self._ended + (self.stretch(waited_s) - 1.0) * self._length
+        due = self._last_began + self.stretch(waited_s) * self._length
         return max(due - now, 0.0)
+
+    def slack_s(self, waited_s: float) -> float:
+        """Return the seconds of the pause after a step."""
+        return (self.stretch(waited_s) - 1.0) * self._length
 
     def stretch(self, waited_s: float) -> float:
         """Return the lengths of a step from one begin to the next."""

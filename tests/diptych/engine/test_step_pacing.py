@@ -28,6 +28,18 @@ def test_a_step_that_follows_without_a_gap_is_measured_by_itself() -> None:
     assert pace.pause_s(10.060, 0.0) == pytest.approx(0.020)
 
 
+def test_prompts_of_a_step_take_the_place_of_its_pause() -> None:
+    pace = StepPacing(3.0)
+    pace.begin(10.0)
+    pace.end(10.020)
+    pace.begin(10.060)
+    pace.end(10.110, with_prompts=True)
+    assert pace.pause_s(10.110, 0.0) == pytest.approx(0.010)  # 60 ms from its begin, as after any step
+    pace.begin(10.120)
+    pace.end(10.200, with_prompts=True)
+    assert pace.pause_s(10.200, 0.0) == 0
+
+
 def test_a_step_that_is_due_has_no_pause() -> None:
     pace = StepPacing(1.5)
     assert pace.pause_s(0.0, 0.0) == 0  # the first one

@@ -263,8 +263,8 @@ class Chunks:
         self.reached = asyncio.Event()
         real, left = LocalPrefills.plan, [chunks]
 
-        def plan(prefills: LocalPrefills, running: int) -> list[LocalPrompt]:
-            planned = real(prefills, running)
+        def plan(prefills: LocalPrefills, *args: Any) -> list[LocalPrompt]:
+            planned = real(prefills, *args)
             if planned:
                 left[0] -= 1
                 if left[0] == 0:
