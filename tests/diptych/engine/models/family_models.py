@@ -185,11 +185,15 @@ def oracle_of(config: Any, seed: int = 11) -> Any:
 
 
 def randomise(oracle: Any) -> None:
-    """Fill a model with numbers that show what is left out: fresh norms are ones, and biases zeros."""
+    """Fill a model with numbers that show what is left out: fresh norms are ones, and biases zeros.
+
+    Norms are about one, as in trained models, also where they are stored less one.
+    """
+    about = 0.0 if oracle.config.model_type.startswith(("gemma", "nemotron")) else 1.0
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             scale = 0.5 if name.endswith("bias") or "norm" in name else 0.15
-            parameter.normal_(1.0 if "norm" in name else 0.0, scale)
+            parameter.normal_(about if "norm" in name else 0.0, scale)
 
 
 def text_of(length: int, seed: int = 5) -> list[int]:
