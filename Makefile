@@ -167,7 +167,7 @@ test-clients: install
 	$(BIN)/python -m tests.clients $(ARGS)
 
 TEAM := $(addprefix kernels/cpu/,thread_team.cpp futex_counter.cpp)
-STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp weight_memory.cpp)
+STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp model_parts.cpp weight_memory.cpp)
 THREAD_SANITIZED := $(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu -pthread
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.

@@ -96,6 +96,7 @@ OWN_CODE: Final = frozenset(
     {
         *("exaone4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "internlm3", "ministral3"),
         *("olmo2", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2", "ernie4_5"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "olmoe"),
     }
 )
 """Types whose published folders name code of their own in `auto_map`, though transformers has them: they are

@@ -132,6 +132,12 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    reasoning_parser: Literal["auto", "none", "harmony", "mistral", "seed_oss", "think"] = setting(
+        "auto",
+        "Form in which the model marks its reasoning, which answers have in a field of its own; auto: as "
+        "chat template and tokenizer say; none: reasoning stays in the text.",
+        section="Model",
+    )
     lenient_json_schema: bool = setting(
         False,
         "Leave the keywords and patterns of JSON schemas out that outputs cannot be held to, instead of "

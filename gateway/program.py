@@ -341,7 +341,14 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     try:
         path, names = checked_model(settings.model), listed(settings.served_model_name)
         template = None if settings.chat_template is None else read_template(settings.chat_template)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names, template)
+        model = ServedModel.load(
+            path,
+            settings.model_name,
+            settings.max_model_len,
+            names,
+            chat_template=template,
+            reasoning=settings.reasoning_parser,
+        )
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

@@ -25,7 +25,7 @@ KQUANT_BYTES: Final[dict[KQuantFormat, int]] = {
 }
 """Bytes of a block."""
 
-_TABLE: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLE: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 class _Parts(NamedTuple):
@@ -111,7 +111,7 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
 
 def _iq4_xs(blocks: torch.Tensor) -> _Parts:
     places = _bits(blocks[:, 8:].reshape(-1, 8, 16), 4, (0, 4)).reshape(-1, 8, 32)
-    codes = torch.tensor(_TABLE, dtype=torch.float32)[places.long()]
+    codes = torch.tensor(TABLE, dtype=torch.float32)[places.long()]
     low = _bits(blocks[:, 4:8].reshape(-1, 4, 1), 4, (0, 4)).reshape(-1, 8)
     high = _bits(blocks[:, 2:4].reshape(-1, 2, 1), 2, (0, 2, 4, 6)).reshape(-1, 8)
     return _Parts(codes, (low | high << 4).float() - 32.0, _half(blocks, 0))

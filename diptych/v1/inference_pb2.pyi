@@ -282,7 +282,7 @@ class PromptInfo(_message.Message):
     def __init__(self, token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class OutputDelta(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "stop_text", "stop_token_id", "tool_calls")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "stop_text", "stop_token_id", "tool_calls", "reasoning_content")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +291,7 @@ class OutputDelta(_message.Message):
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +300,8 @@ class OutputDelta(_message.Message):
     stop_text: str
     stop_token_id: int
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
+    reasoning_content: str
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning_content: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "rank", "text", "utf8", "top")
@@ -469,7 +471,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_block_size: _Optional[int] = ..., lora_adapters: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("max_logprobs", "max_n", "structured_outputs", "priority", "cache_salt", "chat", "tool_calls")
+    __slots__ = ("max_logprobs", "max_n", "structured_outputs", "priority", "cache_salt", "chat", "tool_calls", "reasoning")
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_N_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +479,7 @@ class Capabilities(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     max_logprobs: int
     max_n: int
     structured_outputs: _containers.RepeatedScalarFieldContainer[str]
@@ -484,7 +487,8 @@ class Capabilities(_message.Message):
     cache_salt: bool
     chat: bool
     tool_calls: str
-    def __init__(self, max_logprobs: _Optional[int] = ..., max_n: _Optional[int] = ..., structured_outputs: _Optional[_Iterable[str]] = ..., priority: _Optional[bool] = ..., cache_salt: _Optional[bool] = ..., chat: _Optional[bool] = ..., tool_calls: _Optional[str] = ...) -> None: ...
+    reasoning: str
+    def __init__(self, max_logprobs: _Optional[int] = ..., max_n: _Optional[int] = ..., structured_outputs: _Optional[_Iterable[str]] = ..., priority: _Optional[bool] = ..., cache_salt: _Optional[bool] = ..., chat: _Optional[bool] = ..., tool_calls: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class CancelRequestRequest(_message.Message):
     __slots__ = ("request_id",)

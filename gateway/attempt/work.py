@@ -123,4 +123,12 @@ def _grammar(request: ParsedRequest) -> work_pb2.Grammar | None:
     if request.constraint is None:
         return None
     grammar = request.constraint.grammar
-    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text)
+    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, after=_span(request))
+
+
+def _span(request: ParsedRequest) -> work_pb2.ReasoningSpan | None:
+    if request.reasoning is None:
+        return None
+    span = request.reasoning.span(forced=request.tools is not None and request.tools.forced)
+    ends = [work_pb2.ReasoningSpan.Mark(ids=end.ids, until=end.until) for end in span.ends]
+    return work_pb2.ReasoningSpan(open=span.open, opens=span.opens, ends=ends, leads=span.leads)

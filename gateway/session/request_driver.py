@@ -163,6 +163,11 @@ class RequestDriver:
         return sum(output.billed for output in self.outputs)
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens of all choices that are reasoning."""
+        return sum(output.reasoning_tokens for output in self.outputs)
+
+    @property
     def generated(self) -> int:
         """Output tokens without those that the client brought along."""
         return self.billed - len(self.job.request.received)

@@ -12,6 +12,7 @@ from gateway.worker_pool.codec import StepTime
 
 MANY_TOKENS = 32
 """Steps of at least so many tokens are bound by arithmetic: their time a token is the rate of prefill."""
+LEAST_TOKEN_S = 1e-7
 FIRST_TOKEN_S = 0.0005
 """Seconds a token before any such step was reported."""
 
@@ -49,4 +50,4 @@ class StepRates:
 def prefill_token_s(workers: Iterable[StepRates]) -> float:
     """Return the seconds a token of the fastest worker that has reported steps of many tokens."""
     known = [rate for worker in workers if (rate := worker.token_s) is not None]
-    return min(known, default=FIRST_TOKEN_S)
+    return max(min(known, default=FIRST_TOKEN_S), LEAST_TOKEN_S)

@@ -11,7 +11,7 @@ import torch
 
 from kernels.kquants import KQUANT_BYTES, KQuantFormat, dequantise_blocks
 from kernels.quantised_linear import BlockMatrix, dequantise
-from tests.kernels.kquant_blocks import random_blocks
+from tests.kernels.kquant_blocks import quantise, random_blocks
 
 
 @pytest.mark.parametrize("name", get_args(KQuantFormat))
@@ -35,3 +35,14 @@ def test_each_byte_of_a_block_counts(name: KQuantFormat) -> None:
         changed = blocks.clone()
         changed[0, at] ^= 0x33
         assert not torch.equal(dequantise_blocks(changed, name), whole), at
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("q2_k", 0.4), ("q3_k", 0.2), ("q4_k", 0.1), ("q5_k", 0.05), ("q6_k", 0.03), ("iq4_xs", 0.13)],
+)
+def test_numbers_come_back_near(name: KQuantFormat, error: float) -> None:
+    """The quantiser of the tests is right: what it packs is what the reader finds."""
+    values = torch.randn(200, 256, generator=torch.Generator().manual_seed(7)) * 0.06
+    found = dequantise_blocks(quantise(values, name), name)
+    assert (found - values).square().mean().sqrt() < error * 0.06

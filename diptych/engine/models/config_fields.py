@@ -72,7 +72,8 @@ _TYPES: dict[str, type] = {
 # transformers refuses null for two of these in some families; here it is derived from other fields for all.
 _NULLABLE = frozenset(
     {"num_key_value_heads", "head_dim", "sliding_window", "architectures", "layer_types"}
-    | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group", "num_experts"}
+    | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group"}
+    | {"num_experts_per_tok"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OLD_LAYER_TYPES = {"attention": "full_attention"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.models.config_fields import COMMON, llama_shape
+from diptych.engine.models.config_fields import COMMON, llama_shape, unreadable
 from diptych.engine.models.family import (
     GGUF_LAYER,
     LLAMA_FEED_FORWARD,
@@ -18,6 +18,7 @@ from diptych.engine.models.family import (
     Family,
     GgufFamily,
     GgufMetadata,
+    Names,
     Stored,
 )
 from diptych.engine.models.glm4_moe import sigmoid_experts
@@ -53,13 +54,14 @@ _V2 = {
     "topk_group": None,
     "topk_method": "greedy",
     "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
+    "num_experts_per_tok": None,
     "moe_intermediate_size": 1407,
     "routed_scaling_factor": 1.0,
 }
 _V3 = {
     **_COMMON,
     "vocab_size": 129280,
+    "num_key_value_heads": 128,
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "num_hidden_layers": 61,
@@ -94,7 +96,7 @@ _ATTENTION = MappingProxyType(
         "o_bias": "self_attn.o_proj.bias",
     }
 )
-_LAYER = MappingProxyType(
+_LAYER: Names = MappingProxyType(
     {
         **LLAMA_NORMS,
         **LLAMA_FEED_FORWARD,
@@ -131,6 +133,8 @@ def _sharpening(config: Config) -> float:
 
 
 def _v2(config: Config, tied: bool) -> ModelShape:
+    if config["num_experts_per_tok"] is None:
+        raise unreadable("num_experts_per_tok is missing")
     grouped = config["topk_method"] == "group_limited_greedy"
     if config["topk_method"] not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"topk_method {config['topk_method']!r} is not computed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from diptych.engine.models.config_fields import COMMON, llama_shape
 from diptych.engine.models.family import (
@@ -33,7 +34,6 @@ _DEFAULTS = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.5,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -45,6 +45,10 @@ _DEFAULTS = {
     "norm_topk_prob": True,
     "use_qk_norm": False,
 }
+
+
+def _resolve(resolved: dict[str, Any]) -> None:
+    resolved.setdefault("partial_rotary_factor", 0.5)
 
 
 def sigmoid_experts(config: Config) -> ExpertsShape:
@@ -97,6 +101,7 @@ FAMILIES = (
         _DEFAULTS,
         _shape,
         layer=MappingProxyType({**LLAMA_LAYER, **EXPERT_MATRICES, **SHARED_EXPERT}),
+        resolve=_resolve,
         partial_rotary=True,
         layers_behind="num_nextn_predict_layers",
     ),

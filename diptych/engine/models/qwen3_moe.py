@@ -21,12 +21,11 @@ _DEFAULTS = {
     "mlp_only_layers": None,
 }
 _QWEN3 = {
-    **_DEFAULTS,
+    **{field: value for field, value in _DEFAULTS.items() if field != "max_window_layers"},
     "intermediate_size": 6144,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 768,
-    "num_experts": None,
-    "num_local_experts": 128,
+    "num_experts": 128,
     "num_experts_per_tok": 8,
 }
 _QWEN2 = {
@@ -54,9 +53,8 @@ _GGUF_LAYER = MappingProxyType({**GGUF_LAYER, **GGUF_EXPERTS})
 
 
 def _resolve(config: dict[str, Any]) -> None:
-    # transformers 5 writes the second name.
-    if config["num_experts"] is None:
-        config["num_experts"] = config["num_local_experts"]
+    # transformers 5 writes another name.
+    config["num_experts"] = config.get("num_local_experts", config["num_experts"])
 
 
 def _qwen3(config: Config, tied: bool) -> ModelShape:

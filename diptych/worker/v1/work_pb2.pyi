@@ -109,7 +109,7 @@ class TokenSequence(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("kind", "text")
+    __slots__ = ("kind", "text", "after")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Grammar.Kind]
@@ -122,9 +122,30 @@ class Grammar(_message.Message):
     KIND_LARK: Grammar.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     kind: Grammar.Kind
     text: str
-    def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ...) -> None: ...
+    after: ReasoningSpan
+    def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ..., after: _Optional[_Union[ReasoningSpan, _Mapping]] = ...) -> None: ...
+
+class ReasoningSpan(_message.Message):
+    __slots__ = ("open", "opens", "ends", "leads")
+    class Mark(_message.Message):
+        __slots__ = ("ids", "until")
+        IDS_FIELD_NUMBER: _ClassVar[int]
+        UNTIL_FIELD_NUMBER: _ClassVar[int]
+        ids: _containers.RepeatedScalarFieldContainer[int]
+        until: int
+        def __init__(self, ids: _Optional[_Iterable[int]] = ..., until: _Optional[int] = ...) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    open: bool
+    opens: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedCompositeFieldContainer[ReasoningSpan.Mark]
+    leads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[bool] = ..., opens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[ReasoningSpan.Mark, _Mapping]]] = ..., leads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Stopping(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")

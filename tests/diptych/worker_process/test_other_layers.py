@@ -54,5 +54,8 @@ async def test_tokens_equal_those_of_one_engine(transport: str, shape: ModelShap
             ]
             await asyncio.gather(*(one.ended.wait() for one in heard))
             assert [tuple(one.tokens) for one in heard] == [greedy(prompt, 12) for prompt in batch]
+        both = gateway.start(decode, prefill, work(("both", 1), prompts[2], 9, choices=(0, 1)))
+        await both.ended.wait()  # choices share blocks until they write
+        assert [tuple(both.outputs[choice]) for choice in (0, 1)] == [greedy(prompts[2], 9)] * 2
         assert await made.empty() == []
         await gateway.close()

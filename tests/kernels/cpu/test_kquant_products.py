@@ -75,7 +75,8 @@ def test_steps_equal_the_torch_backend(name: str, instructions: str) -> None:
     found = mixed_batches(SHAPE, fast, 16, torch.bfloat16)
     for want, got in zip(expected, found, strict=True):
         error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
-        assert error < 0.03  # as of other blocks, test_native_step.py
+        # Attention of the sets with bf16 products rounds queries and probabilities to bf16 as well.
+        assert error < (0.05 if "bf16" in instructions or "zen5" in instructions else 0.03)
 
 
 @pytest.mark.parametrize("instructions", SETS)

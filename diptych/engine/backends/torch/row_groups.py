@@ -120,7 +120,7 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
         end = begin + len(step.token_ids)
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
-                table = torch.tensor(_used(step), dtype=torch.int64)
+                table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
                 groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
@@ -139,11 +139,15 @@ def _decodes(rows: list[tuple[int, SequenceStep]]) -> Decodes:
     tables = [_used(step) for _, step in rows]
     longest = max(map(len, tables))
     block_size = memory.layout.block_size
+
+    def numbers(values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=memory.data.device)
+
     return Decodes(
-        rows=torch.tensor([row for row, _ in rows]),
+        rows=numbers([row for row, _ in rows]),
         blocks=memory.data,
-        tables=torch.tensor([table + table[:1] * (longest - len(table)) for table in tables]),
-        lengths=torch.tensor([step.start + 1 for _, step in rows]),
-        ids=torch.tensor([table[-1] for table in tables]),
-        lanes=torch.tensor([step.start % block_size for _, step in rows]),
+        tables=numbers([table + table[:1] * (longest - len(table)) for table in tables]),
+        lengths=numbers([step.start + 1 for _, step in rows]),
+        ids=numbers([table[-1] for table in tables]),
+        lanes=numbers([step.start % block_size for _, step in rows]),
     )

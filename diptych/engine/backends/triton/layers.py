@@ -31,8 +31,8 @@ def always() -> bool:
 class Layers:
     """Forward pass of one model, from token ids to logits.
 
-    Allocates what `logits` returns, and for the attention of chunks what `packed_step.gathered_bytes` says at
-    most; decode steps allocate nothing else.
+    Allocates what `logits` returns, a factor a token where queries grow with their position, and for the
+    attention of chunks what `packed_step.gathered_bytes` says at most; decode steps allocate nothing else.
     """
 
     def __init__(

@@ -140,6 +140,9 @@ OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
     "deepseek_v3-plain": DeepseekV3Config(
         **LATENT, q_lora_rank=26, n_routed_experts=12, n_group=3, topk_group=2, num_mtp_layers=0
     ),
+    "qwen3_moe-wide": Qwen3MoeConfig(
+        **{**QWEN, "hidden_size": 96, "moe_intermediate_size": 64}, head_dim=32, norm_topk_prob=True
+    ),
     "mixtral-wide": MixtralConfig(**{**LOCAL, "hidden_size": 96, "intermediate_size": 64}, head_dim=32),
 }
 SEEDS = {
