@@ -6,7 +6,9 @@ import pytest
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.protocol.errors import HandoffDenied
 from tests.kvtransfer.conftest import LAYOUT
 
 BLOCK = LAYOUT.block_size
@@ -100,3 +102,18 @@ async def test_flush_of_a_decode_worker_takes_only_what_came_from_there(made: Re
     made.scratch.forget("decode", [])
     assert made.keys == set(OTHERS[:2])
     made.check()
+
+
+async def test_scratch_that_finds_no_memory_denies_the_link_in_words(make_pair) -> None:
+    """Another program took the memory since the start: the attempt goes elsewhere, and is no bug."""
+
+    def full() -> tuple[KVMemory, BlockPool]:
+        raise RuntimeError("out of memory: tried to allocate 16 GiB")
+
+    pair = await make_pair("tcp")
+    pair.prefill.client._make_scratch = full
+    with pytest.raises(
+        HandoffDenied, match="no memory for the blocks that copies start from: out of"
+    ) as denied:
+        await pair.peer()
+    assert denied.value.failure.reason == work_pb2.FAILURE_REASON_PEER_LOST
