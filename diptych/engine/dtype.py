@@ -8,8 +8,8 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
        and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
        of one row, on some CPUs of up to four (kernels/byte_codes.py)
 gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
-       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in groups of 32, with
-       8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
+       groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
 a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
