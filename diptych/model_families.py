@@ -40,6 +40,15 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek_v2": "deepseek",
+        "deepseek_v3": "deepseek",
+        "glm4_moe": "glm4_moe",
+        "gpt_oss": "gpt_oss",
+        "granitemoe": "granite_moe",
+        "mixtral": "mixtral",
+        "olmoe": "olmoe",
+        "qwen2_moe": "qwen3_moe",
+        "qwen3_moe": "qwen3_moe",
     }
 )
 """`model_type` of a config.json, and the module in diptych/engine/models whose `FAMILIES` have it."""
@@ -69,6 +78,13 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "smollm3": "smollm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
+        "deepseek2": "deepseek",
+        "glm4moe": "glm4_moe",
+        "gpt-oss": "gpt_oss",
+        "granitemoe": "granite_moe",
+        "olmoe": "olmoe",
+        "qwen2moe": "qwen3_moe",
+        "qwen3moe": "qwen3_moe",
     }
 )
 """`general.architecture` of a GGUF file, and the module whose `GGUF_FAMILIES` have it."""
@@ -80,6 +96,7 @@ OWN_CODE: Final = frozenset(
     {
         *("exaone4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "internlm3", "ministral3"),
         *("olmo2", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2", "ernie4_5"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "olmoe"),
     }
 )
 """Types whose published folders name code of their own in `auto_map`, though transformers has them: they are

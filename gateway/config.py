@@ -132,6 +132,12 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    reasoning_parser: Literal["auto", "none", "harmony", "mistral", "seed_oss", "think"] = setting(
+        "auto",
+        "Form in which the model marks its reasoning, which answers have in a field of its own; auto: as "
+        "chat template and tokenizer say; none: reasoning stays in the text.",
+        section="Model",
+    )
     lenient_json_schema: bool = setting(
         False,
         "Leave the keywords and patterns of JSON schemas out that outputs cannot be held to, instead of "
@@ -153,6 +159,12 @@ class GatewaySettings(ProgramSettings):
         256,
         "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
+    )
+    local_prefill: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Prompts with few new tokens that their decode worker computes itself: auto, those that are done "
+        "earlier so; always, all within its --max-local-prefill-tokens; never, none.",
+        section="Workers",
     )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,

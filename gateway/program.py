@@ -48,6 +48,7 @@ from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
+from gateway.worker_pool.local_prefill import LocalMode
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
@@ -82,6 +83,7 @@ class Gateway:
             on_change=self._workers_changed,
             arrival_wait_s=settings.worker_wait_timeout,
             local_workers=WorkerFileReader(settings.workers_fd).workers,
+            local_prefill=LocalMode(settings.local_prefill),
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -339,7 +341,14 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     try:
         path, names = checked_model(settings.model), listed(settings.served_model_name)
         template = None if settings.chat_template is None else read_template(settings.chat_template)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names, template)
+        model = ServedModel.load(
+            path,
+            settings.model_name,
+            settings.max_model_len,
+            names,
+            chat_template=template,
+            reasoning=settings.reasoning_parser,
+        )
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

@@ -84,7 +84,9 @@ def _add(
     """Add the new output of a choice; return it and its scores, which are not added."""
     stream = driver.outputs[choice]
     delta = stream.take()
-    output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
+    output = message.outputs.add(
+        index=index, text=delta.text, token_ids=delta.token_ids, reasoning_content=delta.reasoning
+    )
     for call in delta.tool_calls:
         output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
     reason = driver.output_buffer.finished.get(choice)
@@ -131,6 +133,7 @@ def _usage(driver: RequestDriver) -> pb.Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         cached_prompt_tokens=driver.cached_tokens or 0,
+        reasoning_tokens=driver.reasoning_tokens,
     )
 
 
@@ -152,6 +155,7 @@ def timings(driver: RequestDriver, received_at: float) -> pb.Timings:
         kv_bytes_transferred=phases.kv_bytes_transferred,
         preemptions=state.preemptions,
         retries=state.retries.total() - state.retries[Cause.PREEMPTED],
+        local_prefill=phases.local_prefills > 0,
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if driver.first_token_at is not None:

@@ -32,7 +32,7 @@ def write_kv(
         keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
     tokens, kv_heads, head_dim = keys.shape
     block_size = blocks.shape[-1] // head_dim
-    positions = torch.arange(start, start + tokens)
+    positions = torch.arange(start, start + tokens, device=table.device)
     ids, lanes = table[positions // block_size], positions % block_size
     blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
     blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
@@ -81,8 +81,8 @@ def paged_attention(
     scores = scores.view(kv_heads, group, tokens, count) * (head_dim**-0.5 if scale is None else scale)
     scores = capped(scores, cap)
     if tokens > 1 or window is not None:
-        at = torch.arange(start, end).unsqueeze(1)
-        seen = torch.arange(first, end).unsqueeze(0)
+        at = torch.arange(start, end, device=query.device).unsqueeze(1)
+        seen = torch.arange(first, end, device=query.device).unsqueeze(0)
         hidden = seen > at
         if window is not None:
             hidden |= seen <= at - window

@@ -55,7 +55,7 @@ def paged_decode(
     rows, heads, head_dim = query.shape
     count, kv_heads = tables.shape[1], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim
-    seen = torch.arange(count * block_size)
+    seen = torch.arange(count * block_size, device=query.device)
     hidden = seen >= lengths.unsqueeze(1)
     if window is not None:
         hidden |= seen < lengths.unsqueeze(1) - window

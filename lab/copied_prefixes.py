@@ -186,8 +186,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prefill-workers", type=int, default=2)
     parser.add_argument("--transport", default="tcp")
+    parser.add_argument(
+        "--local-prefill", default="never", help="of the gateway: who computes few new tokens"
+    )
     arguments = parser.parse_args(argv)
     flags = ["--prefill-workers", str(arguments.prefill_workers), "--transport", arguments.transport]
+    flags += ["--set", f"gateway.local-prefill={arguments.local_prefill}"]
     with started(flags) as system:
         findings = uvloop.run(
             measure(

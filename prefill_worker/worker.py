@@ -140,6 +140,7 @@ class PrefillWorker:
         for phase, field in (
             ("queue", "prefill_queue"),
             ("kv_alloc_wait", "grant_wait"),
+            ("kv_pull", "kv_pull"),
             ("prefill", "prefill"),
         ):
             if times.HasField(field):

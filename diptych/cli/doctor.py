@@ -87,7 +87,9 @@ def given_model(model: str) -> Finding:
         f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
     )
     on_gpu = triton.supports(shape)
-    gpus = "the Triton step on GPUs" if on_gpu is None else f"not computed on GPUs, for want of {on_gpu}"
+    gpus = "the Triton step on GPUs"
+    if on_gpu is not None:
+        gpus = f"torch on GPUs, for the Triton step lacks {on_gpu}"
     lacking = native.supports(shape)
     if lacking is not None:
         return Finding("note", f"{size}; torch on CPUs, for the native step lacks {lacking}; {gpus}")

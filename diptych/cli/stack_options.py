@@ -55,6 +55,10 @@ class StackOptions:
     max_model_len: Annotated[
         int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
     ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        _option("Form in which the model marks its reasoning; default: as its template says.", "Model"),
+    ] = None
     dtype: Annotated[
         str,
         _option(

@@ -55,6 +55,19 @@ class CoreLendingBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class MixedStepBackend(Backend, Protocol):
+    """A backend to which a step of decode rows and chunks of prompts costs no more than two steps.
+
+    The others group such a step by kind, or compute it without their recorded decode steps.
+    """
+
+    @property
+    def mixes_chunks(self) -> bool:
+        """True; its presence is what counts."""
+        ...
+
+
+@runtime_checkable
 class SamplingBackend(Backend, Protocol):
     """A backend that samples tokens where the logits are: these are too much to bring from a device at every
     step, or to read once more when they have left the caches.

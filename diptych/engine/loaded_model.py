@@ -41,6 +41,8 @@ class Model:
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
+        if shape.latent is not None:
+            return KVLayout(shape.num_layers, 1, shape.kept_numbers, block_size, self.dtype, latent=True)
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
@@ -75,8 +77,8 @@ def load_model(
     A torch dtype means the precision that stores everything in it.
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
-    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept;
-    `max_context` lowers the context to so many tokens, for all that is sized by it.
+    GPU it takes triton where that computes the model's shape, else torch. `kv_cache` says in what numbers
+    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by it.
 
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
@@ -88,12 +90,14 @@ def load_model(
     shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
     if max_context is not None:
         shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
+    if kv_cache == "fp8" and shape.latent is not None:
+        raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
-        on_gpu, where = _make_on_gpu(shape, weights, where, scales)
-        return Model(shape, chosen, dtype, on_gpu, "triton", where)
-    on_cpu, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
-    return Model(shape, chosen, dtype, on_cpu, name, where, why)
+        made, name, where, why = _make_on_gpu(shape, weights, where, scales)
+        return Model(shape, chosen, dtype, made, name, where, why)
+    made, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
+    return Model(shape, chosen, dtype, made, name, where, why)
 
 
 def _lowered(limit: int, chosen: int) -> int:
@@ -133,16 +137,18 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
 
 def _make_on_gpu(
     shape: ModelShape, weights: Weights, device: torch.device, kv_scales: torch.Tensor | None
-) -> tuple[Backend, torch.device]:
-    """Return a backend and the device on which it computes."""
+) -> tuple[Backend, BackendName, torch.device, str | None]:
+    """Return a backend, its name, the device on which it computes, and why it is torch where it is."""
     # Imported here: Triton is not installed everywhere.
     from diptych.engine.backends.triton.backend import TritonBackend
     from diptych.engine.backends.triton.supports import supports
 
     if (why := supports(shape)) is not None:
-        raise UnsupportedModel(f"the Triton step does not compute {why}, and torch computes on CPUs only")
+        why = f"the Triton step does not compute {why}"
+        _LOG.warning("torch computes, which is slower: %s", why)
+        return TorchBackend(shape, weights, kv_scales, device), "torch", device, why
     made = TritonBackend(shape, weights, device, kv_scales=kv_scales)
-    return made, made.device
+    return made, "triton", made.device, None
 
 
 def _make_on_cpu(

@@ -2,6 +2,7 @@
 
 weights             the sum of all tensors' elements by the bytes of each
 keys and values     2 x layers x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV heads)
+latents             layers x width of a latent x bytes, a token, in their place (DeepSeek-V2 report, 2024)
 products            2 x the parameters that a token is multiplied with (Kaplan et al. 2020, section 2.1)
 attention           4 x heads x head width, a layer, a pair of query and key: scores and the sum of values
 """
@@ -95,10 +96,17 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
         expert_bytes=experts * bytes_of / count if count else 0.0,
         num_experts=count,
         experts_per_token=picked,
-        kv_bytes=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * KV_BYTES[keys_and_values],
-        pair_flops=4.0 * shape.num_heads * shape.head_dim * shape.num_layers,
+        kv_bytes=shape.num_layers * shape.kept_numbers * KV_BYTES[keys_and_values],
+        pair_flops=float(shape.num_heads * shape.num_layers * _pair_flops(shape)),
         windows=shape.windows,
         operands=OPERANDS[weights],
         layers=shape.num_layers,
         hidden_size=shape.hidden_size,
     )
+
+
+def _pair_flops(shape: ModelShape) -> int:
+    """Return operations for one query and one key of one head: their score, and the sum of values."""
+    if shape.latent is not None:
+        return 2 * shape.kept_numbers + 2 * shape.latent.rank
+    return 4 * shape.head_dim

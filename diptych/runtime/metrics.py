@@ -185,6 +185,12 @@ class GatewayMetrics(RoleMetrics):
         self.route_decisions = Counter(
             "diptych_route_decisions", "Routing decisions", ["policy", "reason"], registry=registry
         )
+        self.prompts_computed = Counter(
+            "diptych_prompts_computed",
+            "Prompts of attempts that brought output, by the worker that computed them",
+            ["by"],
+            registry=registry,
+        )
         self.predicted_hits = Counter(
             "diptych_route_predicted_hits",
             "Prompt tokens that the prefix index promised to be cached (actual: diptych_prefix_cache_hits)",
@@ -273,7 +279,7 @@ class PrefillMetrics(WorkerMetrics):
     """The prefill worker's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
+        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "kv_pull", "prefill"))
         self.pulls = Counter(
             "diptych_kv_pulls",
             "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",
@@ -300,7 +306,19 @@ class DecodeMetrics(WorkerMetrics):
     """The decode worker's: it owns the KV blocks and the prefix cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "decode", ("decode_queue", "decode"))
+        phases = ("queue", "kv_alloc_wait", "prefill", "decode_queue", "decode")
+        super().__init__(registry, "decode", phases)
+        self.local_prefills = Counter(
+            "diptych_local_prefills", "Prompts that the decode worker computed itself", registry=registry
+        )
+        self.local_prefill_tokens = Counter(
+            "diptych_local_prefill_tokens", "Tokens of these that were not cached", registry=registry
+        )
+        self.local_prefills_refused = Counter(
+            "diptych_local_prefills_refused",
+            "Prompts sent for that, of which more tokens were new than --max-local-prefill-tokens",
+            registry=registry,
+        )
         self.kv_cache_utilization = Gauge(
             "diptych_kv_cache_utilization", "Share of KV blocks that requests hold, 0 to 1", registry=registry
         )

@@ -76,7 +76,7 @@ def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
 def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
     """Return the heartbeat for gateways; completes `load` with step times and the drain state."""
     for one in loop.watchdog.times(time.monotonic()):
-        step_time = load.step_times.add(size_class=one.size_class, steps=one.steps)
+        step_time = load.step_times.add(size_class=one.size_class, steps=one.steps, tokens=one.tokens)
         step_time.median.FromNanoseconds(round(one.median_s * 1e9))
     load.draining = loop.draining
     beat = engine_heartbeat(loop).to_proto()

@@ -15,6 +15,7 @@ from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.plain_tool_turns import plain_tool_turns
 from gateway.model.role_support import ROLES
 from gateway.model.served_model import ServedModel
+from gateway.reasoning.request_reasoning import RequestReasoning
 from gateway.request.field_checks import message_name
 from gateway.request.json_values import whole
 from gateway.request.validate_stopping import TokenBudget
@@ -27,6 +28,7 @@ _KWARGS: Final = "chat.template_kwargs"
 # Settings that clients send to any model: whether and how much it is to think.
 _FLAGS: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+_TAIL_TOKENS: Final = 16  # of a prompt: more than the marks of a span and the white space around them
 
 
 def prompt_ids(
@@ -113,7 +115,28 @@ def chat_parts(
         )
     except RenderRefused as error:
         raise InvalidParameter("chat.messages", f"the model's chat template refused: {error}") from error
-    return (*parts, *model.tools.prompt_suffix) if tools is not None and tools.forced else parts
+    if tools is None or not tools.forced or _reasoning_after(parts, model) is not None:
+        return parts
+    return (*parts, *model.tools.prompt_suffix)
+
+
+def chat_reasoning(
+    prompt_ids: Sequence[int], model: ServedModel, tools: Toolbox | None
+) -> RequestReasoning | None:
+    """Return the reasoning that the answer to a conversation's prompt may begin with."""
+    tail = model.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
+    suffix = "".join(map(_text_of, model.tools.prompt_suffix))
+    if suffix and tools is not None and tools.forced and tail.endswith(suffix):
+        return None  # see `chat_parts`
+    return RequestReasoning.after(tail, model.reasoning)
+
+
+def _reasoning_after(parts: Sequence[ControlToken | str], model: ServedModel) -> RequestReasoning | None:
+    return RequestReasoning.after("".join(map(_text_of, parts[-_TAIL_TOKENS:])), model.reasoning)
+
+
+def _text_of(part: ControlToken | str) -> str:
+    return part if isinstance(part, str) else part.text
 
 
 def _bytes_of(message: pb.ChatMessage) -> int:

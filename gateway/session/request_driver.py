@@ -163,6 +163,11 @@ class RequestDriver:
         return sum(output.billed for output in self.outputs)
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens of all choices that are reasoning."""
+        return sum(output.reasoning_tokens for output in self.outputs)
+
+    @property
     def generated(self) -> int:
         """Output tokens without those that the client brought along."""
         return self.billed - len(self.job.request.received)
@@ -305,7 +310,12 @@ class RequestDriver:
         affinity = self.job.request.session_id or self.job.work_id
         worst_case = self.job.worst_case_tokens
         request = RouteRequest(
-            affinity, len(wanted.token_ids), worst_case, wanted.avoid, after_loss=self.state.attempts > 0
+            affinity,
+            len(wanted.token_ids),
+            worst_case,
+            wanted.avoid,
+            after_loss=self.state.attempts > self.state.refused + wanted.remote,
+            remote=wanted.remote,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):
@@ -315,7 +325,7 @@ class RequestDriver:
             return NoRoute(placement.role, wanted.choices)
         self.routes.append(RouteTrace(start, self.clock(), placement))
         self._namespaces[placement.decode_id] = placement.cache_namespace
-        return Routed(placement.prefill_id, placement.decode_id, wanted.choices)
+        return Routed(placement.prefill_id, placement.decode_id, wanted.choices, placement.route.local)
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:

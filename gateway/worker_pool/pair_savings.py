@@ -7,7 +7,7 @@ decode worker holds it may pull from there, which costs less than computing it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,19 +34,28 @@ class PairSaving:
 
 def pair_saving(tokens: int, prefill: PrefillCandidate, decode: DecodeCandidate) -> PairSaving:
     """Return what the pair saves of a prompt: at least one token is always computed, for its logits."""
-    most = (tokens - 1) // decode.block_size
-    there = min(decode.cached_blocks, most)
+    there = held_blocks(tokens, decode)
     if prefill.memory_domain == decode.memory_domain:
         return PairSaving(there, 0)
-    own = min(prefill.cached_blocks, most)
+    own = min(prefill.cached_blocks, (tokens - 1) // decode.block_size)
     if there <= own or prefill.pull_cost is None or prefill.pull_cost >= COMPUTE_COST:
         return PairSaving(own, 0)
     return PairSaving(there, there - own)
 
 
 def most_saved_tokens(
-    tokens: int, prefill: Iterable[PrefillCandidate], decode: Sequence[DecodeCandidate]
+    tokens: int, prefill: Sequence[PrefillCandidate], decode: Sequence[DecodeCandidate]
 ) -> int:
-    """Return the tokens that the best pair saves of a prompt of `tokens` tokens; 0 without a pair."""
+    """Return the tokens that the best pair saves of a prompt of `tokens` tokens.
+
+    Without a prefill worker these are the tokens that the best decode worker holds.
+    """
+    if not prefill:
+        return max((held_blocks(tokens, d) * d.block_size for d in decode), default=0)
     pairs = ((p, d) for p in prefill for d in decode if p.kv_format == d.kv_format)
     return max((pair_saving(tokens, p, d).blocks * d.block_size for p, d in pairs), default=0)
+
+
+def held_blocks(tokens: int, decode: DecodeCandidate) -> int:
+    """Return the blocks of a prompt that the decode worker holds; one token is always computed."""
+    return min(decode.cached_blocks, (tokens - 1) // decode.block_size)

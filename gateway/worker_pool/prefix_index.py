@@ -42,8 +42,8 @@ class PrefixIndexReader:
 
         Key chains differ by KV dtype and block size, so each pair of them is looked up once.
         """
-        if not job.request.cache_read:
-            return {}
+        if not job.request.cache_read or job.request.prompt_logprobs is not None:
+            return {}  # cached tokens have no logits
         found: dict[str, int] = {}
         for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
             keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)

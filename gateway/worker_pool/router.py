@@ -17,8 +17,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.attempt.types import Role
-from gateway.worker_pool.pair_savings import pair_saving
+from gateway.attempt.types import LocalPrefill, Role
+from gateway.worker_pool.pair_savings import held_blocks, pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -68,18 +68,23 @@ class RouteRequest:
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
+    remote: bool = False  # it needs a prefill worker: a decode worker answered that too many tokens are new
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The pair that was chosen, and the reason (one of `REASONS`)."""
+    """The pair that was chosen, and the reason (one of `REASONS`).
 
-    prefill_id: str
+    Without a prefill worker the decode worker computes the prompt itself: see `local_prefill`.
+    """
+
+    prefill_id: str | None
     decode_id: str
     reason: str
     matched_blocks: int
     cost: float
+    local: LocalPrefill = LocalPrefill.NO
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Placement:
     predicted_tokens: int  # prompt tokens that are cached according to the prefix index
 
     @property
-    def prefill_id(self) -> str:
+    def prefill_id(self) -> str | None:
         return self.route.prefill_id
 
     @property
@@ -118,7 +123,7 @@ class Placement:
             "diptych.route.policy": self.policy,
             "diptych.route.reason": self.route.reason,
             "diptych.route.matched_blocks": self.route.matched_blocks,
-            "diptych.route.prefill_worker": self.prefill_id,
+            "diptych.route.prefill_worker": self.prefill_id or "",
             "diptych.route.decode_worker": self.decode_id,
         }
 
@@ -149,8 +154,7 @@ def choose_route(
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    shared = min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
-    needed = -(-request.tokens // decode.block_size) - shared
+    needed = -(-request.tokens // decode.block_size) - usable_blocks(request, decode)
     missing = max(0, needed - decode.free_blocks) * decode.block_size
     saving = pair_saving(request.tokens, prefill, decode)
     return (
@@ -159,6 +163,11 @@ def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandid
         + SEQUENCE_COST * decode.sequences
         + MISSING_TOKEN_COST * missing
     )
+
+
+def usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
+    """Return the blocks of the prompt that the decode worker holds; one token is always computed."""
+    return held_blocks(request.tokens, decode)
 
 
 def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:

@@ -12,6 +12,8 @@ namespace {
 struct Blocks : Panels<Group, kBlockRows> {
     static int64_t input_bytes(int64_t depth) { return depth / kGroup * static_cast<int64_t>(sizeof(Group)); }
 
+    static int64_t entries(int64_t width) { return width / kGroup; }
+
     static void ready(const float *values, Group *rows, int64_t stride, int64_t row, int64_t width) {
         quantise(values, place(rows, stride, row), kRows, width / kGroup);
     }

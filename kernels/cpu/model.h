@@ -45,10 +45,19 @@ struct Linear {
     const void *code_block(int64_t i) const { return static_cast<const char *>(codes) + i * code_block_bytes; }
 };
 
+struct Expert {
+    Linear gate_up, down;
+};
+
 struct Layer {
     Linear qkv, output, gate_up, down;
     std::vector<float> input_norm, post_norm, query_norm, key_norm;
-    int32_t window = 0;  // 0: all tokens
+    std::vector<float> attention_output_norm, feed_forward_output_norm;
+    std::vector<float> sinks;
+    Linear router, shared_gate_up, shared_down;
+    std::vector<float> router_correction;
+    std::vector<Expert> experts;  // none: the feed-forward is dense
+    DiptychLayer own{0, 0, 0};
 };
 
 struct StepState;
@@ -84,8 +93,8 @@ struct DiptychModel {
     diptych::Linear head;
     std::vector<float> final_norm;
     const void *embedding = nullptr;
-    const float *cosines = nullptr, *sines = nullptr;  // [positions, head_dim / 2]
-    int32_t positions = 0;
+    std::vector<DiptychRotation> rotations;
+    int32_t positions = 0;  // that all of them reach
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     // Last: when it goes it waits for its steps, while all that they need is still there.
@@ -95,4 +104,5 @@ struct DiptychModel {
     int32_t group() const { return shape.heads / shape.kv_heads; }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+    bool has_experts() const { return shape.experts.count > 0; }
 };

@@ -133,13 +133,15 @@ class Peer:
             del self._pending_asks[key]
         if blocks is None or self._copying is None:
             return self._granted_blocks(grant, None, keep, grant.cached_tokens)
+        started = time.monotonic()
         try:
             cached_tokens = await self._pull(self._copying, grant, blocks, keep)
         except BaseException:
             self._actions.run(self._sender.stop(grant.ref))
             self._copying.scratch.release(blocks, keep=False)
             raise
-        return self._granted_blocks(grant, blocks, keep, cached_tokens)
+        pull_s = time.monotonic() - started if grant.cached_tokens > blocks.cached_tokens else 0.0
+        return self._granted_blocks(grant, blocks, keep, cached_tokens, pull_s)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """Send the full blocks of the first `upto_tokens` tokens, which are computed. Returns at once."""
@@ -283,7 +285,12 @@ class Peer:
             self._copying.puller.close()
 
     def _granted_blocks(
-        self, grant: GrantReceived, blocks: ScratchBlocks | None, keep: bool, computed_tokens: int
+        self,
+        grant: GrantReceived,
+        blocks: ScratchBlocks | None,
+        keep: bool,
+        computed_tokens: int,
+        pull_s: float = 0.0,
     ) -> GrantedBlocks:
         memory = self.memory if self._copying is None else self._copying.scratch.memory
         if memory is None:
@@ -300,6 +307,7 @@ class Peer:
             target_table=grant.block_ids,
             transport=self._transport,
             keep=keep,
+            pull_s=pull_s,
         )
 
     def _push(self, granted: GrantedBlocks, upto_block: int) -> None:

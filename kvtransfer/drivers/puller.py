@@ -48,6 +48,8 @@ class Puller:
         self._opening = asyncio.Lock()
         self._failed_at: float | None = None
         self._closed = False
+        self._served_at = 0.0
+        """End of the last pull of which all came."""
 
     async def pull(
         self, ref: GrantRef, first: int, source_ids: Sequence[int], block_ids: Sequence[int]
@@ -73,11 +75,14 @@ class Puller:
                     came = await _end_pull(channel, table, pull)
         except TimeoutError:
             late = True
-        except TransportError as error:
-            _log.warning("nothing can be pulled: %s", error)
-        seconds = time.monotonic() - started
+        except TransportError:
+            pass  # logged where the channel was opened
+        now = time.monotonic()
+        seconds = now - started
         if came == len(block_ids):
-            self._rates.pulled(came * self._block_size, seconds)
+            # Pulls are served in order: the wait for an earlier one is no time of this one.
+            self._rates.pulled(came * self._block_size, now - max(started, self._served_at))
+            self._served_at = now
         else:
             self._rates.failed(len(block_ids) * self._block_size)
         self._on_end(_outcome(came, len(block_ids), late), came, seconds)
@@ -100,7 +105,11 @@ class Puller:
                 raise TransportError("the channel to the decode worker is closed")
             self._failed_at = now  # until it is open
             self._table = PullTable()
-            self._channel = channel = await self._open_channel(self._table)
+            try:
+                self._channel = channel = await self._open_channel(self._table)
+            except TransportError as error:
+                _log.warning("cached blocks are computed, not pulled: %s", error)
+                raise
             self._failed_at = None
             if self._closed:
                 channel.close()

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
@@ -23,6 +22,8 @@ from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
 from kvtransfer.drivers.handshake import Fingerprint, Handshake
 from kvtransfer.drivers.links import ServerLink, read_hello
+from kvtransfer.drivers.local_writer import NAME as LOCAL
+from kvtransfer.drivers.local_writer import CommitNote, LocalWriter
 from kvtransfer.drivers.types import HandoffStats, Heartbeat, Ready
 from kvtransfer.drivers.writer_registry import WriterRegistry
 from kvtransfer.protocol.lease import LeaseTimes, RunningTime
@@ -87,6 +88,8 @@ class HandoffServer:
         self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts)
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
+        self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions)
+        """Writer that stands for this worker itself."""
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
@@ -101,9 +104,7 @@ class HandoffServer:
         self._pulls: PullServer | None = None
         if not PULLS_FRAMES.isdisjoint(transports):
             self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
-        self._handshake = Handshake(
-            WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made, self._pulls
-        )
+        self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
         self._forgotten = 0
         pool.on_forgotten = self._on_forgotten
         self.service = LinkService(HANDOFF, self.serve_link)
@@ -177,6 +178,8 @@ class HandoffServer:
         if hello is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         writer_id = WriterId(hello.worker_id, hello.incarnation)
+        if writer_id == self.local.id:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "worker_id, incarnation: those of this worker")
         if self._writers.is_fenced(writer_id):
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
         transport = self._handshake.choose_transport(hello)
@@ -233,7 +236,7 @@ class HandoffServer:
             case "commit":
                 commit = request.commit
                 ref = ref_of(commit.grant)
-                note = _CommitNote(commit.times, now)
+                note = CommitNote(commit.times, now)
                 first_tokens = tuple(commit.first_tokens)
                 return self._receiver.commit(writer, ref, commit.num_tokens, first_tokens, note)
             case "stopped":
@@ -278,6 +281,8 @@ class HandoffServer:
 
     def _perform(self, action: ReceiverAction) -> None:
         match action:
+            case SendGrant() | SendDenied() | SendAbort() | FenceWriter() if action.writer == self.local.id:
+                self.local.perform(action)
             case SendGrant() | SendDenied() | SendAbort():
                 self._writers.send(action.writer, response_of(action))
             case Handoff():
@@ -289,7 +294,7 @@ class HandoffServer:
                 self._writers.fence(writer_id, why)
 
     def _handoff(self, done: Handoff) -> None:
-        if not isinstance(done.note, _CommitNote):
+        if not isinstance(done.note, CommitNote):
             raise TypeError("a commit without times")
         times = done.note.times
         times.kv_receive.FromNanoseconds(int((time.monotonic() - done.note.received_at) * 1e9))
@@ -304,12 +309,6 @@ class HandoffServer:
                 first_tokens=cast("tuple[work_pb2.SampledToken, ...]", done.first_tokens),
                 times=times,
                 in_place=done.in_place,
-                transport=self._writers.transport_of(done.writer),
+                transport=LOCAL if done.writer == self.local.id else self._writers.transport_of(done.writer),
             )
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _CommitNote:
-    times: work_pb2.PhaseTimes
-    received_at: float

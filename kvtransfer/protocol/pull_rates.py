@@ -17,6 +17,8 @@ FAILED_COST = 4.0
 was stopped for seconds must not outweigh all others."""
 FORCED_COST = 0.9
 """Most that a token counts where all pulls are made."""
+FORCED_DEADLINE_S = 10.0
+"""Time that a pull has where all are made, whatever computing would take."""
 LATE_FACTOR = 2.0
 """A pull that takes so many times as long as computing the tokens is late."""
 LEAST_DEADLINE_S = 0.1
@@ -90,6 +92,8 @@ class PullRates:
 
     def deadline_s(self, tokens: int) -> float:
         """Return the seconds after which a pull of so many tokens is given up."""
+        if self._mode == "always":
+            return FORCED_DEADLINE_S
         compute = self._compute.seconds_a_token
         if compute is None:
             return ASSUMED_DEADLINE_S

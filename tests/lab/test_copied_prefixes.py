@@ -8,7 +8,9 @@ from lab.copied_prefixes import Findings, measure, started
 
 
 def test_copied_prefixes_are_cached_as_promised() -> None:
-    with started(["--prefill-workers", "2", "--transport", "tcp"]) as system:
+    flags = ["--prefill-workers", "2", "--transport", "tcp", "--set", "gateway.local-prefill=never"]
+    flags += ["--set", "prefill.pull-prefixes=always"]  # a starved machine makes pulls late
+    with started(flags) as system:
         findings = asyncio.run(measure(system, chats=1, requests=24, families=4, clients=4))
     assert findings.turns == [(359, 336)], "a second turn computes what is new, and its last block"
     assert len(findings.pairs) == 2, "both prefill workers are used"

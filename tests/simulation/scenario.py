@@ -73,6 +73,9 @@ class Scenario:
     step_s: float
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
+    local_prefill: str = "auto"
+    local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
+    mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
 
     @property
     def workers(self) -> list[str]:
@@ -180,7 +183,11 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
     )
+    local = random.Random(f"local prefill {seed}")
     shape = Scenario(
+        local_prefill=local.choice(["auto", "always", "always", "never"]),
+        local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
+        mixed_steps=local.random() < 0.5,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),

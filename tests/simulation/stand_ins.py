@@ -94,7 +94,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "prefill_worker.worker.plan_scratch": _small_scratch,
         "decode_worker.choices.sample": model.sample,
-        "prefill_worker.chunk_step.sample": model.sample,
+        "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
         "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),

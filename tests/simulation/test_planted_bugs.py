@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_worker.choices import Choice
+from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from diptych.engine.kv.block_pool import BlockPool
@@ -21,6 +22,7 @@ from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
+from tests.simulation.model import BLOCK_SIZE
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -164,6 +166,33 @@ def blocks_are_released_during_the_step(patch: Patch) -> None:
     patch.setattr(RequestManager, "finish", finish)
 
 
+def local_prompt_stops_during_its_step(patch: Patch) -> None:
+    """A decode worker promises to write no more of its own prompt while a step still does."""
+
+    def revoked(self: LocalPrefills, ref: Any) -> None:
+        prompt = self._prompts.get(ref.key)
+        if prompt is None or not self._writes(prompt):
+            real(self, ref)
+            return
+        prompt.revoked = True
+        self._grants.stop(ref)
+
+    real = LocalPrefills._revoked
+    patch.setattr(LocalPrefills, "_revoked", revoked)
+
+
+def local_prompt_skips_a_block(patch: Patch) -> None:
+    """A decode worker takes a block for cached that nothing was written to."""
+
+    def granted(self: LocalPrefills, ref: Any, block_ids: list[int], cached: int) -> None:
+        prompt = self._prompts.get(ref.key)
+        more = prompt is not None and cached + BLOCK_SIZE < len(prompt.token_ids)
+        real(self, ref, block_ids, cached + BLOCK_SIZE * more)
+
+    real = LocalPrefills._granted
+    patch.setattr(LocalPrefills, "_granted", granted)
+
+
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     """Blocks enter the prefix cache when they are granted, before they are verified."""
 
@@ -218,6 +247,8 @@ PLANTED: list[Any] = [
     (quarantined_blocks_stay_in_the_cache, "everything", 10),
     (queued_tokens_are_not_released, "everything", 60),
     (shared_block_is_not_released, "everything", 10),
+    (local_prompt_stops_during_its_step, "writers", 60),
+    (local_prompt_skips_a_block, "everything", 10),
 ]
 
 

@@ -52,6 +52,9 @@ _INTEGERS = (
     "max_position_embeddings",
     "sliding_window",
     "max_window_layers",
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("moe_intermediate_size", "n_group", "topk_group", "first_k_dense_replace", "kv_lora_rank"),
+    *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers"),
 )
 _TYPES: dict[str, type] = {
     **dict.fromkeys(_INTEGERS, int),
@@ -69,7 +72,8 @@ _TYPES: dict[str, type] = {
 # transformers refuses null for two of these in some families; here it is derived from other fields for all.
 _NULLABLE = frozenset(
     {"num_key_value_heads", "head_dim", "sliding_window", "architectures", "layer_types"}
-    | {"rope_parameters", "rope_scaling"}
+    | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group"}
+    | {"num_experts_per_tok"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OLD_LAYER_TYPES = {"attention": "full_attention"}

@@ -33,6 +33,10 @@ class Stored:
     """Added to each number (norms that are stored less one)."""
     float32: bool = False
     """The tensor is kept in float32 in every precision, as one that something is added to is."""
+    stacked: bool = False
+    """The file's tensor has all experts' along its first axis."""
+    expert: int | None = None
+    """Number of the expert whose part of a stacked tensor this is."""
     make: Callable[[torch.Tensor, str, ModelShape], torch.Tensor] | None = None
     """Makes the canonical tensor, whose name below the layer's is the second argument, of the file's tensor
     of full numbers, for what rows do not express.
@@ -145,6 +149,8 @@ class Family:
     """`partial_rotary_factor` is computed; elsewhere any but 1 is refused."""
     rope_by_layer_type: Callable[[Config], Mapping[str, Mapping[str, Any]]] | None = None
     """Returns rotary fields for each of `layer_types`, for families whose layers differ in them."""
+    layers_behind: str | None = None
+    """Field with the number of layers behind the model's, which draft further tokens: they are not read."""
 
 
 class GgufMetadata(Protocol):
@@ -181,6 +187,8 @@ class GgufFamily:
     """Keys that `switches` reads; those of Llama are known, all others below `attention.` and `rope.` are
     refused.
     """
+    layers_behind: str | None = None
+    """Key with the number of layers behind the model's, which draft further tokens: they are not read."""
 
 
 def stored_at(names: Names, fld: str) -> Stored | None:
@@ -193,4 +201,11 @@ def stored_at(names: Names, fld: str) -> Stored | None:
     if found is None:
         return None
     stored = Stored(found) if isinstance(found, str) else found
-    return stored if number is None else replace(stored, name=stored.name.format(number))
+    if number is None:
+        return stored
+    return replace(
+        stored,
+        name=stored.name.format(number),
+        rows_of=tuple(one.format(number) for one in stored.rows_of),
+        expert=int(number) if stored.stacked else None,
+    )

@@ -14,7 +14,7 @@ from diptych.engine.models.family import LLAMA_LAYER, Config, Family, GgufFamily
 from diptych.engine.models.llama import LLAMA_DEFAULTS
 from diptych.engine.models.shape import LayerShape, ModelShape, UnsupportedModel
 
-_SCALES = {
+GRANITE_SCALES = {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -22,7 +22,7 @@ _SCALES = {
 }
 _HYBRID = {
     **{field: value for field, value in LLAMA_DEFAULTS.items() if field != "mlp_bias"},
-    **_SCALES,
+    **GRANITE_SCALES,
     "num_local_experts": 8,
     "shared_intermediate_size": 1024,
     "position_embedding_type": None,
@@ -35,7 +35,8 @@ _HYBRID_LAYER: Names = {
 }
 
 
-def _shape(config: Config, tied: bool, **switches: Any) -> ModelShape:
+def granite_shape(config: Config, tied: bool, **switches: Any) -> ModelShape:
+    """Return the shape that the fields of Llama and Granite's scales describe."""
     return llama_shape(
         config,
         tied,
@@ -55,19 +56,20 @@ def _resolve_hybrid(resolved: dict[str, Any]) -> None:
 
 
 def _hybrid(config: Config, tied: bool) -> ModelShape:
-    shape = _shape(config, tied, intermediate_size=config["shared_intermediate_size"])
+    shape = granite_shape(config, tied, intermediate_size=config["shared_intermediate_size"])
     if config["position_embedding_type"] == "rope":
         return shape
     return replace(shape, layers=(LayerShape(rotation=None),) * shape.num_layers)
 
 
 FAMILIES = (
-    Family("granite", {**LLAMA_DEFAULTS, **_SCALES}, _shape),
+    Family("granite", {**LLAMA_DEFAULTS, **GRANITE_SCALES}, granite_shape),
     Family("granitemoehybrid", _HYBRID, _hybrid, layer=_HYBRID_LAYER, resolve=_resolve_hybrid),
 )
 
 
-def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+def granite_gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    """Return `shape` with Granite's scales of a GGUF file."""
     return replace(
         shape,
         attention_scale=metadata.number("attention.scale") or None,
@@ -77,5 +79,5 @@ def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
     )
 
 
-_READ = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
-GGUF_FAMILIES = (GgufFamily("granite", _gguf, interleaved=True, read=_READ),)
+GRANITE_KEYS = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+GGUF_FAMILIES = (GgufFamily("granite", granite_gguf, interleaved=True, read=GRANITE_KEYS),)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from diptych.engine.models.config_fields import COMMON, llama_shape
-from diptych.engine.models.family import Family, GgufFamily
+from diptych.engine.models.family import GGUF_LAYER, Family, GgufFamily, GgufMetadata
+from diptych.engine.models.moe import EXPERT_KEYS, GGUF_EXPERTS, gguf_experts
+from diptych.engine.models.shape import ModelShape
 
 LLAMA_DEFAULTS = {
     **COMMON,
@@ -14,4 +18,19 @@ LLAMA_DEFAULTS = {
     "eos_token_id": 2,
 }
 FAMILIES = (Family("llama", LLAMA_DEFAULTS, llama_shape, hidden_is_whole_heads=True),)
-GGUF_FAMILIES = (GgufFamily("llama", interleaved=True),)
+
+
+def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    """Return the shape of a file, which may be of Mixtral: llama.cpp gives it Llama's architecture."""
+    return gguf_experts(metadata, shape, normalise=True) if metadata.integer("expert_count") else shape
+
+
+GGUF_FAMILIES = (
+    GgufFamily(
+        "llama",
+        _gguf,
+        layer=MappingProxyType({**GGUF_LAYER, **GGUF_EXPERTS}),
+        interleaved=True,
+        read=EXPERT_KEYS,
+    ),
+)

@@ -133,6 +133,51 @@ class ExpertsShape:
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
 
+    def __post_init__(self) -> None:
+        for field in ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_per_token"):
+            if getattr(self, field) < 1:
+                raise UnsupportedModel(f"experts: {field} is below 1")
+        if self.num_experts % self.groups or self.groups_per_token > self.groups:
+            raise UnsupportedModel(
+                f"{self.groups_per_token} of {self.groups} groups of {self.num_experts} experts"
+            )
+        size = self.num_experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise UnsupportedModel(f"{self.num_experts} experts in {self.groups} groups: each needs two")
+        if self.experts_per_token > size * self.groups_per_token:
+            raise UnsupportedModel(
+                f"{self.experts_per_token} experts a token of {size * self.groups_per_token}"
+            )
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Attention over latents: a token keeps one vector for all heads (DeepSeek-V2 report, 2024).
+
+    Of a head's query `plain + head_dim` lanes meet a key; the last `head_dim`, and the same lanes of every
+    key, are rotated. `ModelShape.num_kv_heads` is 1.
+    """
+
+    rank: int
+    """Numbers of a latent that keys and values are made from."""
+    plain: int
+    """Lanes of a head that are not rotated."""
+    value: int
+    """Width of a head's values."""
+    query_rank: int | None = None
+    """Width of the queries' own latent; None: they come from the residual."""
+
+    def __post_init__(self) -> None:
+        for field in ("rank", "plain", "value"):
+            if getattr(self, field) < 1:
+                raise UnsupportedModel(f"latents: {field} is below 1")
+        if self.query_rank is not None and self.query_rank < 1:
+            raise UnsupportedModel("latents: query_rank is below 1")
+
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever the model's."""
+
 
 @dataclass(frozen=True)
 class QueryGrowth:
@@ -198,6 +243,8 @@ class ModelShape:
     logit_cap: float | None = None
     """Logits l become `cap tanh(l / cap)`."""
     experts: ExpertsShape | None = None
+    latent: LatentShape | None = None
+    """Attention is over latents, in every layer."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -223,6 +270,13 @@ class ModelShape:
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def kept_numbers(self) -> int:
+        """Numbers that one token keeps in a layer: keys and values of all KV heads, or a latent."""
+        if self.latent is not None:
+            return self.latent.rank + self.head_dim
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def score_scale(self) -> float:

@@ -12,7 +12,7 @@ from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
-_MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
+_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
 _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
     gguf.GGMLQuantizationType.Q4_0: "q4_0",

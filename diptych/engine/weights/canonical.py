@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from diptych.engine.models.shape import BadModelFile, ExpertsShape, ModelShape, UnsupportedModel
+from diptych.engine.models.shape import (
+    BadModelFile,
+    ExpertsShape,
+    LatentShape,
+    ModelShape,
+    UnsupportedModel,
+)
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix
@@ -79,6 +85,14 @@ class LayerWeights:
     post_norm_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     """`[heads]`, float32: a logit beside each head's scores."""
+    q_a: Matrix | None = None
+    """Makes the queries' latent, where attention is over latents: `q` is made from that then, `k` makes a
+    token's latent, `k_b` keys of it and `v` values.
+    """
+    k_b: Matrix | None = None
+    q_a_bias: torch.Tensor | None = None
+    q_a_norm: torch.Tensor | None = None
+    latent_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,11 +141,14 @@ def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
     hidden = shape.hidden_size
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield from _norm_shapes(shape)
-    yield "q", (queries, hidden)
-    yield "k", (pairs, hidden)
-    yield "v", (pairs, hidden)
-    yield "o", (hidden, queries)
-    if shape.qkv_bias:
+    if shape.latent is not None:
+        yield from _latent_shapes(shape, shape.latent)
+    else:
+        yield "q", (queries, hidden)
+        yield "k", (pairs, hidden)
+        yield "v", (pairs, hidden)
+        yield "o", (hidden, queries)
+    if shape.qkv_bias and shape.latent is None:
         yield "q_bias", (queries,)
         yield "k_bias", (pairs,)
         yield "v_bias", (pairs,)
@@ -149,6 +166,24 @@ def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
         yield from _experts_shapes(shape.experts, hidden)
     else:
         yield from _feed_forward_shapes(shape)
+
+
+def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
+    heads, hidden, kept = shape.num_heads, shape.hidden_size, latent.rank + shape.head_dim
+    if latent.query_rank is not None:
+        yield "q_a", (latent.query_rank, hidden)
+        yield "q_a_norm", (latent.query_rank,)
+        if shape.qkv_bias:
+            yield "q_a_bias", (latent.query_rank,)
+    queries = heads * (latent.plain + shape.head_dim)
+    yield ("q", (queries, hidden)) if latent.query_rank is None else ("q_b", (queries, latent.query_rank))
+    yield "k", (kept, hidden)
+    yield "latent_norm", (latent.rank,)
+    yield "k_b", (heads * latent.plain, latent.rank)
+    yield "v", (heads * latent.value, latent.rank)
+    yield "o", (hidden, heads * latent.value)
+    if shape.qkv_bias:
+        yield "k_bias", (kept,)
 
 
 def _norm_shapes(shape: ModelShape) -> Sizes:
@@ -224,6 +259,8 @@ def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -
 
 def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights:
     """Return the record of a layer's tensors, given by the names of `layer_shapes`."""
+    if "q_b" in tensors:  # queries made from a latent of their own
+        tensors = {"q" if name == "q_b" else name: tensor for name, tensor in tensors.items()}
     if "router" not in tensors:
         return LayerWeights(**tensors)
     assert shape.experts is not None

@@ -21,7 +21,7 @@ from diptych.engine.weights.block_quantised import (
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
-from diptych.engine.weights.gguf_header import GgufTensor, read_header
+from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
 from diptych.engine.weights.rows import rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
@@ -56,7 +56,10 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     }
     family, shape = shape_from_header(header, factors)
     own = {*_model_names(family, shape), *ROPE_FACTORS}
-    decided = (name for name in tensors if name not in own and _ANGLES not in name)
+    behind = _layers_behind(family, header, shape)
+    decided = (
+        name for name in tensors if name not in own and _ANGLES not in name and not name.startswith(behind)
+    )
     refuse_unexpected_tensors(decided, shape, _LAYER_PREFIX, family.layer)
 
     def place(name: str) -> Stored:
@@ -75,8 +78,13 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
         kinds = {find(other).kind for other in present}
         return kept_format(find(name).kind) if kept_together(name, kinds, present.values()) else None
 
+    def part(name: str) -> GgufTensor:
+        """Return the tensor, of one of all experts that expert's part."""
+        tensor, expert = find(name), place(name).expert
+        return tensor if expert is None else _of_expert(tensor, expert)
+
     def read(name: str) -> Matrix:
-        tensor, stored = find(name), place(name)
+        tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
         if precision not in PLAIN and is_matrix(name) and stored.make is None:
             kept = kept_as(name)
@@ -96,6 +104,15 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
 
     own_head = not shape.tied_embeddings or precision not in PLAIN
     return Checkpoint(shape, assemble(shape, read, own_head=own_head))
+
+
+def _layers_behind(family: GgufFamily, header: GgufHeader, shape: ModelShape) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors in layers behind the model's."""
+    if family.layers_behind is None:
+        return ()
+    count = header.metadata.get(f"{family.architecture}.{family.layers_behind}")
+    numbers = range(shape.num_layers, shape.num_layers + (count if isinstance(count, int) else 0))
+    return tuple(f"{_LAYER_PREFIX}{number}." for number in numbers)
 
 
 def _model_names(family: GgufFamily, shape: ModelShape) -> set[str]:
@@ -122,6 +139,13 @@ def _rows(shape: ModelShape, name: str) -> int | None:
     _, layer, field = name.split(".", 2)
     size = dict(layer_shapes(shape, int(layer))).get(field)
     return None if size is None else size[0]
+
+
+def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
+    """Return one expert's part of a tensor of all experts. Raises BadModelFile."""
+    if expert >= tensor.shape[0]:
+        raise BadModelFile(f"tensor {tensor.name} has {tensor.shape[0]} experts")
+    return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:

@@ -46,6 +46,8 @@ _READ = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
+_LATENTS = "attention.kv_lora_rank"
+"""Key of families with attention over latents."""
 _WATCHED_BEGIN = ("attention.", "rope.")
 _WATCHED_END = ("_scale", "_softcapping", "use_parallel_residual")
 
@@ -63,7 +65,9 @@ def shape_from_header(
     metadata = _Metadata(name, header)
     if metadata.get("expert_count") and "expert_count" not in family.read:
         raise UnsupportedModel("expert_count: mixtures of experts are not supported")
-    shape = family.switches(metadata, _shape(metadata, header.tensors, rope_factors))
+    shape = family.switches(
+        metadata, _shape(metadata, header.tensors, rope_factors, latents=_LATENTS in family.read)
+    )
     _refuse_what_is_not_computed(metadata, shape, family.read)
     return family, shape
 
@@ -123,8 +127,13 @@ def _required(value: _T | None, key: str) -> _T:
 
 
 def _shape(
-    metadata: _Metadata, tensors: Mapping[str, GgufTensor], rope_factors: Mapping[str, Sequence[float]]
+    metadata: _Metadata,
+    tensors: Mapping[str, GgufTensor],
+    rope_factors: Mapping[str, Sequence[float]],
+    *,
+    latents: bool,
 ) -> ModelShape:
+    """Return the shape that Llama's keys describe; with `latents` keys and values may differ in length."""
     heads, hidden, layers = (
         metadata.size(name) for name in ("attention.head_count", "embedding_length", "block_count")
     )
@@ -132,7 +141,7 @@ def _shape(
         raise BadModelFile("a model without heads or width")
     check_layer_count(layers)
     width = metadata.integer("attention.key_length") or hidden // heads
-    if metadata.integer("attention.value_length") not in (None, width):
+    if metadata.integer("attention.value_length") not in (None, width) and not latents:
         raise UnsupportedModel("keys and values of different length")
     rotated = metadata.integer("rope.dimension_count") or width
     window = metadata.integer("attention.sliding_window")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from diptych.engine.weights.block_quantised import (
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
 from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
-from diptych.engine.weights.quantised import Codes, Scheme, scheme_of
+from diptych.engine.weights.quantised import Codes, Scheme, Tensors, scheme_of
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
@@ -60,7 +60,8 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
     shape = shape_from_config(config, tied=tied)
-    places = _Places(family, shape)
+    behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0
+    places = _Places(family, shape, behind)
     names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors, places)
     refuse_unexpected_tensors(filter(places.only_shape_decides, names), shape, _LAYER_PREFIX, family.layer)
     matrices = _Matrices(tensors, scheme, precision, places, tied=tied)
@@ -69,7 +70,7 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         if is_matrix(name) and (quantised := matrices.read(name)) is not None:
             return quantised
         stored = places.of("embed" if name == "head" and tied else name)
-        tensor = tensors.read(stored.name)
+        tensor = _of_expert(tensors, stored).read(stored.name)
         if (rows := places.rows(name, stored, tensor)) is not None:
             tensor = tensor[rows]
         if stored.make is not None:
@@ -93,23 +94,32 @@ def _field(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
+def _endings(names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of names that end so; `{}` stands for an expert's number."""
+    patterns = (re.escape(name).replace(r"\{\}", "[0-9]+") for name in sorted(names))
+    return re.compile(f".*(?:{'|'.join(patterns) or '(?!)'})")
+
+
 class _Places:
     """Places of the canonical tensors of one model in its folder."""
 
-    def __init__(self, family: Family, shape: ModelShape) -> None:
-        self._family, self._shape = family, shape
+    def __init__(self, family: Family, shape: ModelShape, layers_behind: int = 0) -> None:
+        self._family, self.shape = family, shape
+        self._behind = tuple(
+            f"{_LAYER_PREFIX}{shape.num_layers + number}." for number in range(layers_behind)
+        )
         own = {
             field: at for field, at in family.model.items() if field != "final_norm_bias" or shape.norm_bias
         }
         self._model_names = {stored.name for field in own if (stored := stored_at(own, field)) is not None}
-        endings = {
-            stored.name.removesuffix(".weight")
-            for names in (own, family.layer)
-            for field in names
-            if is_matrix(field) and (stored := stored_at(names, field)) is not None
+        names = {
+            at if isinstance(at, str) else at.name
+            for table in (own, family.layer)
+            for field, at in table.items()
+            if is_matrix(field)
         }
-        patterns = (re.escape(ending).replace(r"\{\}", "[0-9]+") for ending in endings)
-        self._matrices = re.compile(f".*(?:{'|'.join(patterns)})")
+        self._matrices = _endings(name.removesuffix(".weight") for name in names)
+        self._bare = _endings(name for name in names if not name.endswith(".weight"))
 
     def of(self, name: str) -> Stored:
         """Return the place of a canonical tensor, its whole name in the file."""
@@ -126,28 +136,33 @@ class _Places:
         """Return the name of a canonical matrix in the file, without `.weight`."""
         return self.of(name).name.removesuffix(".weight")
 
-    def is_matrix(self, stored: str) -> bool:
-        """Return whether a name in the file, without `.weight`, is that of a matrix."""
-        return self._matrices.fullmatch(stored) is not None
+    def of_full_numbers(self, matrix: str) -> str | None:
+        """Return the tensor that a matrix would be if it were not quantised, None for a name of no matrix."""
+        if self._matrices.fullmatch(matrix) is None:
+            return None
+        return matrix if self._bare.fullmatch(matrix) else f"{matrix}.weight"
 
     def together(self, name: str) -> list[str]:
         """Return all matrices of the model that one product joins with `name`, itself included."""
         if not name.startswith("layers."):
             return [name]
-        known = dict(layer_shapes(self._shape, int(name.split(".", 2)[1])))
+        known = dict(layer_shapes(self.shape, int(name.split(".", 2)[1])))
         return [other for other in multiplied_together(name) if _field(other) in known]
 
     def rows(self, name: str, stored: Stored, tensor: torch.Tensor | Codes) -> Rows:
         """Return the rows of the file's tensor that are the canonical one."""
         size = tuple(tensor.codes.shape if isinstance(tensor, Codes) else tensor.shape)
-        return rows_of(stored, name, self._shape, size, interleaved=self._family.interleaved)
+        return rows_of(stored, name, self.shape, size, interleaved=self._family.interleaved)
 
     def only_shape_decides(self, name: str) -> bool:
         """Return whether only the shape can say that a tensor is read.
 
-        Angles are computed here, and tensors beside the model (a value head, say) are no part of it.
+        Angles are computed here, and tensors beside the model (a value head, say) or behind it are no part of
+        it.
         """
         if not name.startswith(("model.", "lm_head.")) or name in self._model_names:
+            return False
+        if name.startswith(self._behind):
             return False
         return not name.endswith("rotary_emb.inv_freq") and not is_kv_scale(name)
 
@@ -158,8 +173,9 @@ def _of_full_numbers(
     """Yield the tensors that the folder would have if it were not quantised."""
     for name in names:
         matrix = scheme.matrix_of(name)
-        if matrix is not None and places.is_matrix(matrix):
-            yield f"{matrix}.weight"
+        full = None if matrix is None else places.of_full_numbers(matrix)
+        if full is not None:
+            yield full
         # Old exports give every matrix a bias, and those that had none get zeros.
         elif not (name.endswith(".bias") and not bool(tensors.read(name).any())):
             yield name
@@ -178,21 +194,23 @@ class _Matrices:
         tied: bool,
     ) -> None:
         self._tensors, self._scheme, self._precision = tensors, scheme, precision
-        self._places, self._tied = places, tied
+        self._places, self._shape, self._tied = places, places.shape, tied
 
     def read(self, name: str) -> Matrix | None:
         """Read a matrix as the precision stores it; None if it is not quantised."""
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
         stored, matrix = self._places.of(name), self._places.matrix(name)
-        if stored.make is not None:
-            raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
         try:
-            found = self._scheme.read(matrix, self._tensors)
+            found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
         if (rows := self._places.rows(name, stored, found)) is not None:
             found = found.rows(rows) if isinstance(found, Codes) else found[rows]
+        if stored.make is not None:
+            if isinstance(found, Codes):
+                raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
+            found = stored.make(found, _field(name), self._shape)
         if isinstance(found, Codes):
             return self._kept(name, found, self._scheme) or in_precision(
                 name, found.numbers(), self._precision
@@ -249,12 +267,38 @@ class _TensorFiles:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor, or `expert`'s part of one of all experts. Raises BadModelFile."""
         if name not in self._files:
             raise BadModelFile(f"tensor {name} is missing")
         handle, stored = self._files[name]
-        tensor: torch.Tensor = handle.get_tensor(stored)
-        return tensor
+        if expert is None:
+            tensor: torch.Tensor = handle.get_tensor(stored)
+            return tensor
+        part = handle.get_slice(stored)
+        if expert >= part.get_shape()[0]:
+            raise BadModelFile(f"tensor {name} has {part.get_shape()[0]} experts")
+        one: torch.Tensor = part[expert : expert + 1]
+        return one[0]
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """Part of one expert in tensors of all experts."""
+
+    tensors: _TensorFiles
+    expert: int
+
+    def has(self, name: str) -> bool:
+        return self.tensors.has(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors.read(name, self.expert)
+
+
+def _of_expert(tensors: _TensorFiles, stored: Stored) -> Tensors:
+    """Return the tensors that `stored` is read from."""
+    return tensors if stored.expert is None else _OfExpert(tensors, stored.expert)
 
 
 def _name_of_text(stored: str) -> str | None:

@@ -42,6 +42,8 @@ _TYPES: Final[Mapping[int, str]] = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 _CODES: Final[Mapping[str, str]] = {"UNKNOWN_MODEL": "model_not_found"}
+# openai-python 3 shows the message alone, and what is built on it (LangChain) looks there for the code.
+_CODE_IN_MESSAGE: Final = frozenset(["CONTEXT_LENGTH_EXCEEDED"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def error_object(error: DiptychError, names: Mapping[str, str] | None) -> dict[s
         # A message of the error's own is one that clients look for as it is.
         message = f"{param}: {first.description}" if message != first.description else message
     code = _CODES.get(error.reason, error.reason.lower())
+    if error.reason in _CODE_IN_MESSAGE:
+        message = f"{message} ({code})"
     return plain_error(status_of(error.code), message, code, param)
 
 

@@ -62,7 +62,11 @@ def test_given_model_is_described_with_the_backend_that_computes_it(
     model = str(folder(tmp_path / "m", {**WHOLE, "config.json": {"model_type": "starcoder2"}}))
     for why, state, text in (
         (None, "ok", "the native step on CPUs, the Triton step on GPUs"),
-        ("LayerNorm", "note", "torch on CPUs, for the native step lacks LayerNorm; not computed on GPUs"),
+        (
+            "LayerNorm",
+            "note",
+            "torch on CPUs, for the native step lacks LayerNorm; torch on GPUs",
+        ),
     ):
         for backend in ("native", "triton"):
             module = import_module(f"diptych.engine.backends.{backend}.supports")

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from kvtransfer.protocol import pull_rates
 from kvtransfer.transports import pull_frames
 from tests.diptych.worker_process.both_workers import BLOCK, Prefill, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
@@ -33,6 +34,13 @@ def ends_of(prefill: Prefill) -> Counter[str]:
     return ends
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Let no pull be late: a starved machine makes some so, which cost tokens but no test."""
+    monkeypatch.setattr(pull_rates, "LEAST_DEADLINE_S", 20.0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_second_turn_of_a_chat_computes_only_what_is_new():
     answer = greedy(PROMPT, ANSWER)
     second = PROMPT + answer + QUESTION
@@ -46,10 +54,13 @@ async def test_second_turn_of_a_chat_computes_only_what_is_new():
         assert tuple(then.tokens) == greedy(second, 6)
         # The last token of an answer is sampled and never fed: its KV is nowhere.
         assert computed(prefill) == [0, (len(PROMPT) + ANSWER - 1) // BLOCK * BLOCK]
+        pulled = [request.times().HasField("kv_pull") for request, _ in prefill.ended]
+        assert pulled == [False, True], "a pull is a phase of its own, and no wait for blocks"
         assert await made.empty() == []
         await gateway.close()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_second_prefill_worker_computes_no_shared_prefix_again():
     prompts = [tuple(range(24)) + (50 + n,) * 3 for n in range(6)]
     async with house("tcp", prefills=2, blocks=64, scratch=64) as made:
@@ -64,6 +75,7 @@ async def test_second_prefill_worker_computes_no_shared_prefix_again():
         await gateway.close()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_pull_without_verification_gives_wrong_tokens(monkeypatch):
     """The control: a damaged block is caught by its digest alone."""
 

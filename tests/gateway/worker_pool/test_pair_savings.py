@@ -83,4 +83,7 @@ def test_reason_is_the_prefix_where_other_pairs_save_less() -> None:
 def test_most_saved_tokens_looks_at_fitting_pairs() -> None:
     assert most_saved_tokens(359, [COPYING], [OWNER]) == 320
     assert most_saved_tokens(359, [replace(COPYING, kv_format="g")], [OWNER]) == 0
-    assert most_saved_tokens(359, [], [OWNER]) == 0
+    assert most_saved_tokens(359, [], [OWNER]) == 320, (
+        "the decode worker's own, until a prefill worker is there"
+    )
+    assert most_saved_tokens(359, [COPYING], []) == 0

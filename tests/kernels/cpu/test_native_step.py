@@ -4,7 +4,7 @@ of this machine.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -147,11 +147,17 @@ def test_steps_over_byte_matrices_equal_the_torch_backend(
 def as_fp32(weights: Any) -> Any:
     """Return the weights in fp32."""
 
-    def convert(holder: Any) -> Any:
-        tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
-        return replace(holder, **{n: t.float() for n, t in tensors.items() if isinstance(t, torch.Tensor)})
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float()
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        return converted(value) if is_dataclass(value) else value
 
-    return replace(convert(weights), layers=tuple(convert(layer) for layer in weights.layers))
+    def converted(holder: Any) -> Any:
+        return replace(holder, **{f.name: convert(getattr(holder, f.name)) for f in fields(holder)})
+
+    return converted(weights)
 
 
 def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch) -> None:

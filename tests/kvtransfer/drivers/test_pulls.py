@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.drivers.puller import OUTCOMES
+from kvtransfer.protocol import pull_rates
 from kvtransfer.transports import memory_mapping, pull_frames
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
@@ -41,6 +42,12 @@ def gate(monkeypatch):
     gate = Gate()
     monkeypatch.setattr(pull_frames, "fetch_block", gate.fetch)
     return gate
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Let no pull be late unless its test makes it so: a starved machine would."""
+    monkeypatch.setattr(pull_rates, "ASSUMED_DEADLINE_S", 20.0)
 
 
 @pytest.fixture(params=["tcp", "gloo", "cuda_ipc"])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.protocol.pull_rates import ASSUMED_COST, LEAST_DEADLINE_S, PROBE_EVERY, PullMode, PullRates
+from kvtransfer.protocol.pull_rates import (
+    ASSUMED_COST,
+    FORCED_DEADLINE_S,
+    LEAST_DEADLINE_S,
+    PROBE_EVERY,
+    PullMode,
+    PullRates,
+)
 
 
 def measured(pull_s: float, compute_s: float = 1.0, times: int = 10) -> PullRates:
@@ -81,3 +88,4 @@ def test_mode_forces_or_forbids_pulls(
 def test_deadline_is_twice_the_time_of_computing() -> None:
     assert measured(0.1).deadline_s(1000) == pytest.approx(2.0)
     assert measured(0.1).deadline_s(1) == LEAST_DEADLINE_S
+    assert PullRates("always").deadline_s(1) == FORCED_DEADLINE_S

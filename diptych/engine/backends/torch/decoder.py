@@ -2,29 +2,34 @@
 
 Names carry shapes: T tokens of the step (all sequences in a row), H hidden, N query heads, K KV heads, D
 head_dim. Attention is an argument, so that the definition knows nothing of blocks, pools or batches. A layer
-whose feed-forward is experts calls `experts_forward` (experts.py).
+whose feed-forward is experts has an `ExpertFeedForward` (experts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from diptych.engine.backends.torch.experts import experts_forward
+from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
+from diptych.engine.backends.torch.latent_attention import LatentAttention
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ModelShape
-from diptych.engine.weights import Storage, Weights
+from diptych.engine.weights import ExpertWeights, LayerWeights, Storage, Weights
 from kernels import byte_linear, quantised_linear
 from kernels.layer_norm import layer_norm
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
-from kernels.swiglu import swiglu
+from kernels.swiglu import clamped_swiglu, swiglu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored."""
+"""`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored.
+
+Where attention is over latents, queries and latents take the place of all three (latent_attention.py).
+"""
 Angles = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin `[T, D / 2]` of each rotation of the model."""
 
@@ -48,6 +53,8 @@ class Decoder:
         self._dtype = weights.embed.dtype if weights.storage == "dense" else torch.float32
         self._linear = _LINEAR[weights.storage]
         self._layers = [fuse(layer) for layer in weights.layers]
+        self._latents = [self._latents_of(layer) for layer in weights.layers]
+        self._experts = [self._experts_of(layer.experts) for layer in weights.layers]
         self._final_norm, self._final_norm_bias = weights.final_norm, weights.final_norm_bias
         self._head = dense(weights.output_matrix())
 
@@ -129,7 +136,10 @@ class Decoder:
         growth: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
-        shape = self.shape
+        shape, latents = self.shape, self._latents[index]
+        if latents is not None:
+            return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
+        assert layer.qkv is not None
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
         joined = self._linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, width)
         q_TND, k_TKD, v_TKD = joined.split([heads, kv_heads, kv_heads], dim=1)
@@ -154,14 +164,25 @@ class Decoder:
         return rms_norm(x, weight, self.shape.rms_eps)
 
     def _feed_forward(self, index: int, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
-        shape = self.shape
-        if layer.experts is not None and shape.experts is not None:
-            return experts_forward(shape.experts, shape.activation, layer.experts, normed, self._linear)
+        shape, experts = self.shape, self._experts[index]
+        if experts is not None:
+            return experts(normed)
         assert layer.up is not None
         assert layer.down is not None
         inner = self._linear(normed, layer.up, layer.up_bias)
         activated = gated(shape.activation, inner) if shape.gated else activate(shape.activation, inner)
         return self._linear(activated, layer.down, layer.down_bias)
+
+    def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
+        latent = self.shape.latent
+        return None if latent is None else LatentAttention(self.shape, latent, layer, self._linear)
+
+    def _experts_of(self, weights: ExpertWeights | None) -> ExpertFeedForward | None:
+        experts = self.shape.experts
+        if weights is None or experts is None:
+            return None
+        gate = partial(gated, self.shape.activation, limit=experts.clamp)
+        return ExpertFeedForward(experts, weights, self._linear, dense, gate)
 
     def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         shape = self.shape
@@ -187,9 +208,14 @@ def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"{kind} has a gate")
 
 
-def gated(kind: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `act(gate) * up` of `gate_up [T, 2 * n]`, the gate in the first half: `[T, n]`."""
+def gated(kind: Activation, gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """Return `act(gate) * up` of `gate_up [T, 2 * n]`, the gate in the first half: `[T, n]`.
+
+    `limit` is the bound of `clamped_swiglu`.
+    """
     if kind == "silu":
         return swiglu(gate_up)
+    if kind == "clamped_swiglu" and limit is not None:
+        return clamped_swiglu(gate_up, limit)
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(kind, gate) * up

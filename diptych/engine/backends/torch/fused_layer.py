@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix
+from diptych.engine.weights import LayerWeights, Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
@@ -19,7 +19,8 @@ class FusedLayer:
 
     input_norm: torch.Tensor | None
     input_norm_bias: torch.Tensor | None
-    qkv: torch.Tensor
+    qkv: torch.Tensor | None
+    """None where attention is over latents (latent_attention.py)."""
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -34,15 +35,14 @@ class FusedLayer:
     down: torch.Tensor | None
     down_bias: torch.Tensor | None
     feed_forward_out_norm: torch.Tensor | None
-    experts: ExpertWeights | None
 
 
 def fuse(layer: LayerWeights) -> FusedLayer:
-    """Return the layer with its matrices dense and joined; experts stay as they are."""
+    """Return the layer with its matrices dense and joined; experts have their own (experts.py)."""
     return FusedLayer(
         input_norm=layer.input_norm,
         input_norm_bias=layer.input_norm_bias,
-        qkv=torch.cat([dense(layer.q), dense(layer.k), dense(layer.v)]),
+        qkv=None if layer.latent_norm is not None else _join(dense(layer.q), dense(layer.k), dense(layer.v)),
         qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
@@ -56,7 +56,6 @@ def fuse(layer: LayerWeights) -> FusedLayer:
         down=None if layer.down is None else dense(layer.down),
         down_bias=layer.down_bias,
         feed_forward_out_norm=layer.feed_forward_out_norm,
-        experts=layer.experts,
     )
 
 

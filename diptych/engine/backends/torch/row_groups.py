@@ -10,6 +10,7 @@ import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
 
@@ -56,6 +57,17 @@ class Chunk:
             q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
         )
 
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store this chunk's latents, and write its attention over latents into its rows of `out`."""
+        at = torch.arange(self.start, self.start + self.span.stop - self.span.start)
+        size = self.blocks.shape[-1] // latents.shape[-1]
+        write_latents(self.blocks, layer, self.table[at // size], at % size, latents[self.span])
+        out[self.span] = latent_attention(
+            query[self.span], self.blocks, layer, self.table, self.start, rank=out.shape[-1], scale=scale
+        )
+
 
 @dataclass(frozen=True)
 class Decodes:
@@ -85,6 +97,15 @@ class Decodes:
             q[self.rows], self.blocks, layer, self.tables, self.lengths, rule.window, scales, **rule.changes()
         )
 
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store the rows' latents, and write their attention over latents into `out`."""
+        write_latents(self.blocks, layer, self.ids, self.lanes, latents[self.rows])
+        out[self.rows] = latent_decode(
+            query[self.rows], self.blocks, layer, self.tables, self.lengths, rank=out.shape[-1], scale=scale
+        )
+
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
     """Return the groups of a step, without the sequences that were aborted.
@@ -99,7 +120,7 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
         end = begin + len(step.token_ids)
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
-                table = torch.tensor(_used(step), dtype=torch.int64)
+                table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
                 groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
@@ -118,11 +139,15 @@ def _decodes(rows: list[tuple[int, SequenceStep]]) -> Decodes:
     tables = [_used(step) for _, step in rows]
     longest = max(map(len, tables))
     block_size = memory.layout.block_size
+
+    def numbers(values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=memory.data.device)
+
     return Decodes(
-        rows=torch.tensor([row for row, _ in rows]),
+        rows=numbers([row for row, _ in rows]),
         blocks=memory.data,
-        tables=torch.tensor([table + table[:1] * (longest - len(table)) for table in tables]),
-        lengths=torch.tensor([step.start + 1 for _, step in rows]),
-        ids=torch.tensor([table[-1] for table in tables]),
-        lanes=torch.tensor([step.start % block_size for _, step in rows]),
+        tables=numbers([table + table[:1] * (longest - len(table)) for table in tables]),
+        lengths=numbers([step.start + 1 for _, step in rows]),
+        ids=numbers([table[-1] for table in tables]),
+        lanes=numbers([step.start % block_size for _, step in rows]),
     )

@@ -20,7 +20,7 @@ import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
-from diptych.engine.backends.triton.layers import Activations, Layers
+from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
@@ -51,7 +51,7 @@ class DecodeGraphs:
         self._fields = RowFields(max_batch, device)
         width = -(-shape.max_context // block_size)
         self._tables = BlockTables(max_batch, width, device)
-        self._buffers = Activations.make(shape, max_batch, layers.weights.dtype, device)
+        self._buffers = layers.buffers(max_batch)
         self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._answers = torch.zeros((TURNS, max_batch), dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.engine.backends.native.supports import supports
+from diptych.engine.backends.native.supports import supports as native_supports
+from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.backends.triton.supports import supports as triton_supports
 from diptych.engine.loaded_model import load_model
 from diptych.engine.models.family import Family, Stored
 from diptych.engine.models.registry import family_of
@@ -19,6 +21,7 @@ from diptych.engine.models.shape import ModelShape, Rotation
 from diptych.engine.weights import safetensors_folder
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.engine.weights.hf_config import read_config
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.models.family_models import (
     CASES,
     TEXT,
@@ -60,11 +63,15 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return oracle, save(oracle, tmp_path_factory.mktemp(request.param))
 
 
-def backends_of(folder: Path) -> Iterator[Any]:
-    """Yield a loaded model for each backend on a CPU that claims the folder."""
-    yield load_model(folder, torch.float32, backend="torch")
-    if supports(read_checkpoint(folder, "fp32").shape) is None:
-        yield load_model(folder, torch.float32, backend="native")
+def backends_of(folder: Path) -> Iterator[tuple[Any, ModelShape]]:
+    """Yield each backend that claims the folder's shape; Triton's with the meaning of its kernels."""
+    checkpoint = read_checkpoint(folder, "fp32")
+    shape = checkpoint.shape
+    yield load_model(folder, torch.float32, backend="torch").backend, shape
+    if native_supports(shape) is None:
+        yield load_model(folder, torch.float32, backend="native").backend, shape
+    if triton_supports(shape) is None:
+        yield TritonBackend(shape, checkpoint.weights, "cpu", REFERENCE_OPERATORS), shape
 
 
 def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
@@ -72,9 +79,9 @@ def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
     ids = text_of(TEXT)
     expected = oracle_logits(oracle, ids)
     assert expected.std() > 0.1
-    for model in backends_of(folder):
+    for backend, shape in backends_of(folder):
         for chunk in (TEXT, 16, 23):
-            got = Stepper(model.backend, model.shape).logits(ids, chunk)
+            got = Stepper(backend, shape).logits(ids, chunk)
             torch.testing.assert_close(got, expected, atol=EXACT, rtol=0)
 
 
@@ -82,9 +89,9 @@ def test_greedy_tokens_equal_transformers_alone_and_mixed(case: tuple[Any, Path]
     """By induction: each token is the likeliest after those before it, as transformers has them."""
     oracle, folder = case
     prompts = [text_of(40 + 3 * number, seed=number) for number in range(MIXED)]
-    for model in backends_of(folder):
-        [alone] = Stepper(model.backend, model.shape).greedy(prompts[:1], GREEDY)
-        mixed = Stepper(model.backend, model.shape).greedy(prompts, GREEDY)
+    for backend, shape in backends_of(folder):
+        [alone] = Stepper(backend, shape).greedy(prompts[:1], GREEDY)
+        mixed = Stepper(backend, shape).greedy(prompts, GREEDY)
         assert mixed[0] == alone
         for prompt, text in zip(prompts, mixed, strict=True):
             likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
