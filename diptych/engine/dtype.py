@@ -7,9 +7,9 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
        the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
        and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
        of one row, on some CPUs of up to four (kernels/byte_codes.py)
-gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0), codes of four bits of a folder
-       of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in groups of 32, with
-       8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
+       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
+       groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
 a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
@@ -59,6 +59,7 @@ def choose_precision(
     cpu_features: Collection[str],
     on_gpu: bool = False,
     file_bytes: int = 0,
+    kquants: bool = False,
 ) -> Precision:
     """Return what `auto` means: the fastest precision whose perplexity is within 1% of the file's own
     numbers'.
@@ -67,14 +68,15 @@ def choose_precision(
     prompts and steps of several streams are 1.1 to 1.8 times as fast as in the file's own blocks. These take
     a third of the memory, which counts for a large file, and are faster where such instructions are missing:
     gguf. What rounding costs is far below what the file's rounding has cost already in both (python -m
-    lab.quality). A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
+    lab.quality). K-quants are always computed in their blocks: int8 keeps none of their codes, and takes
+    twice the file. A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
     it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
     would only imitate the blocks. A GPU computes in bf16, whatever the file.
     """
     if on_gpu:
         return "bf16"
     if quantised_file and native:
-        small = file_bytes <= _SMALL_FILE
+        small = file_bytes <= _SMALL_FILE and not kquants
         return "int8" if small and _BYTE_FEATURES.intersection(cpu_features) else "gguf"
     return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"
 

@@ -19,7 +19,7 @@ from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
-from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
+from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
@@ -126,6 +126,7 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
         cpu_features=cpu_features(),
         on_gpu=device.type == "cuda" or settings.backend == "triton",
         file_bytes=weight_bytes(path),
+        kquants=has_kquants(path),
     )
 
 

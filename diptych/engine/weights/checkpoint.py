@@ -26,6 +26,15 @@ def is_quantised(path: Path) -> bool:
     return has_quantised_matrices(path)
 
 
+def has_kquants(path: Path) -> bool:
+    """Return whether any matrix is a K-quant that is computed in its blocks. Raises BadModelFile."""
+    if path.is_dir() or path.suffix.lower() != ".gguf":
+        return False
+    from diptych.engine.weights.gguf_file import has_kept_kquants
+
+    return has_kept_kquants(path)
+
+
 def weight_bytes(path: Path) -> int:
     """Return the size in bytes of the files with a model's weights, 0 for none. Raises BadModelFile."""
     if path.is_dir():

@@ -25,6 +25,7 @@ from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_head
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
 from diptych.engine.weights.rows import rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
+from kernels.kquants import KQUANT_BYTES
 from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
 
 _ANGLES = ".attn_rot_embd"
@@ -38,6 +39,12 @@ def has_quantised_matrices(path: Path) -> bool:
     """
     layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
     return any(gguf.GGML_QUANT_SIZES[tensor.kind][0] > 1 for tensor in layers)
+
+
+def has_kept_kquants(path: Path) -> bool:
+    """Return whether any matrix of the layers is a K-quant that can be kept. Raises BadModelFile."""
+    layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
+    return any(kept_format(tensor.kind) in KQUANT_BYTES for tensor in layers)
 
 
 def read_gguf(path: Path, precision: Precision) -> Checkpoint:

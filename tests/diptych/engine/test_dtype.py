@@ -51,3 +51,12 @@ def test_quantised_models_keep_bf16_keys_and_values() -> None:
         torch.bfloat16,
         torch.bfloat16,
     ]
+
+
+def test_kquants_are_computed_in_their_blocks_though_the_file_is_small() -> None:
+    features = ["avx512_vnni"]
+    for kquants, expected in ((False, "int8"), (True, "gguf")):
+        chosen = choose_precision(
+            quantised_file=True, native=True, cpu_features=features, file_bytes=1 << 20, kquants=kquants
+        )
+        assert chosen == expected

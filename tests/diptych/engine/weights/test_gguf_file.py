@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import BadModelFile, Matrix, gguf_file
-from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint, weight_bytes
+from diptych.engine.weights.checkpoint import has_kquants, is_quantised, read_checkpoint, weight_bytes
 from diptych.engine.weights.gguf_header import read_header
 from kernels import byte_linear
 from kernels.byte_linear import ByteMatrix
@@ -249,6 +249,7 @@ def test_kquants_are_kept_and_stand_for_the_numbers_of_the_gguf_package(
     path = tmp_path / "m.gguf"
     _write_kquants(path, {"_proj": kind})
     assert is_quantised(path)
+    assert has_kquants(path)
     kept, full = (read_checkpoint(path, precision).weights.layers[0] for precision in ("gguf", "fp32"))
     stored = read_header(path).tensors["blk.0.ffn_down.weight"]
     expected = gguf.quants.dequantize(np.asarray(stored.data), stored.kind)
