@@ -113,7 +113,8 @@ def test_other_blocks_are_another_model(name: KQuantFormat) -> None:
 
 def test_parts_of_other_formats_must_end_at_a_packed_block() -> None:
     weights = as_q4_k_m()
-    odd = replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=12)
+    rotations = (replace(SHAPE.rotations[0], width=12),)
+    odd = replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=12, rotations=rotations)
     layers = []
     for layer in weights.layers:
         q = matrix_in("q4_k", 48, 256, 1)
