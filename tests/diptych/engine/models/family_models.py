@@ -197,10 +197,10 @@ def text_of(length: int, seed: int = 5) -> list[int]:
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def oracle_logits(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Return transformers' logits after each token, `[tokens, vocab]`."""
+def oracle_logits(oracle: Any, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return transformers' logits after each token in `dtype`, `[tokens, vocab]`."""
     with torch.no_grad():
-        return oracle(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return oracle(torch.tensor([list(ids)]), use_cache=False).logits[0].to(dtype)
 
 
 class Stepper:

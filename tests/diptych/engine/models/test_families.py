@@ -78,11 +78,14 @@ def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
     oracle, folder = case
     ids = text_of(TEXT)
     expected = oracle_logits(oracle, ids)
+    exact = oracle_logits(copy.deepcopy(oracle).double(), ids, torch.float64)
     assert expected.std() > 0.1
+    # Gemma's sums are so large that transformers' own float32 is further than that from its float64.
+    bound = max(EXACT, 1.5 * float((expected - exact).abs().max()))
     for backend, shape in backends_of(folder):
         for chunk in (TEXT, 16, 23):
             got = Stepper(backend, shape).logits(ids, chunk)
-            torch.testing.assert_close(got, expected, atol=EXACT, rtol=0)
+            torch.testing.assert_close(got.double(), exact, atol=bound, rtol=0)
 
 
 def test_greedy_tokens_equal_transformers_alone_and_mixed(case: tuple[Any, Path]) -> None:
