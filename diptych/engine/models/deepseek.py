@@ -18,6 +18,7 @@ from diptych.engine.models.family import (
     Family,
     GgufFamily,
     GgufMetadata,
+    Names,
     Stored,
 )
 from diptych.engine.models.glm4_moe import sigmoid_experts
@@ -79,7 +80,7 @@ _V3 = {
     "rope_interleave": True,
 }
 _KV_B = Stored("self_attn.kv_b_proj.weight", ("k_b", "v"))
-_ATTENTION = MappingProxyType(
+_ATTENTION: Names = MappingProxyType(
     {
         "q": "self_attn.q_proj.weight",
         "q_a": "self_attn.q_a_proj.weight",
@@ -95,7 +96,7 @@ _ATTENTION = MappingProxyType(
         "o_bias": "self_attn.o_proj.bias",
     }
 )
-_LAYER = MappingProxyType(
+_LAYER: Names = MappingProxyType(
     {
         **LLAMA_NORMS,
         **LLAMA_FEED_FORWARD,
