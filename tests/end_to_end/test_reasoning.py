@@ -249,7 +249,7 @@ def test_reasoning_of_earlier_turns_reaches_the_prompt(stub: rpc.InferenceServic
 def test_http_has_reasoning_in_messages_and_deltas(
     stack: Stack, stub: rpc.InferenceServiceStub, asker: Asker
 ) -> None:
-    request = asker.reasoning_request()
+    request = asker.reasoning_request(least=12)
     whole = stub.Generate(request, timeout=60)
     body: dict[str, Any] = {
         "model": MODEL,
@@ -274,7 +274,7 @@ def test_http_has_reasoning_in_messages_and_deltas(
         thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
         assert "".join(thoughts) == message.reasoning_content
         assert "".join(delta.content or "" for delta in deltas) == message.content
-        assert sum(map(bool, thoughts)) > 2
+        assert sum(map(bool, thoughts)) > 1  # a loaded machine joins most
         last = max(index for index, thought in enumerate(thoughts) if thought)
         assert not any(delta.content for delta in deltas[:last])
         assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == details.reasoning_tokens

@@ -26,6 +26,7 @@ from tests.kvtransfer.conftest import until
 END = 0
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 COUNT = 12
+LONG = 32
 LOCAL = work_pb2.LOCAL_PREFILL_FALLBACK
 GRAMMAR = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="([a-f][g-z])*")
 SHORT = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="[a-f][g-z][0-9]")
@@ -236,8 +237,8 @@ def after(mark: int, text: str = SHORT.text, **more: object) -> work_pb2.Grammar
 
 def reasoning_mark() -> tuple[int, int]:
     """Return a token that the free output has, and the length of what that has with its first one."""
-    free = alone(SHORT.text, COUNT, VOCABULARY)  # a mark that never comes
-    at = max(place for place in range(3, 8) if free[place] not in free[:place])
+    free = alone(SHORT.text, LONG, VOCABULARY)  # a mark that never comes
+    at = next(place for place in range(3, LONG) if free[place] not in free[:place])
     return free[at], at + 1
 
 
@@ -245,20 +246,20 @@ def reasoning_mark() -> tuple[int, int]:
 async def test_a_grammar_begins_after_reasoning_wherever_the_output_is_resumed(backend: str) -> None:
     """Before, within and after the reasoning: the rest is what an undisturbed run has."""
     mark, reasoning = reasoning_mark()
-    whole = alone(SHORT.text, COUNT, mark)
+    whole = alone(SHORT.text, LONG, mark)
     assert whole[reasoning - 1] == mark
     assert len(whole) == reasoning + 3
     async with house("shared_memory", blocks=64, backend=backend) as made:
         grammars_of(made)
         gateway = Gateway(made)
         for delivered in range(len(whole)):
-            message = asked(delivered, COUNT, after(mark), delivered=whole[:delivered])
+            message = asked(delivered, LONG, after(mark), delivered=whole[:delivered])
             heard = gateway.start(made.decodes[0], made.prefills[0], message)
             await heard.ended.wait()
             assert tuple(heard.tokens) == whole[delivered:], delivered
             assert heard.reasons == {0: work_pb2.FINISH_REASON_STOP}
         # Control: a worker that takes the grammar to hold from the first token on writes something else.
-        heard = gateway.start(made.decodes[0], made.prefills[0], asked(99, COUNT, SHORT))
+        heard = gateway.start(made.decodes[0], made.prefills[0], asked(99, LONG, SHORT))
         await heard.ended.wait()
         assert tuple(heard.tokens) != whole
         await gateway.close()
@@ -273,7 +274,7 @@ async def test_reasoning_cut_by_its_length_does_not_begin_the_grammar() -> None:
         for count in (1, 3, reasoning):  # the last token is the mark: nothing is left for the answer
             heard = gateway.start(made.decodes[0], made.prefills[0], asked(count, count, after(mark)))
             await heard.ended.wait()
-            assert tuple(heard.tokens) == alone(SHORT.text, COUNT, mark)[:count]
+            assert tuple(heard.tokens) == alone(SHORT.text, LONG, mark)[:count]
             assert heard.reasons == {0: work_pb2.FINISH_REASON_LENGTH}
         await gateway.close()
         assert await made.empty() == []
