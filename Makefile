@@ -144,7 +144,7 @@ SEEDS ?= 10000
 simulate: install
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-# One of them: python -m tests.faults.kill_matrix, .next_token, .stopped_writer, .group_kill, .corruptions, .disconnects
+# One of them: python -m tests.faults.kill_matrix, .pull_kills, .next_token, .stopped_writer, .group_kill, .corruptions, .disconnects
 faults: install
 	$(BIN)/python -m tests.faults $(ARGS)
 
@@ -167,7 +167,7 @@ test-clients: install
 	$(BIN)/python -m tests.clients $(ARGS)
 
 TEAM := $(addprefix kernels/cpu/,thread_team.cpp futex_counter.cpp)
-STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp weight_memory.cpp)
+STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp model_parts.cpp weight_memory.cpp)
 THREAD_SANITIZED := $(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu -pthread
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.

@@ -10,8 +10,8 @@ from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step_group import Row, StepGroup
+from diptych.engine.batch import can_sample_on_device
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
-from diptych.engine.step_output import can_sample_on_device
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import decode_sampled
 
@@ -96,13 +96,15 @@ class Choice(StepGroup):
         request.decoded += 1
         request.gateway.token(request.wire_id, self._choice, len(output) - 1, sampled, times)
         request.blocks.publish(sequence)
-        if sequence.grammar is not None:
-            sequence.grammar.accept(token_id)
-        if (reason := request.attempt.finish_reason(token_id, len(output), sequence.grammar)) is not None:
+        grammar = sequence.grammar
+        dormant = grammar is not None and grammar.dormant
+        if grammar is not None:
+            grammar.accept(token_id)
+        if (reason := request.attempt.finish_reason(token_id, len(output), grammar)) is not None:
             return self._finished(reason)
-        if len(output) == request.attempt.min_tokens:
-            row = sequence.next_row
-            sequence.next_row = request.attempt.sample_row(row.params, output, sequence.grammar)
+        woke = grammar is not None and grammar.dormant is not dormant  # or fell asleep: reasoning began
+        if woke or len(output) == request.attempt.min_tokens:
+            sequence.next_row = request.attempt.sample_row(sequence.next_row.params, output, grammar)
         return None
 
     def _finished(self, reason: work_pb2.FinishReason) -> Outcome:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from decode_worker.local_schedule import LocalBounds
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
@@ -41,6 +42,22 @@ class DecodeSettings(WorkerSettings):
         "than --decode-pacing lets it never grow.",
         section="Scheduling",
     )
+    max_local_prefill_tokens: Annotated[int, Field(ge=0, le=65536)] = setting(
+        256,
+        "New tokens of a prompt up to which this worker computes it itself, instead of a prefill worker; "
+        "0 computes none.",
+        section="Local prefill",
+    )
+    max_fallback_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = setting(
+        2048,
+        "New tokens up to which it does so while no prefill worker is ready.",
+        section="Local prefill",
+    )
+    local_prefill_chunk: Annotated[int, Field(ge=0, le=65536)] = setting(
+        0,
+        "Tokens of such prompts in a step beside running sequences; 0 takes 32 on a CPU, 256 on a GPU.",
+        section="Local prefill",
+    )
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = setting(
         0,
         "Tokens that a step drafts for each sequence from its own text (prompt lookup) and checks; "
@@ -56,6 +73,17 @@ class DecodeSettings(WorkerSettings):
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""
         return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
+
+    def local_bounds(self, device_type: str) -> LocalBounds:
+        """Return the most tokens of prompts that this worker computes itself."""
+        beside, alone = (32, 128) if device_type == "cpu" else (256, 1024)
+        chunk = self.local_prefill_chunk or beside
+        return LocalBounds(
+            short=self.max_local_prefill_tokens,
+            fallback=max(self.max_local_prefill_tokens, self.max_fallback_prefill_tokens),
+            chunk=chunk,
+            idle_chunk=max(chunk, alone),
+        )
 
     @property
     def step_pacing(self) -> tuple[float, float]:

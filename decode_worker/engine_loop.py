@@ -12,18 +12,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from decode_worker.local_prefill import LocalPrefills, LocalPrompt
+from decode_worker.local_schedule import LocalBounds
 from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
 from decode_worker.request_manager import Listeners, RequestManager
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
 from decode_worker.speculation import Speculation
-from decode_worker.step_group import StepGroup
+from decode_worker.step_group import RowOwner, StepGroup
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.failpoints import reach
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
+from kvtransfer.drivers.server import HandoffServer
 
 IDLE_CHECK_S = 1.0
 """Idle time after which the block pool is checked, which takes a pass over all blocks."""
@@ -35,7 +38,8 @@ class EngineLoop:
     """Continuous batching over one block pool.
 
     A finished sequence leaves and a ready one joins at the next step; every step gives one token for
-    each sequence in the batch, or several where drafts were right (speculation.py).
+    each sequence in the batch, or several where drafts were right (speculation.py). Chunks of prompts that
+    this worker computes itself (local_prefill.py) are rows of such steps, or steps between them.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class EngineLoop:
         speculation: Speculation | None = None,
     ) -> None:
         self._cpu = runner.cpu
+        self._mixes_chunks = runner.mixes_chunks
+        self._memory = memory
         self._pool = pool
         self._max_batch = max_batch
-        self._step: StepThread[StepGroup] = StepThread(runner.cpu)
+        self._step: StepThread[RowOwner] = StepThread(runner.cpu)
         self._wake = asyncio.Event()
         pool.on_released = self._wake.set  # groups that sat out a step for want of blocks are planned again
         self.requests = RequestManager(
@@ -70,6 +76,18 @@ class EngineLoop:
         self.steps = 0  # grows with every step: the heartbeat's progress
         self._idle_since = 0.0
         self._checked_steps = 0
+
+    def connect(self, handoff: HandoffServer, bounds: LocalBounds) -> None:
+        """Take blocks from `handoff`, also for prompts within `bounds` that this worker computes itself."""
+        self.requests.grants = handoff
+        self.local = self.requests.local = LocalPrefills(
+            self._memory,
+            handoff.local,
+            bounds,
+            writes=self._step.writes,
+            abort=self._step.abort,
+            wake=self._wake.set,
+        )
 
     # ---- its server ----------------------------------------------------------------------------------
 
@@ -140,12 +158,20 @@ class EngineLoop:
                 await asyncio.sleep(pause)
             self._wake.clear()
             batch = self._schedule()
-            if not batch:
+            prompts = self.local.plan(sum(len(group.rows) for group in batch))
+            if not batch and not prompts:
                 self._cpu.yield_()
                 await self._wake.wait()
                 continue
-            self._cpu.begin_decode(time.monotonic())
-            await self._pipeline.run(batch)
+            if prompts and not self._mixes_chunks:
+                await self._run_step((), prompts)
+                batch, prompts = self._schedule(), []  # no two of these steps follow each other
+            if batch or prompts:
+                await self._run_step(batch, prompts)
+
+    async def _run_step(self, batch: Sequence[StepGroup], prompts: Sequence[LocalPrompt]) -> None:
+        self._cpu.begin_decode(time.monotonic())
+        await self._pipeline.run(batch, prompts)
 
     def _schedule(self) -> list[StepGroup]:
         """Return the batch of the next step, with its blocks."""
@@ -157,7 +183,7 @@ class EngineLoop:
 
     def _plan_ahead(self, present: Sequence[StepGroup]) -> list[StepGroup]:
         """Return the batch after `present` with its blocks; empty if it needs a decision first."""
-        if not self._cpu.may_launch_ahead():
+        if not self._cpu.may_launch_ahead() or self.local.computable:
             return []
         unknown = {group.arrival_order: 1 for group in present if not group.ended}
         candidates = [
@@ -194,20 +220,25 @@ class EngineLoop:
             if request.state is State.READY:
                 request.move(State.RUNNING)
 
-    def _apply(self, batch: Sequence[StepGroup], picked: Sequence[Any]) -> None:
+    def _apply(self, owners: Sequence[RowOwner], picked: Sequence[Any]) -> None:
         """Apply a step's results, release step groups that ended meanwhile, send one message per gateway."""
         self.steps += 1
         self._cpu.end_decode(time.monotonic())
         reach("decode.step")
         begin = 0
-        for group in batch:
-            end = begin + len(group.rows)
-            if group.ended:
-                if not self._step.writes(group):  # else released after the step that was launched ahead
-                    self.requests.release_blocks(group)
-            else:
-                self.requests.advance(group, partial(group.take, picked[begin:end]))
+        for owner in owners:
+            end = begin + len(owner.rows)
+            if isinstance(owner, LocalPrompt):
+                self.local.take(owner, picked[begin])
+            elif isinstance(owner, StepGroup):
+                self._apply_to_group(owner, picked[begin:end])
             begin = end
-        for gateway in dict.fromkeys(group.request.gateway for group in batch):
+        for gateway in dict.fromkeys(owner.request.gateway for owner in owners):
             gateway.flush()
         self.requests.prefixes.report_changes()
+
+    def _apply_to_group(self, group: StepGroup, picked: Sequence[Any]) -> None:
+        if not group.ended:
+            self.requests.advance(group, partial(group.take, picked))
+        elif not self._step.writes(group):  # else released after the step that was launched ahead
+            self.requests.release_blocks(group)

@@ -117,6 +117,11 @@ class GatewayStream:
         failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
         self._step.ended.add(id=attempt_id(key), choice=choice, failure=failure, times=times)
 
+    def prompt_scores(self, key: Key, first_position: int, scores: Sequence[work_pb2.Score]) -> None:
+        """Send the log-probabilities of the prompt's tokens from `first_position` on."""
+        message = work_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
+        self._queue.put(Response(prompt_scores=message))
+
     @property
     def has_pending(self) -> bool:
         """True while a whole output is still being written."""

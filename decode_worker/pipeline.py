@@ -8,7 +8,8 @@ after it, as those of a sequence that is cancelled during a step are.
 A step is launched ahead only if it needs no decision: the device samples every row of the present step, and
 every sequence finds its blocks without a preemption. Else the next step waits for the present one, as it does
 on backends that launch nothing: there one step follows the other. Drafts follow tokens that are known: a step
-that may have some (speculation.py) waits as well.
+that may have some (speculation.py) waits as well. Nor does a step follow one with chunks of prompts that this
+worker computes itself (local_prefill.py): what they begin joins the next one.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decode_worker.sequence import DecodeSequence
+from decode_worker.local_prefill import LocalPrompt
 from decode_worker.speculation import Speculation
-from decode_worker.step_group import Row, StepGroup, pick_all
-from diptych.engine.batch import AbortWords, SequenceStep
+from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, pick_all
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.runtime.failpoints import failpoint
 from diptych.worker_process.step_thread import InFlight, StepThread
 
@@ -43,10 +43,14 @@ class _Step:
     """A step, laid out; `launched` once the device has it."""
 
     batch: Sequence[StepGroup]
-    rows: Sequence[Row]
+    prompts: Sequence[LocalPrompt]
+    decoding: Sequence[Row]
+    """The rows of `batch`."""
+    rows: Sequence[OwnedRow]
+    """Rows of `batch`, then those of `prompts`."""
     sequences: Sequence[SequenceStep]
     sample_rows: Sequence[SampleRow | None]
-    flight: InFlight[StepGroup]
+    flight: InFlight[RowOwner]
     launched: Launched | None = None
 
 
@@ -57,18 +61,18 @@ class Pipeline:
         self,
         runner: Runner,
         memory: KVMemory,
-        thread: StepThread[StepGroup],
+        thread: StepThread[RowOwner],
         *,
         plan_ahead: Callable[[Sequence[StepGroup]], Sequence[StepGroup]],
-        apply: Callable[[Sequence[StepGroup], Sequence[Any]], None],
+        apply: Callable[[Sequence[RowOwner], Sequence[Any]], None],
         release_blocks: Callable[[StepGroup], None],
         speculation: Speculation | None = None,
     ) -> None:
         """Take the callbacks of the engine loop.
 
         `plan_ahead` returns the batch after one that is being computed, its blocks included, or an empty one.
-        `apply` gets the results of every step, `release_blocks` the step groups that ended during a step that
-        was planned and not launched.
+        `apply` gets the owners and results of every step, groups before prompts. `release_blocks` gets the
+        step groups that ended during a step that was planned and not launched.
         """
         self._runner = runner
         self._memory = memory
@@ -87,9 +91,9 @@ class Pipeline:
         for step in list(self._launched):
             self._drop(step)
 
-    async def run(self, batch: Sequence[StepGroup]) -> None:
-        """Compute a step of `batch`, and all steps that can be launched ahead of its end."""
-        present: _Step | None = self._lay_out(batch, {})
+    async def run(self, batch: Sequence[StepGroup], prompts: Sequence[LocalPrompt] = ()) -> None:
+        """Compute a step of `batch` and `prompts`, and all steps that can be launched ahead of its end."""
+        present: _Step | None = self._lay_out(batch, {}, prompts)
         while present is not None:
             following = self._following(present)
             picked = await self._thread.await_rows(
@@ -103,36 +107,29 @@ class Pipeline:
             if following is not None and following.launched is None:
                 self._withdraw(present, following)
                 following = None
-            self._apply(present.batch, picked)
+            self._apply([*present.batch, *present.prompts], picked)
             present = following
 
-    def _lay_out(self, batch: Sequence[StepGroup], before: dict[int, int]) -> _Step:
+    def _lay_out(
+        self, batch: Sequence[StepGroup], before: dict[int, int], prompts: Sequence[LocalPrompt] = ()
+    ) -> _Step:
         """Lay out a step of `batch`; `before` has the rows of sequences (by id) in the present step."""
-        rows = [(group, row) for group in batch for row in group.rows]
-        if self._speculation is not None and not before:
-            self._speculation.draft(rows)
-        sequences = [self._sequence(row, before.get(id(row))) for _, row in rows]
+        decoding: list[Row] = [(group, row) for group in batch for row in group.rows]
+        if self._speculation is not None and decoding and not before:
+            self._speculation.draft(decoding)
+        rows: list[OwnedRow] = [*decoding, *((prompt, row) for prompt in prompts for row in prompt.rows)]
+        sequences = [row.step(self._memory, before.get(id(row))) for _, row in rows]
         sample_rows = _sample_rows(rows)
-        flight = self._thread.begin([group for group, _ in rows])
-        return _Step(batch, rows, sequences, sample_rows, flight)
-
-    def _sequence(self, row: DecodeSequence, follows: int | None) -> SequenceStep:
-        unknown = int(follows is not None)
-        return SequenceStep(
-            memory=self._memory,
-            block_table=row.block_ids,
-            start=row.num_tokens - 1 + unknown,
-            token_ids=row.output_ids[-1:] + row.draft,
-            wants_logits=True,
-            trailing=1 + len(row.draft),
-            follows=follows,
-        )
+        flight = self._thread.begin([owner for owner, _ in rows])
+        return _Step(batch, prompts, decoding, rows, sequences, sample_rows, flight)
 
     def _following(self, present: _Step) -> _Step | None:
         """Lay out the step after `present`, if it can be known by now."""
+        if present.prompts:
+            return None
         if not all(row is not None and self._runner.samples_on_device(row) for row in present.sample_rows):
             return None
-        if self._speculation is not None and self._speculation.needs_tokens(present.rows):
+        if self._speculation is not None and self._speculation.needs_tokens(present.decoding):
             return None
         batch = self._plan_ahead(present.batch)
         before = {id(row): number for number, (_, row) in enumerate(present.rows)}
@@ -158,7 +155,7 @@ class Pipeline:
     # ---- on the engine's thread, or where nothing is left to wait for ---------------------------------
 
     def _compute(
-        self, present: _Step, following: _Step | None, rows: Sequence[Row], abort: AbortWords
+        self, present: _Step, following: _Step | None, rows: Sequence[OwnedRow], abort: AbortWords
     ) -> Sequence[Any]:
         """Return the results of `rows`: of the present step, or of some of it, which are tried again."""
         if rows is not present.rows:  # on the engine's thread, always
@@ -166,7 +163,7 @@ class Pipeline:
                 self._drop(following)
             for _, row in rows:
                 row.draft = []  # it may be the cause of the failure
-            sequences = [self._sequence(row, None) for _, row in rows]
+            sequences = [row.step(self._memory, None) for _, row in rows]
             return _picked(self._runner.step_and_sample(sequences, _sample_rows(rows), abort), rows)
         self._launch_both(present, following)
         if present.launched is None:
@@ -176,7 +173,7 @@ class Pipeline:
 
     def _launch_both(self, present: _Step, following: _Step | None) -> None:
         """Launch those of the two steps that can be launched, and are not yet."""
-        if present.launched is None and self._runner.launches:
+        if present.launched is None and self._runner.launches and not present.prompts:
             self._launch(present)
         if present.launched is not None and following is not None and following.launched is None:
             self._launch_ahead(following)
@@ -243,12 +240,12 @@ class StepEvents:
         self._readable.set()
 
 
-def _sample_rows(rows: Sequence[Row]) -> Sequence[SampleRow | None]:
+def _sample_rows(rows: Sequence[OwnedRow]) -> Sequence[SampleRow | None]:
     """Return how a device may sample each row of logits."""
     return [sample_row for group, row in rows for sample_row in group.device_rows(row)]
 
 
-def _picked(output: StepOutput, rows: Sequence[Row]) -> Sequence[Any]:
+def _picked(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[Any]:
     if None in output.tokens and failpoint("decode.not_finite"):
         output.logits[0] = float("nan")
     return pick_all(output, rows)

@@ -2,11 +2,13 @@
 
 Its life:
 
-1. ATTACHED   the gateway has announced it; its KV is still being computed by a prefill worker.
-2. READY      the handoff is verified, the first tokens are sent; it waits for a place in the batch.
-3. RUNNING    it takes part in steps.
-4. ENDED      each of its step groups is finished, preempted, failed or cancelled; their blocks are released,
-              or will be at the end of the step that is still writing them.
+1. ATTACHED    the gateway has announced it; its KV is still being computed by a prefill worker, or it waits
+               for blocks that this worker will compute itself.
+2. PREFILLING  this worker computes its prompt (local_prefill.py); else a prefill worker does.
+3. READY       the handoff is verified, the first tokens are sent; it waits for a place in the batch.
+4. RUNNING     it takes part in steps.
+5. ENDED       each of its step groups is finished, preempted, failed or cancelled; their blocks are released,
+               or will be at the end of the step that is still writing them.
 
 Every change of state goes through `move()`, which knows the legal ones and stamps the time.
 """
@@ -34,13 +36,15 @@ Outcome = Literal["finished", "preempted", "failed", "cancelled"]
 
 class State(enum.Enum):
     ATTACHED = "attached"
+    PREFILLING = "prefilling"
     READY = "ready"
     RUNNING = "running"
     ENDED = "ended"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.ATTACHED: frozenset({State.READY, State.ENDED}),
+    State.ATTACHED: frozenset({State.PREFILLING, State.READY, State.ENDED}),
+    State.PREFILLING: frozenset({State.READY, State.ENDED}),
     State.READY: frozenset({State.RUNNING, State.ENDED}),
     State.RUNNING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
@@ -100,15 +104,26 @@ class DecodeRequest:
 def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
     """Return the span `decode` of an ended attempt, with phases kv_transfer.receive, queue and decode.
 
-    None for an attempt that never got its blocks: the prefill worker's span covers it. A phase that never ran
-    has no span. A failure is recorded on the phase that was active.
+    Where this worker computed the prompt, a phase prefill.local stands in for the transfer. None for an
+    attempt that never got its blocks from a prefill worker: that worker's span covers it. A phase that never
+    ran has no span. A failure is recorded on the phase that was active.
     """
-    ready, running = request.entered.get(State.READY), request.entered.get(State.RUNNING)
-    if ready is None:
-        return None
+    prefilling, running = request.entered.get(State.PREFILLING), request.entered.get(State.RUNNING)
+    ready = request.entered.get(State.READY)
     end = request.entered.get(State.ENDED) or time.monotonic()
-    received = ready - request.times.kv_receive.ToNanoseconds() / 1e9
-    phases = [PhaseSpan("kv_transfer.receive", received, ready), PhaseSpan("queue", ready, running or end)]
+    if prefilling is not None:
+        begun = request.entered[State.ATTACHED]
+        phases = [
+            PhaseSpan("kv_alloc_wait", begun, prefilling),
+            PhaseSpan("prefill.local", prefilling, ready or end),
+        ]
+    elif ready is not None:
+        begun = ready - request.times.kv_receive.ToNanoseconds() / 1e9
+        phases = [PhaseSpan("kv_transfer.receive", begun, ready)]
+    else:
+        return None
+    if ready is not None:
+        phases.append(PhaseSpan("queue", ready, running or end))
     if running is not None:
         phases.append(PhaseSpan("decode", running, end))
     if request.outcome == "failed":
@@ -120,10 +135,14 @@ def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
         "diptych.outcome": request.outcome,
         "diptych.decode.tokens": request.decoded,
         "diptych.kv_transfer.bytes": request.times.kv_bytes_transferred,
+        "diptych.prefill.local": prefilling is not None,
     }
+    if prefilling is not None:
+        attributes["diptych.prefill.tokens"] = len(request.attempt.token_ids)
+        attributes["diptych.prefill.cached_tokens"] = request.times.cached_tokens
     return PhaseSpan(
         "decode",
-        received,
+        begun,
         end,
         attributes=attributes,
         key=request.attempt.decode_span,

@@ -7,7 +7,7 @@ since it is still writing them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,10 +15,11 @@ from typing import Protocol
 from decode_worker.beams import Beams
 from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.local_prefill import LocalPrefills, new_tokens
 from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
 from decode_worker.sequence import AttemptBlocks, max_blocks
-from decode_worker.step_group import StepGroup
+from decode_worker.step_group import RowOwner, StepGroup
 from diptych.engine.kv.block_pool import BlockMisuse, BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.block_hash import block_keys
@@ -32,6 +33,10 @@ from kvtransfer.drivers.types import Ready
 from kvtransfer.protocol.messages import Key, PendingTransfer
 
 log = logging.getLogger(__name__)
+
+
+WAITING = frozenset({State.ATTACHED, State.PREFILLING})
+"""States before the handoff."""
 
 
 class GrantPort(Protocol):
@@ -57,13 +62,14 @@ class RequestManager:
     """Every attempt that has not ended, and `running`: step groups that have blocks, by arrival order."""
 
     grants: GrantPort
+    local: LocalPrefills
     grammars: Grammars
 
     def __init__(
         self,
         memory: KVMemory,
         pool: BlockPool,
-        step: StepThread[StepGroup],
+        step: StepThread[RowOwner],
         *,
         max_context: int,
         listeners: Listeners,
@@ -94,7 +100,7 @@ class RequestManager:
     @property
     def num_waiting(self) -> int:
         """Attempts whose blocks are still being filled, or waited for."""
-        return sum(request.state is State.ATTACHED for request in self._requests.values())
+        return sum(request.state in WAITING for request in self._requests.values())
 
     # ---- from attach to the handoff ------------------------------------------------------------------
 
@@ -118,13 +124,37 @@ class RequestManager:
         gateway.keys[attempt.key] = None
         if attempt.grammar is not None:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
-        self._expect(request)
+        tokens, size = attempt.token_ids, self._memory.layout.block_size
+        keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
+        if work.local_prefill and not self._add_local(request, work.local_prefill, keys):
+            return
+        self._expect(request, keys)
         reach("decode.attached")
+        if work.local_prefill:
+            self._ask_local(request)
 
-    def _expect(self, request: DecodeRequest) -> None:
+    def _add_local(self, request: DecodeRequest, kind: work_pb2.LocalPrefill, keys: Sequence[bytes]) -> bool:
+        """Queue a prompt that is to be computed here; fail its attempt if too many of its tokens are new."""
+        tokens, size = len(request.attempt.token_ids), self._memory.layout.block_size
+        if self.local.add(request, kind, new_tokens(tokens, self._pool.match(keys), size)):
+            return True
+        self._fail(request, work_pb2.FAILURE_REASON_TOO_MANY_NEW, "")
+        return False
+
+    def _ask_local(self, request: DecodeRequest) -> None:
+        """Let a prompt that is computed here ask for blocks, once its grammar is compiled."""
+        if request.compiling is None:
+            self.local.ask()
+        else:
+            request.compiling.add_done_callback(lambda _: self._grammar_compiled(request))
+
+    def _grammar_compiled(self, request: DecodeRequest) -> None:
+        if request.state is State.ATTACHED and self._take_grammar(request):
+            self.local.ask()
+
+    def _expect(self, request: DecodeRequest, keys: Sequence[bytes]) -> None:
         attempt, size = request.attempt, self._memory.layout.block_size
         tokens = attempt.token_ids
-        keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
         reserve = None
         if attempt.reserve_worst_case:
             reserve, together = max_blocks(attempt, block_size=size, total_blocks=self._pool.total)
@@ -165,18 +195,24 @@ class RequestManager:
 
         If not yet, `ready` comes again; if never, the attempt ends.
         """
-        compiling = request.compiling
+        if request.compiling is not None and not request.compiling.done():
+            request.compiling.add_done_callback(lambda _: self.on_ready(ready))
+            return False
+        if self._take_grammar(request):
+            return True
+        self.on_ready(ready)  # releases the blocks
+        return False
+
+    def _take_grammar(self, request: DecodeRequest) -> bool:
+        """Take a request's grammar, whose compilation is done; fail the attempt and return False without."""
+        compiling, request.compiling = request.compiling, None
         if compiling is None:
             return True
-        if not compiling.done():
-            compiling.add_done_callback(lambda _: self.on_ready(ready))
-            return False
         if (error := compiling.exception()) is not None:
             log.warning("the grammar of %s: %s", request.key, error)
             self._fail(request, work_pb2.FAILURE_REASON_NO_VALID_TOKEN, "")
-            self.on_ready(ready)  # releases the blocks
             return False
-        request.grammar, request.compiling = compiling.result(), None
+        request.grammar = compiling.result()
         return True
 
     def on_failed(self, key: Key, reason: int, message: str) -> None:
@@ -298,7 +334,8 @@ class RequestManager:
         request.move(State.ENDED)
         del self._requests[request.key]
         request.gateway.keys.pop(request.key, None)
-        if before is State.ATTACHED:
+        if before in WAITING:
+            self.local.drop(request.key)
             self.grants.cancel(request.key)
         self._listeners.ended(request)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_worker.prefix_publisher import PrefixPublisher
+from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
@@ -42,6 +43,18 @@ class DecodeSequence:
     def logit_rows(self) -> int:
         """Rows of logits that it has in a step."""
         return 1 + len(self.draft)
+
+    def step(self, memory: KVMemory, follows: int | None) -> SequenceStep:
+        """Return its share of a step over `memory`, after row `follows` of the step before, if given."""
+        return SequenceStep(
+            memory=memory,
+            block_table=self.block_ids,
+            start=self.num_tokens - 1 + int(follows is not None),
+            token_ids=self.output_ids[-1:] + self.draft,
+            wants_logits=True,
+            trailing=1 + len(self.draft),
+            follows=follows,
+        )
 
     def sample_rows(self) -> Sequence[SampleRow]:
         """Return the sampling of each of its rows of logits."""

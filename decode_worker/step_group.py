@@ -1,7 +1,8 @@
-"""The unit that the engine loop schedules: sequences of one attempt that step together or not at all.
+"""The rows of steps and their owners: step groups, sequences of one attempt that step together or not at all.
 
 Each way of decoding is a kind of step group: every ordinary choice is a group of one sequence (choices.py), a
-beam search is one group of all its live beams (beams.py). The loop knows this file only.
+beam search is one group of all its live beams (beams.py). The loop knows this file only. Prompts that this
+worker computes itself (local_prefill.py) own rows as well.
 """
 
 from __future__ import annotations
@@ -9,20 +10,55 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
+from diptych.engine.batch import SequenceStep, StepOutput
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleFailure, SampleRow
-from diptych.engine.step_output import StepOutput
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
 
+
+class StepRow(Protocol):
+    """A row of a step: tokens of one sequence."""
+
+    draft: list[int]
+    """Drafted tokens of the row; empty for those that have none."""
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that it has in a step; 0 for a prompt's chunk before the last one."""
+        ...
+
+    def step(self, memory: KVMemory, follows: int | None) -> SequenceStep:
+        """Return its share of a step over `memory`, after row `follows` of the step before, if given."""
+        ...
+
+
+class RowOwner(Protocol):
+    """The owner of rows of a step."""
+
+    @property
+    def request(self) -> DecodeRequest: ...
+    @property
+    def rows(self) -> Sequence[StepRow]: ...
+    def device_rows(self, sequence: Any) -> Sequence[SampleRow | None]:
+        """Return how a device may sample, one entry a row of logits; None: `pick` needs the row."""
+        ...
+
+    def pick(self, logits: torch.Tensor, rows: Any) -> Sequence[Any]:
+        """Return a result for each of `logits`, `[rows of logits, vocab]`, on any thread."""
+        ...
+
+
 Row = tuple["StepGroup", DecodeSequence]
-Picker = Callable[[torch.Tensor, Sequence[Row]], Sequence[Any]]
+OwnedRow = tuple[RowOwner, StepRow]
+Picker = Callable[[torch.Tensor, Any], Sequence[Any]]
 
 
 class StepGroup(ABC):
@@ -104,12 +140,12 @@ class StepGroup(ABC):
         return "failed"
 
 
-def pick_all(output: StepOutput, rows: Sequence[Row]) -> Sequence[list[Any]]:
+def pick_all(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[list[Any]]:
     """Return the results of each row of a step: tokens sampled on the device, else picked from its logits.
 
     Rows of one kind of step group are picked together.
     """
-    if len(output.tokens) == len(rows) and None not in output.tokens:
+    if len(output.tokens) == len(rows) and None not in output.tokens and _one_each(rows):
         return [[token] for token in output.tokens]  # most steps of most servers
     picked: list[list[Any]] = []
     left: dict[Picker, list[tuple[int, range]]] = {}  # rows by number, and the places of their logits
@@ -117,7 +153,7 @@ def pick_all(output: StepOutput, rows: Sequence[Row]) -> Sequence[list[Any]]:
     for number, (group, sequence) in enumerate(rows):
         end = begin + sequence.logit_rows
         picked.append(list(output.tokens[begin:end]))
-        if picked[-1][0] is None:  # then all of them
+        if begin < end and picked[-1][0] is None:  # then all of them
             left.setdefault(group.pick, []).append((number, range(unsampled, unsampled + end - begin)))
             unsampled += end - begin
         begin = end
@@ -128,3 +164,8 @@ def pick_all(output: StepOutput, rows: Sequence[Row]) -> Sequence[list[Any]]:
         for number, of_row in some:
             picked[number] = list(islice(results, len(of_row)))
     return picked
+
+
+def _one_each(rows: Sequence[OwnedRow]) -> bool:
+    """Return whether each row has one row of logits."""
+    return all(sequence.logit_rows == 1 for _, sequence in rows)

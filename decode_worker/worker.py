@@ -30,6 +30,9 @@ from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.transports import registry
 
+PREFILL_PHASES = {"queue": "prefill_queue", "kv_alloc_wait": "grant_wait", "prefill": "prefill"}
+"""Phases of prompts that this worker computes itself, by name, and their fields in `PhaseTimes`."""
+
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; return the process's exit status."""
@@ -47,6 +50,9 @@ class DecodeWorker:
         memory = make_pool(settings, engine)
         transports = registry.transports_for(settings.transport, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
+        self._memory_domain = registry.memory_domain(
+            transports, memory.memory.data.device, settings.worker_id
+        )
         self._pool = BlockPool(memory.memory.num_blocks)
         self._loop = EngineLoop(
             engine.runner,
@@ -70,7 +76,7 @@ class DecodeWorker:
             host=settings.host,
             heartbeat=lambda: engine_heartbeat(self._loop),
         )
-        self._loop.requests.grants = self._handoff
+        self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
@@ -98,9 +104,11 @@ class DecodeWorker:
             registry=self._registry,
             total_blocks=self._pool.total,
             owned_keys=self._pool.cached_keys,
+            memory_domain=self._memory_domain,
         )
 
     def _load(self) -> work_pb2.Load:
+        local = self._loop.local
         return work_pb2.Load(
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
@@ -108,6 +116,11 @@ class DecodeWorker:
             total_blocks=self._pool.total,
             quarantined_blocks=self._pool.quarantined(),
             max_running=self._max_batch,
+            waiting_tokens=local.waiting_tokens,
+            max_local_prefill_tokens=local.bounds.short,
+            max_fallback_prefill_tokens=local.bounds.fallback,
+            local_prefill_chunk=local.bounds.chunk,
+            local_prefills=local.done,
         )
 
     def _utilization(self) -> float:
@@ -125,17 +138,31 @@ class DecodeWorker:
         metrics.accepted_tokens.inc(request.accepted)
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
+        if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:
+            metrics.local_prefills_refused.inc()
         if State.READY in request.entered:
             transport = request.transport
-            metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
-            metrics.kv_transfer_bytes.labels(transport).inc(times.kv_bytes_transferred)
+            if times.local_prefill:
+                self._count_local(request, times)
+            else:
+                metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
+                metrics.kv_transfer_bytes.labels(transport).inc(times.kv_bytes_transferred)
             metrics.prefix_cache_queries.inc(len(request.attempt.token_ids))
             metrics.prefix_cache_hits.inc(times.cached_tokens)
             for phase in ("decode_queue", "decode"):
                 if times.HasField(phase):
                     metrics.phases[phase].observe(getattr(times, phase).ToNanoseconds() / 1e9)
         if self._telemetry.enabled and (span := attempt_span(request)) is not None:
-            self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])
+            links = [] if State.PREFILLING in request.entered else [request.attempt.prefill_span]
+            self._telemetry.emit_phases(request.attempt.trace, [span], links=links)
+
+    def _count_local(self, request: DecodeRequest, times: work_pb2.PhaseTimes) -> None:
+        """Count a prompt that was computed here, and its phases, which are a prefill worker's else."""
+        metrics = self._metrics
+        metrics.local_prefills.inc()
+        metrics.local_prefill_tokens.inc(len(request.attempt.token_ids) - times.cached_tokens)
+        for phase, field in PREFILL_PHASES.items():
+            metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
 
 
 def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:

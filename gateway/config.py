@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
+from gateway.model.template_file import read_template
 from gateway.session.retry_policy import WORKER_WAIT_S
 
 GRPC_PORT = 50051
@@ -111,6 +112,11 @@ class GatewaySettings(ProgramSettings):
         "the one that was asked for. --model-name comes before them.",
         section="Model",
     )
+    chat_template: Path | None = setting(
+        None,
+        "File with the chat template, in Jinja, in place of the model's own ones.",
+        section="Model",
+    )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = setting(
         256, "Requests that may be with the workers at once; more wait in the gateway.", section="Admission"
     )
@@ -125,6 +131,12 @@ class GatewaySettings(ProgramSettings):
         "Longest predicted wait for prefill, in seconds, that a request is accepted with; auto takes four "
         "times the prefill of an average request.",
         section="Admission",
+    )
+    reasoning_parser: Literal["auto", "none", "harmony", "mistral", "seed_oss", "think"] = setting(
+        "auto",
+        "Form in which the model marks its reasoning, which answers have in a field of its own; auto: as "
+        "chat template and tokenizer say; none: reasoning stays in the text.",
+        section="Model",
     )
     lenient_json_schema: bool = setting(
         False,
@@ -147,6 +159,12 @@ class GatewaySettings(ProgramSettings):
         256,
         "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
+    )
+    local_prefill: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Prompts with few new tokens that their decode worker computes itself: auto, those that are done "
+        "earlier so; always, all within its --max-local-prefill-tokens; never, none.",
+        section="Workers",
     )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,
@@ -188,6 +206,13 @@ class GatewaySettings(ProgramSettings):
     def _keys_can_be_read(cls, path: Path | None) -> Path | None:
         if path is not None:
             read_key_file(path)
+        return path
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            read_template(path)
         return path
 
     @field_validator("tls_cert")

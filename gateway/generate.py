@@ -43,6 +43,7 @@ from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, Utf8Text, text_after
 from gateway.output.logprobs import best_outputs
 from gateway.output.output_stream import OutputStream
+from gateway.output.reasoning_text import ReasoningText
 from gateway.output.stop_strings import StopStrings
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
@@ -207,7 +208,7 @@ class Generator:
         Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
         """
         registry = self._worker_pool.registry
-        if registry.missing_role() is None:
+        if registry.missing_role() is None or self._worker_pool.falls_back(job):
             return job
         await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
         if self.draining:
@@ -263,7 +264,10 @@ class Generator:
     def _output(
         self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text, *, call_pieces: bool
     ) -> OutputStream:
-        parser = self._model.tools.parser(request.tools)
+        parser = None
+        if request.tools is not None:
+            begun = request.reasoning is None
+            parser = self._model.tools.parser(request.tools, begun=begun, pieces=call_pieces)
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
         detokenizer = Detokenizer(self._model.tokenizer, request.skip_special, shown, text)
@@ -279,9 +283,18 @@ class Generator:
             want_scores=request.logprobs is not None,
             calls=parser,
             one_call=request.tools is not None and request.tools.single,
-            unfinished=self._model.tools.unfinished(request.tools),
-            piece_names=_tool_names(request) if call_pieces else None,
+            unfinished=self._model.tools.unfinished(request.tools) if parser is not None else None,
+            reasoning=self._reasoning(request),
         )
+
+    def _reasoning(self, request: ParsedRequest) -> ReasoningText | None:
+        if request.reasoning is None:
+            return None
+        constraint = request.constraint
+        detokenizer = Detokenizer(self._model.tokenizer, request.skip_special) if request.want_text else None
+        splitter = request.reasoning.splitter(constrained=constraint is not None)
+        exact = constraint is not None and not constraint.optional
+        return ReasoningText(splitter, detokenizer, exact=exact)
 
     async def _answer(self, driver: RequestDriver, call: Call, *, one_message: bool) -> pb.GenerateResponse:
         """Write pieces until the end; return the last message (written already, unless ``one_message``)."""
@@ -352,10 +365,6 @@ def _due(driver: RequestDriver) -> list[int]:
 def _waiting_bytes(output: OutputStream) -> int:
     """Estimate the memory of an output's pieces that are in no message so far."""
     return TOKEN_BYTES * output.pending + ALTERNATIVE_BYTES * output.pending_alternatives
-
-
-def _tool_names(request: ParsedRequest) -> frozenset[str] | None:
-    return None if request.tools is None else frozenset(tool.name for tool in request.tools.callable)
 
 
 def _required(ticket: Ticket | None) -> Ticket:

@@ -37,6 +37,7 @@ from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
+from gateway.model.template_file import read_template
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
 from gateway.request_telemetry import create_series
@@ -47,6 +48,7 @@ from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
+from gateway.worker_pool.local_prefill import LocalMode
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
@@ -81,6 +83,7 @@ class Gateway:
             on_change=self._workers_changed,
             arrival_wait_s=settings.worker_wait_timeout,
             local_workers=WorkerFileReader(settings.workers_fd).workers,
+            local_prefill=LocalMode(settings.local_prefill),
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -337,7 +340,15 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
         path, names = checked_model(settings.model), listed(settings.served_model_name)
-        model = ServedModel.load(path, settings.model_name, settings.max_model_len, names)
+        template = None if settings.chat_template is None else read_template(settings.chat_template)
+        model = ServedModel.load(
+            path,
+            settings.model_name,
+            settings.max_model_len,
+            names,
+            chat_template=template,
+            reasoning=settings.reasoning_parser,
+        )
         return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

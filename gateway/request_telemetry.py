@@ -12,11 +12,12 @@ from diptych.runtime.errors import Cancelled, DeadlineExceeded
 from diptych.runtime.metrics import PROVIDER, GatewayMetrics
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.types import Cause, FinishReason
+from gateway.attempt.types import Cause, FinishReason, Role
 from gateway.call import Call
 from gateway.responses import decode_s
 from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
+from gateway.worker_pool.local_prefill import FALLBACK, LOCAL
 from gateway.worker_pool.router import POLICIES, REASONS
 
 OPERATION_KEY = "operation"
@@ -107,7 +108,8 @@ class RequestTelemetry:
             "gen_ai.latency.time_in_queue": driver.admission_s + phases.prefill_queue + phases.grant_wait,
             "gen_ai.latency.time_in_model_prefill": phases.prefill,
             "gen_ai.latency.time_in_model_decode": decode_s(driver, phases),
-            "diptych.attempts": driver.state.attempts,
+            "diptych.attempts": driver.state.attempts - driver.state.refused,
+            "diptych.prefill.local": phases.local_prefills > 0,
             "diptych.preemptions": driver.state.preemptions,
         }
         if driver.first_token_at is not None:
@@ -144,11 +146,28 @@ class RequestTelemetry:
             if route.placement is not None:
                 metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
                 metrics.predicted_hits.inc(route.placement.predicted_tokens)
+        _count_pairs(metrics, driver)
+
+
+def _count_pairs(metrics: GatewayMetrics, driver: RequestDriver) -> None:
+    """Count the promised and the cached tokens of each attempt that delivered a token, by its workers.
+
+    Attempts are numbered in the order of their placements, from 1.
+    """
+    placements = [route.placement for route in driver.routes if route.placement is not None]
+    for number, placement in enumerate(placements, 1):
+        cached = driver.cached_by_attempt.get(number)
+        if cached is not None:
+            pair = placement.prefill_id or LOCAL, placement.decode_id
+            metrics.pair_predicted_tokens.labels(*pair).inc(placement.predicted_tokens)
+            metrics.pair_cached_tokens.labels(*pair).inc(cached)
 
 
 def _count_phases(metrics: GatewayMetrics, driver: RequestDriver) -> None:
     """Count the phases that the workers measured; one that never ran has no time."""
     phases = driver.phases
+    metrics.prompts_computed.labels(Role.DECODE.value).inc(phases.local_prefills)
+    metrics.prompts_computed.labels(Role.PREFILL.value).inc(phases.remote_prefills)
     metrics.queue_duration.observe(driver.admission_s + phases.prefill_queue + phases.grant_wait)
     for name, seconds in (
         ("queue", phases.prefill_queue),
@@ -174,9 +193,12 @@ def _count_choices(metrics: GatewayMetrics, driver: RequestDriver, error: str | 
 def create_series(metrics: GatewayMetrics) -> None:
     """Create the series whose labels are known before the first event."""
     for cause in Cause:
-        metrics.retries.labels(cause.value)
+        if cause is not Cause.TOO_MANY_NEW:  # no attempt is counted after it
+            metrics.retries.labels(cause.value)
+    for role in Role:
+        metrics.prompts_computed.labels(role.value)
     for policy in POLICIES:
-        for reason in REASONS:
+        for reason in (*REASONS, LOCAL, FALLBACK):
             metrics.route_decisions.labels(policy, reason)
     for end in (*(reason.value for reason in FinishReason), FAILED):
         metrics.choices_ended.labels(end)

@@ -52,18 +52,30 @@ class Responses:
         self, driver: RequestDriver, numbered: Iterable[tuple[int, int]], *, first: bool
     ) -> pb.GenerateResponse:
         """Build a message; ``numbered``: (index in the message, choice)."""
-        message, yielder = pb.GenerateResponse(), Yielder()
+        message = pb.GenerateResponse()
         # All output is taken at once: what comes while scores are written belongs to the next message.
         taken = [_add(message, driver, choice, index) for index, choice in numbered]
         if first:
             _add_head(message, driver)
+        request = driver.job.request
+        if request.logprobs is not None or request.prompt_logprobs is not None:
+            await self._add_logprobs(message, taken, driver, first=first)
+        return message
+
+    async def _add_logprobs(
+        self,
+        message: pb.GenerateResponse,
+        taken: Iterable[tuple[pb.OutputDelta, Scored]],
+        driver: RequestDriver,
+        *,
+        first: bool,
+    ) -> None:
+        request, yielder = driver.job.request, Yielder()
         for output, scored in taken:
             await self._logprobs.add(output, scored, yielder)
-        request = driver.job.request
-        if first and request.prompt_logprobs is not None:
+        if first and driver.prompt_logprobs is not None:
             scores = driver.prompt_logprobs.scores
             await self._logprobs.add_prompt(message.prompt, request.prompt_ids, scores, yielder)
-        return message
 
 
 def _add(
@@ -72,7 +84,9 @@ def _add(
     """Add the new output of a choice; return it and its scores, which are not added."""
     stream = driver.outputs[choice]
     delta = stream.take()
-    output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
+    output = message.outputs.add(
+        index=index, text=delta.text, token_ids=delta.token_ids, reasoning_content=delta.reasoning
+    )
     for call in delta.tool_calls:
         output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
     reason = driver.output_buffer.finished.get(choice)
@@ -119,6 +133,7 @@ def _usage(driver: RequestDriver) -> pb.Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         cached_prompt_tokens=driver.cached_tokens or 0,
+        reasoning_tokens=driver.reasoning_tokens,
     )
 
 
@@ -140,6 +155,7 @@ def timings(driver: RequestDriver, received_at: float) -> pb.Timings:
         kv_bytes_transferred=phases.kv_bytes_transferred,
         preemptions=state.preemptions,
         retries=state.retries.total() - state.retries[Cause.PREEMPTED],
+        local_prefill=phases.local_prefills > 0,
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if driver.first_token_at is not None:

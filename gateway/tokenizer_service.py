@@ -91,6 +91,7 @@ class TokenizerService:
                 cache_salt=True,
                 chat=card.has_chat_template,
                 tool_calls=self._model.tools.call_format.name if self._model.tools.call_format else "",
+                reasoning=self._model.reasoning.name if self._model.reasoning else "",
             ),
             tokenizer_digest=card.tokenizer_digest,
             default_sampling=_default_sampling(card),

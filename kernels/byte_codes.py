@@ -65,7 +65,7 @@ def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
 
     None for a format whose groups have more than sixteen values.
     """
-    if matrix.format == "q8_0":
+    if matrix.format not in ("q4_0", "q4_1"):
         return None
     scale, least, codes = codes_of(matrix)
     groups_a_segment = segments(matrix.columns)[1] // GROUP

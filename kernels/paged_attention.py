@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.fp8_cache import quantise
+from kernels.score_rule import capped, softmax_with_sinks
 
 
 def write_kv(
@@ -31,7 +32,7 @@ def write_kv(
         keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
     tokens, kv_heads, head_dim = keys.shape
     block_size = blocks.shape[-1] // head_dim
-    positions = torch.arange(start, start + tokens)
+    positions = torch.arange(start, start + tokens, device=table.device)
     ids, lanes = table[positions // block_size], positions % block_size
     blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
     blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
@@ -45,13 +46,19 @@ def paged_attention(
     start: int,
     window: int | None = None,
     scales: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...`.
 
     All tokens are of one sequence. Every query head h reads KV head `h // (heads / kv_heads)`; keys and
     values of all positions up to the last query are in `blocks` already, by `table [n]`. With a `window`, a
     token sees that many last tokens, itself included. `scales` are those of a cache in FP8. Scores and sums
-    are float32. Returns `[tokens, heads, head_dim]`.
+    are float32. Scores are multiplied by
+    `scale` (None: `head_dim ** -0.5`), then capped, and `sinks` float32 `[heads]` are a logit more beside a
+    head's scores (score_rule.py). Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
@@ -71,14 +78,16 @@ def paged_attention(
     group = heads // kv_heads
     grouped = query.float().view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     scores = grouped.reshape(kv_heads, group * tokens, head_dim) @ keys
-    scores = scores.view(kv_heads, group, tokens, count) * head_dim**-0.5
+    scores = scores.view(kv_heads, group, tokens, count) * (head_dim**-0.5 if scale is None else scale)
+    scores = capped(scores, cap)
     if tokens > 1 or window is not None:
-        at = torch.arange(start, end).unsqueeze(1)
-        seen = torch.arange(first, end).unsqueeze(0)
+        at = torch.arange(start, end, device=query.device).unsqueeze(1)
+        seen = torch.arange(first, end, device=query.device).unsqueeze(0)
         hidden = seen > at
         if window is not None:
             hidden |= seen <= at - window
         scores.masked_fill_(hidden, -torch.inf)
-    weights = torch.softmax(scores, dim=-1).view(kv_heads, group * tokens, count)
+    per_head = None if sinks is None else sinks.view(kv_heads, group, 1)
+    weights = softmax_with_sinks(scores, per_head).view(kv_heads, group * tokens, count)
     mixed = (weights @ values).view(kv_heads, group, tokens, head_dim)
     return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim).to(query.dtype)

@@ -15,12 +15,25 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
+from kernels import kquants
+from kernels.kquants import KQUANT_BYTES, SUPER, KQuantFormat
+
 GROUP = 32
 """Numbers along the depth that share a scale."""
 
-BlockFormat = Literal["q4_0", "q4_1", "q8_0"]
+GroupFormat = Literal["q4_0", "q4_1", "q8_0"]
+BlockFormat = GroupFormat | KQuantFormat
 
-BLOCK_BYTES: dict[BlockFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+BLOCK_BYTES: dict[GroupFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+"""Bytes of a block of 32; K-quants have blocks of 256 (kernels/kquants.py)."""
+
+
+def block_of(name: BlockFormat) -> tuple[int, int]:
+    """Return numbers and bytes of a block."""
+    if name == "q4_0" or name == "q4_1" or name == "q8_0":
+        return GROUP, BLOCK_BYTES[name]
+    return SUPER, KQUANT_BYTES[name]
+
 
 FINE_ABOVE = 1.2
 """A group of activations whose peak is above this times the mean peak of its row gets 16 bits a number.
@@ -40,10 +53,11 @@ class BlockMatrix:
     format: BlockFormat
     columns: int
     blocks: torch.Tensor
-    """uint8 `[rows, ceil(columns / 32) * BLOCK_BYTES[format]]`."""
+    """uint8 `[rows, bytes of ceil(columns / numbers of a block) blocks]`."""
 
     def __post_init__(self) -> None:
-        width = -(-self.columns // GROUP) * BLOCK_BYTES[self.format]
+        numbers, size = block_of(self.format)
+        width = -(-self.columns // numbers) * size
         if self.blocks.dtype != torch.uint8 or self.blocks.ndim != 2 or self.blocks.shape[1] != width:
             raise ValueError(
                 f"{self.columns} columns of {self.format} are not {tuple(self.blocks.shape)} bytes"
@@ -73,7 +87,10 @@ def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
 
 def dequantise(matrix: BlockMatrix) -> torch.Tensor:
     """Return the float32 numbers `[rows, columns]` that the blocks stand for, exactly."""
-    if matrix.format == "q8_0":
+    if matrix.format in KQUANT_BYTES:
+        blocks = matrix.blocks.reshape(-1, block_of(matrix.format)[1])
+        values = kquants.dequantise_blocks(blocks, matrix.format)
+    elif matrix.format == "q8_0":
         blocks = _in_blocks(matrix)
         values = _halves_as_floats(blocks[..., :2]) * blocks[..., 2:].view(torch.int8).float()
     else:
@@ -99,7 +116,7 @@ def codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _in_blocks(matrix: BlockMatrix) -> torch.Tensor:
-    return matrix.blocks.contiguous().view(matrix.shape[0], -1, BLOCK_BYTES[matrix.format])
+    return matrix.blocks.contiguous().view(matrix.shape[0], -1, block_of(matrix.format)[1])
 
 
 def _halves_as_floats(two_bytes: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,11 @@ import torch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide `x [..., n]` by its root mean square over n, and multiply by `weight [n]`.
 
-    The mean is taken in float32 whatever the dtype: squares of bfloat16 have three significant digits.
+    The mean is taken in float32 whatever the dtype: squares of bfloat16 have three significant digits. A
+    float32 weight multiplies before the result is rounded to the dtype of `x`, one of that dtype after.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    if weight.dtype == torch.float32:
+        return (weight * wide).to(x.dtype)
     return weight * wide.to(x.dtype)

@@ -25,7 +25,7 @@ from diptych.runtime.python_module import module_command
 ROOT = Path(__file__).parents[1]
 START_S, SETTLE_S, IDLE_S, STOP_S = 180.0, 1.0, 5.0, 30.0
 
-RECORDER = """
+RECORDER = r"""
 import os, sys, threading, time
 
 FOLDER = os.environ["REQUEST_PATH_FOLDER"]
@@ -48,9 +48,9 @@ def watch():
     without = set(seen)
     seen.clear()
     wait_for("end")
-    files = {one.co_filename for one in list(seen) if one not in without}
+    found = {f"{one.co_filename}\t{one.co_qualname}" for one in list(seen) if one not in without}
     with open(f"{FOLDER}/{os.getpid()}.seen", "w") as out:
-        print(" ".join(sys.orig_argv), *sorted(files), sep="\\n", file=out)
+        print(" ".join(sys.orig_argv), *sorted(found), sep="\n", file=out)
 
 
 threading.setprofile(profile)
@@ -61,8 +61,8 @@ PROGRAMS = ("gateway", "prefill_worker", "decode_worker")
 PACKAGES = (*PROGRAMS, "diptych", "kvtransfer", "kernels")
 
 
-def record_request(root: Path) -> dict[str, set[str]]:
-    """Return the files under `root`, by program, that one chat request runs through."""
+def record_request(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return, by program and by file under `root`, the functions that one chat request runs through."""
     with tempfile.TemporaryDirectory(prefix="diptych-path-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(RECORDER)
@@ -77,16 +77,24 @@ def record_request(root: Path) -> dict[str, set[str]]:
             list(client.stream(question, max_tokens=16))
             (folder / "end").touch()
             time.sleep(SETTLE_S)
-        found: dict[str, set[str]] = {program: set() for program in PROGRAMS}
+        found: dict[str, dict[str, list[str]]] = {program: {} for program in PROGRAMS}
         for record in folder.glob("*.seen"):
-            command, *files = record.read_text().splitlines()
+            command, *calls = record.read_text().splitlines()
             program = next((one for one in PROGRAMS if one in command.split()), None)
             if program is not None:
-                ours = (Path(one).relative_to(root) for one in files if one.startswith(f"{root}/"))
-                found[program] |= {
-                    str(one) for one in ours if one.parts[0] in PACKAGES and "_pb2" not in one.name
-                }
+                for file, function in _ours(calls, root):
+                    found[program].setdefault(file, []).append(function)
         return found
+
+
+def _ours(calls: list[str], root: Path) -> Iterator[tuple[str, str]]:
+    """Yield file and function of the calls into this repository's own, not generated, modules."""
+    for call in calls:
+        file, _, function = call.partition("\t")
+        if file.startswith(f"{root}/"):
+            path = Path(file).relative_to(root)
+            if path.parts[0] in PACKAGES and "_pb2" not in path.name:
+                yield str(path), function
 
 
 @contextmanager
@@ -115,13 +123,16 @@ def _system(folder: Path, root: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.request_path", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print every file with its lines, by program")
+    parser.add_argument("--functions", action="store_true", help="print the functions that ran, too")
     arguments = parser.parse_args()
     found = record_request(ROOT)
     lines = {name: (ROOT / name).read_text().count("\n") for files in found.values() for name in files}
     for program, files in found.items():
         print(f"{program}: {len(files)} files, {sum(lines[one] for one in files)} lines")
-        if arguments.list:
-            print(*(f"  {lines[one]:4} {one}" for one in sorted(files)), sep="\n")
+        for one in sorted(files) if arguments.list or arguments.functions else ():
+            print(f"  {lines[one]:4} {one}")
+            if arguments.functions:
+                print(*(f"         {function}" for function in files[one]), sep="\n")
     print(f"together: {len(lines)} files, {sum(lines.values())} lines")
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
+from kvtransfer.protocol.pull_rates import PullMode
 
 
 class PrefillSettings(WorkerSettings):
@@ -25,7 +26,14 @@ class PrefillSettings(WorkerSettings):
     )
     scratch_blocks: Annotated[int, Field(ge=0)] = setting(
         0,
-        "Blocks of this worker's own pool, which copying transports use; 0 takes two contexts.",
+        "Blocks of this worker's own pool, which copying transports use: at least one context "
+        "(--max-model-len); 0 takes two contexts, or one where free memory is short.",
+        section="KV cache",
+    )
+    pull_prefixes: PullMode = setting(
+        "auto",
+        "Take prefixes that a decode worker has cached from there, where blocks are copied: auto, where that "
+        "is cheaper than computing them; always; never.",
         section="KV cache",
     )
 
@@ -35,7 +43,3 @@ class PrefillSettings(WorkerSettings):
         Launching a step takes 10 ms of the host, for which a GPU waits in short ones.
         """
         return self.prefill_chunk or (512 if device_type == "cpu" else 2048)
-
-    def num_scratch_blocks(self, max_context: int) -> int:
-        """Return the blocks of the own pool: by default two prompts of the model's whole context."""
-        return self.scratch_blocks or 2 * -(-max_context // self.block_size)

@@ -16,9 +16,10 @@ from diptych.engine.sampling import SampleFailure
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
+from diptych.worker_process.prompt_chunk import Computed
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
-from prefill_worker.chunk_step import Computed, Row, run_step
+from prefill_worker.chunk_step import Row, run_step
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.request_manager import RequestManager
 from prefill_worker.scheduler import plan_asks, plan_chunks
@@ -127,7 +128,10 @@ class EngineLoop:
             tokens = sum(chunk.tokens for chunk in chunks)
             self._cpu.claim()
             self._publish_backlog(batch, tokens)
-            self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
+            started = time.monotonic()
+            outcome = await self._step.compute(batch, rows, self._run_step, tokens)
+            self.requests.handoff.pull_rates.computed(tokens, time.monotonic() - started)
+            self._apply(rows, outcome)
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.requests.all() if request.computable]

@@ -27,7 +27,7 @@ class GatewayStream:
 
     def prompt_scores(self, key: Key, first_position: int, scores: Sequence[work_pb2.Score]) -> None:
         """Send the log-probabilities of the prompt's tokens from `first_position` on."""
-        message = prefill_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
+        message = work_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
         self._queue.put(prefill_pb2.PrefillServiceLinkResponse(prompt_scores=message))
 
     def first_tokens(

@@ -128,6 +128,11 @@ class PrefillRequest:
         return len(self.token_ids) - self.computed
 
     @property
+    def pull_s(self) -> float:
+        """Seconds for which cached blocks were pulled, between its grant and the state GRANTED."""
+        return self.granted.pull_s if self.granted is not None else 0.0
+
+    @property
     def plan_entry(self) -> Prompt:
         attempt = self.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
@@ -140,7 +145,9 @@ class PrefillRequest:
         times = work_pb2.PhaseTimes(prefill_steps=self.steps)
         times.prefill_queue.FromNanoseconds(_ns((asked or now) - self.entered[State.QUEUED]))
         if asked is not None:
-            times.grant_wait.FromNanoseconds(_ns((granted or now) - asked))
+            times.grant_wait.FromNanoseconds(_ns((granted or now) - asked - self.pull_s))
+        if self.pull_s:
+            times.kv_pull.FromNanoseconds(_ns(self.pull_s))
         if granted is not None:
             times.prefill.FromNanoseconds(_ns((self.computed_at or now) - granted))
         if self.computed_at is not None:
@@ -155,7 +162,7 @@ def _ns(seconds: float) -> int:
 
 
 def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
-    """Return the span `prefill` of an ended attempt, with phases queue, kv_alloc_wait, prefill and
+    """Return the span `prefill` of an ended attempt, with phases queue, kv_alloc_wait, kv_pull, prefill and
     kv_transfer.send.
 
     A phase that never ran has no span. A failure is recorded on the phase that was active.
@@ -166,6 +173,7 @@ def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
     starts = [
         ("queue", queued),
         ("kv_alloc_wait", asked),
+        ("kv_pull", granted - request.pull_s if granted is not None and request.pull_s else None),
         ("prefill", granted),
         ("kv_transfer.send", computed),
     ]

@@ -22,12 +22,14 @@ from diptych.worker_process.server import WorkerServer
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
+from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
+from prefill_worker.scratch_memory import Memory, plan_scratch
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
@@ -45,8 +47,19 @@ class PrefillWorker:
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
         transports = registry.transports_for(settings.transport, engine.model.device)
+        device = engine.model.device
+        self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        self._scratch_plan = plan_scratch(
+            settings.scratch_blocks,
+            transports,
+            engine.layout,
+            engine.model.shape.max_context,
+            Memory.of(device),
+        )
+        transports = self._scratch_plan.transports
+        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
-        device_type = engine.model.device.type
+        device_type = device.type
         chunk = settings.chunk_tokens(device_type)
         self._loop = EngineLoop(
             engine.runner,
@@ -64,12 +77,18 @@ class PrefillWorker:
             layout=engine.layout,
             transports=transports,
             device=engine.model.device,
-            scratch=self._scratch,
+            scratch=self._scratch if self._scratch_plan.blocks else None,
             on_abort=self._loop.requests.on_abort,
             on_peer_lost=self._loop.requests.on_peer_lost,
             heartbeat=lambda: engine_heartbeat(self._loop),
+            cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
+            on_pull_end=self._count_pull,
+            pull_mode=settings.pull_prefixes,
         )
         self._loop.requests.handoff = self._handoff
+        self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
+        for outcome in OUTCOMES:
+            self._metrics.pulls.labels(outcome)
         self._loop.requests.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
@@ -91,11 +110,13 @@ class PrefillWorker:
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
+            owned_keys=self._handoff.cached_keys,
+            memory_domain=self._memory_domain,
         )
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """Make the worker's own pool, when the first copying transport is registered."""
-        blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
+        blocks = self._scratch_plan.blocks
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
 
     def _load(self) -> work_pb2.Load:
@@ -103,7 +124,15 @@ class PrefillWorker:
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             waiting_tokens=self._loop.waiting_tokens,
+            pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
         )
+
+    def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.pulls.labels(outcome).inc()
+        metrics.pulled_tokens.inc(blocks * self._engine.layout.block_size)
+        if outcome != DECLINED:
+            metrics.pull_duration.observe(seconds)
 
     def _ended(self, request: PrefillRequest, outcome: str) -> None:
         """Count and trace an attempt that has ended."""
@@ -111,6 +140,7 @@ class PrefillWorker:
         for phase, field in (
             ("queue", "prefill_queue"),
             ("kv_alloc_wait", "grant_wait"),
+            ("kv_pull", "kv_pull"),
             ("prefill", "prefill"),
         ):
             if times.HasField(field):

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from diptych.cli.api_key_command import key
+from diptych.cli.plan_command import plan
 from diptych.cli.stack import MODULES
 from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import StackOptions, takes_stack_options
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
+app.command(rich_help_panel=_CHECK)(plan)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -289,11 +291,16 @@ def demo(
 
 
 @app.command(rich_help_panel=_CHECK)
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A GGUF file or a folder: its size, and which backend would compute it."),
+    ] = None,
+) -> None:
     """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
     from diptych.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT)))
+    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT), model))
 
 
 @app.command(rich_help_panel=_CHECK)

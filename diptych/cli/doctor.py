@@ -20,8 +20,9 @@ from rich.table import Table
 
 from diptych.cli.valkey import ValkeyMissing, valkey_binary
 from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.model_files import checked_model
 from diptych.runtime.python_module import PACKAGES, tree_root
-from diptych.runtime.settings import resolve_model
+from diptych.runtime.settings import StartupError, resolve_model
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 _WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
@@ -37,8 +38,10 @@ class Finding:
     text: str
 
 
-def run_doctor(ports: Sequence[int]) -> int:
-    """Print every finding and return the exit status; `ports` are the defaults of `diptych up`."""
+def run_doctor(ports: Sequence[int], model: str | None = None) -> int:
+    """Print every finding and return the exit status; `ports` are the defaults of `diptych up`, `model` is
+    what it would serve.
+    """
     table = Table(show_header=False, box=None, pad_edge=False)
     missing = False
     checks: list[tuple[str, Callable[[], Finding]]] = [
@@ -56,6 +59,7 @@ def run_doctor(ports: Sequence[int]) -> int:
         ("Valkey", valkey),
         ("bundled model", bundled_model),
         *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
+        *(() if model is None else (("model", lambda: given_model(model)),)),
     ]
     for name, check in checks:
         finding = check()
@@ -63,6 +67,33 @@ def run_doctor(ports: Sequence[int]) -> int:
         table.add_row(name, _MARKS[finding.state], finding.text)
     Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
     return int(missing)
+
+
+def given_model(model: str) -> Finding:
+    """Find what a model is, what it takes, and which backend would compute it, from its files' heads."""
+    # Imported here: torch takes a second, and doctor must be able to say that it cannot be imported.
+    from diptych.engine.backends.native import supports as native
+    from diptych.engine.backends.triton import supports as triton
+    from diptych.planner.model_costs import model_costs
+    from diptych.planner.model_shape import NotPlanned, read_shape
+
+    try:
+        shape = read_shape(checked_model(model))
+    except (StartupError, NotPlanned) as error:
+        return Finding("missing", str(error))
+    costs = model_costs(shape)
+    size = (
+        f"{shape.family}, {shape.num_layers} layers, {costs.parameters / 1e9:.2f} billion parameters, "
+        f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
+    )
+    on_gpu = triton.supports(shape)
+    gpus = "the Triton step on GPUs"
+    if on_gpu is not None:
+        gpus = f"torch on GPUs, for the Triton step lacks {on_gpu}"
+    lacking = native.supports(shape)
+    if lacking is not None:
+        return Finding("note", f"{size}; torch on CPUs, for the native step lacks {lacking}; {gpus}")
+    return Finding("ok" if on_gpu is None else "note", f"{size}; the native step on CPUs, {gpus}")
 
 
 def python() -> Finding:

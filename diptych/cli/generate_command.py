@@ -81,6 +81,8 @@ def _whole(client: Client, question: Question, say: Say) -> tuple[Timings | None
         return client.generate(question.as_prompt(), timeout_s=left_s, **question.options)
 
     answer = call_with_retries(call, question.timeout_s, say)
+    if answer.reasoning_content:
+        _show_reasoning(f"{answer.reasoning_content}\n")
     print(answer.text)
     return answer.timings, answer.usage
 
@@ -92,9 +94,14 @@ def _streamed(client: Client, question: Question, say: Say) -> tuple[Timings | N
 
     spent: Timings | None = None
     usage: Usage | None = None
-    begun = False
+    begun = reasons = False
     try:
         for chunk in call_with_retries(begin, question.timeout_s, say):
+            if chunk.reasoning_content:
+                _show_reasoning(chunk.reasoning_content)
+            elif reasons and chunk.text:
+                _show_reasoning("\n")
+            reasons = bool(chunk.reasoning_content) or (reasons and not chunk.text)
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             begun = True
@@ -103,6 +110,11 @@ def _streamed(client: Client, question: Question, say: Say) -> tuple[Timings | N
         if begun:
             print(flush=True)  # what went wrong does not stick to the answer
     return spent, usage
+
+
+def _show_reasoning(text: str) -> None:
+    """Print reasoning to stderr: stdout has the answer alone."""
+    Console(stderr=True).out(text, style="dim", highlight=False, end="")
 
 
 def timing_table(spent: Timings, usage: Usage | None) -> Table:

@@ -24,7 +24,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
-        *("served-model-name", "cors-allow-origin"),
+        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template"),
     }
 )
 
@@ -127,6 +127,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
             "served-model-name": options.served_model_name,
+            "chat-template": options.chat_template,
+            "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,

@@ -49,8 +49,15 @@ class StackOptions:
         str | None,
         _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
     ] = None
+    chat_template: Annotated[
+        Path | None, _option("File with the chat template in place of the model's own ones.", "Model")
+    ] = None
     max_model_len: Annotated[
         int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        _option("Form in which the model marks its reasoning; default: as its template says.", "Model"),
     ] = None
     dtype: Annotated[
         str,

@@ -111,6 +111,7 @@ def _joined(pieces: list[Choice]) -> Choice:
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         logprobs=tuple(score for piece in pieces for score in piece.logprobs),
         tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
+        reasoning_content="".join(piece.reasoning_content for piece in pieces),
     )
 
 
@@ -125,6 +126,7 @@ def _choice(output: pb.OutputDelta) -> Choice:
         finish_reason=_reason(output.finish_reason) if output.finish_reason else None,
         stop_text=output.stop_text if match == "stop_text" else None,
         stop_token_id=output.stop_token_id if match == "stop_token_id" else None,
+        reasoning_content=output.reasoning_content,
     )
 
 
@@ -154,7 +156,9 @@ def _prompt(prompt: pb.PromptInfo) -> PromptInfo:
 
 
 def _usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
+    return Usage(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.reasoning_tokens
+    )
 
 
 def _timings(timings: pb.Timings) -> Timings:
@@ -173,6 +177,7 @@ def _timings(timings: pb.Timings) -> Timings:
         kv_bytes_transferred=timings.kv_bytes_transferred,
         preemptions=timings.preemptions,
         retries=timings.retries,
+        local_prefill=timings.local_prefill,
     )
 
 

@@ -15,6 +15,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Timings:
     kv_bytes_transferred: int
     preemptions: int
     retries: int
+    local_prefill: bool = False
+    """True if the decode worker computed the prompt itself, in one attempt at least."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Choice:
     finish_reason: str | None = None
     stop_text: str | None = None
     stop_token_id: int | None = None
+    reasoning_content: str = ""  # written before `text`, by models that mark it
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,10 @@ class _Answer:
     @property
     def text(self) -> str:
         return self.first.text
+
+    @property
+    def reasoning_content(self) -> str:
+        return self.first.reasoning_content
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 
 
 class Backend(Protocol):
@@ -52,6 +51,19 @@ class CoreLendingBackend(Backend, Protocol):
         """Set the share of its layers that a step computes before it borrows cores, from the next step on:
         0, the default, borrows from the first layer on, 1 never.
         """
+        ...
+
+
+@runtime_checkable
+class MixedStepBackend(Backend, Protocol):
+    """A backend to which a step of decode rows and chunks of prompts costs no more than two steps.
+
+    The others group such a step by kind, or compute it without their recorded decode steps.
+    """
+
+    @property
+    def mixes_chunks(self) -> bool:
+        """True; its presence is what counts."""
         ...
 
 

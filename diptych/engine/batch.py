@@ -1,4 +1,4 @@
-"""The batch of one engine step: decode rows and prefill chunks, freely mixed.
+"""The batch of one engine step, decode rows and prefill chunks freely mixed, and the step's output.
 
 Computed tokens catch up with existing ones: a decode row is a chunk of one token, a prefill chunk one of
 many. Nothing else tells them apart.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,35 @@ def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
         used = step.block_table[:blocks]
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A token for each row of logits that was sampled, and the logits of the others."""
+
+    tokens: Sequence[Sampled | SampleFailure | None]
+    """Tokens, one entry a row; None: its logits are in `logits`."""
+    logits: torch.Tensor
+    """Float32 `[rows that were not sampled, vocab]` on the CPU, in order."""
+
+    @classmethod
+    def logits_only(cls, logits: torch.Tensor) -> StepOutput:
+        """Return the output of a step that sampled nothing, with logits `[rows, vocab]`."""
+        return cls([None] * logits.shape[0], logits)
+
+
+class Launched(Protocol):
+    """A step that was launched on a backend."""
+
+    def done(self) -> bool:
+        """Return whether `collect` would not wait."""
+        ...
+
+    def collect(self) -> StepOutput:
+        """Wait for the step and return its output; call it once, and in the order of the launches."""
+        ...
+
+
+def can_sample_on_device(row: SampleRow) -> SampleRow | None:
+    """Return the row if a device can sample it; else None: the host has to, or more is asked for."""
+    return row if row.params.on_device and not row.ruled else None

@@ -19,9 +19,8 @@ import threading
 from collections.abc import Callable
 
 from diptych.engine.backend import Backend, CoreLendingBackend, LaunchingBackend
-from diptych.engine.core_lending_tuner import CoreLendingTuner
 from diptych.engine.shared_cores import SharedCores
-from diptych.engine.step_pacing import StepPacing
+from diptych.engine.step_pacing import CoreLendingTuner, StepPacing
 from diptych.engine.usable_cores import usable_cores
 
 

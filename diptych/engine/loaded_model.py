@@ -35,10 +35,14 @@ class Model:
     backend: Backend
     backend_name: BackendName
     device: torch.device = _CPU
+    why_torch: str | None = None
+    """Reason, in words, why torch computes; None where another backend does, or torch was asked for."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
+        if shape.latent is not None:
+            return KVLayout(shape.num_layers, 1, shape.kept_numbers, block_size, self.dtype, latent=True)
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
@@ -73,8 +77,8 @@ def load_model(
     A torch dtype means the precision that stores everything in it.
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
-    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept;
-    `max_context` lowers the context to so many tokens, for all that is sized by it.
+    GPU it takes triton where that computes the model's shape, else torch. `kv_cache` says in what numbers
+    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by it.
 
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
@@ -86,19 +90,14 @@ def load_model(
     shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
     if max_context is not None:
         shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
+    if kv_cache == "fp8" and shape.latent is not None:
+        raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
-    made: Backend
-    name: BackendName
     if backend == "triton" or where.type == "cuda":
-        from diptych.engine.backends.triton.backend import (
-            TritonBackend,  # here: Triton is not installed everywhere
-        )
-
-        made, name = TritonBackend(shape, weights, where, kv_scales=scales), "triton"
-        where = made.device
-    else:
-        made, name = _make_backend(shape, weights, dtype, backend, scales)
-    return Model(shape, chosen, dtype, made, name, where)
+        made, name, where, why = _make_on_gpu(shape, weights, where, scales)
+        return Model(shape, chosen, dtype, made, name, where, why)
+    made, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
+    return Model(shape, chosen, dtype, made, name, where, why)
 
 
 def _lowered(limit: int, chosen: int) -> int:
@@ -136,21 +135,40 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
     raise UnsupportedModel(f"dtype {asked}: only float32, float16 and bfloat16 are computed")
 
 
-def _make_backend(
+def _make_on_gpu(
+    shape: ModelShape, weights: Weights, device: torch.device, kv_scales: torch.Tensor | None
+) -> tuple[Backend, BackendName, torch.device, str | None]:
+    """Return a backend, its name, the device on which it computes, and why it is torch where it is."""
+    # Imported here: Triton is not installed everywhere.
+    from diptych.engine.backends.triton.backend import TritonBackend
+    from diptych.engine.backends.triton.supports import supports
+
+    if (why := supports(shape)) is not None:
+        why = f"the Triton step does not compute {why}"
+        _LOG.warning("torch computes, which is slower: %s", why)
+        return TorchBackend(shape, weights, kv_scales, device), "torch", device, why
+    made = TritonBackend(shape, weights, device, kv_scales=kv_scales)
+    return made, "triton", made.device, None
+
+
+def _make_on_cpu(
     shape: ModelShape,
     weights: Weights,
     dtype: torch.dtype,
     choice: BackendChoice,
     kv_scales: torch.Tensor | None,
-) -> tuple[Backend, BackendName]:
+) -> tuple[Backend, BackendName, str | None]:
+    """Return a backend, its name, and why it is torch where a faster one was asked for."""
+    why = None
     if choice != "torch":
         # Imported here: it loads the native library, which the torch backend does not need.
         from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
 
         try:
-            return NativeBackend(shape, weights, dtype), "native"
+            return NativeBackend(shape, weights, dtype), "native", None
         except NativeUnavailable as error:
             if choice == "native":
                 raise
-            _LOG.warning("no native backend, torch computes, which is slower: %s", error)
-    return TorchBackend(shape, weights, kv_scales), "torch"
+            why = str(error)
+            _LOG.warning("no native backend, torch computes, which is slower: %s", why)
+    return TorchBackend(shape, weights, kv_scales), "torch", why

@@ -9,13 +9,18 @@ from typing import TypeVar
 
 import torch
 
-from diptych.engine.backend import CompletionFdBackend, GraphBackend, LaunchingBackend, SamplingBackend
-from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.backend import (
+    CompletionFdBackend,
+    GraphBackend,
+    LaunchingBackend,
+    MixedStepBackend,
+    SamplingBackend,
+)
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 
 _Result = TypeVar("_Result")
 
@@ -74,6 +79,11 @@ class Runner:
         if len(rows) != sum(step.logit_rows for step in sequences):
             raise ValueError("one entry a row of logits")
         return self._compute(sequences, abort, lambda: backend.forward_and_sample(sequences, rows, abort))
+
+    @property
+    def mixes_chunks(self) -> bool:
+        """True if chunks of prompts are best computed in the steps of decode rows."""
+        return isinstance(self.model.backend, MixedStepBackend)
 
     @property
     def launches(self) -> bool:

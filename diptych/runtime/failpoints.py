@@ -42,6 +42,10 @@ _FOLDER = Path(folder) if (folder := os.environ.get("DIPTYCH_FAILPOINTS_DIR")) e
 _passes: Counter[tuple[str, int]] = Counter()  # by name, and by when it was armed
 
 
+ARMED = bool(_FAILING) or _FOLDER is not None
+"""True if a failpoint can be armed at all in this process."""
+
+
 def failpoint(name: str) -> bool:
     """Return whether `name` is armed to fail: the caller then misbehaves as its name says."""
     return name in _FAILING or (_FOLDER is not None and _taken(name, _FOLDER))

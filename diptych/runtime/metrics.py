@@ -185,9 +185,28 @@ class GatewayMetrics(RoleMetrics):
         self.route_decisions = Counter(
             "diptych_route_decisions", "Routing decisions", ["policy", "reason"], registry=registry
         )
+        self.prompts_computed = Counter(
+            "diptych_prompts_computed",
+            "Prompts of attempts that brought output, by the worker that computed them",
+            ["by"],
+            registry=registry,
+        )
         self.predicted_hits = Counter(
             "diptych_route_predicted_hits",
             "Prompt tokens that the prefix index promised to be cached (actual: diptych_prefix_cache_hits)",
+            registry=registry,
+        )
+        pair = ["prefill_worker", "decode_worker"]
+        self.pair_predicted_tokens = Counter(
+            "diptych_route_pair_predicted_tokens",
+            "Prompt tokens that the router expected a pair not to compute, of attempts with output",
+            pair,
+            registry=registry,
+        )
+        self.pair_cached_tokens = Counter(
+            "diptych_route_pair_cached_tokens",
+            "Prompt tokens of the same attempts that the pair did not compute",
+            pair,
             registry=registry,
         )
         self.rejections = Counter(
@@ -260,14 +279,46 @@ class PrefillMetrics(WorkerMetrics):
     """The prefill worker's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "prefill"))
+        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "kv_pull", "prefill"))
+        self.pulls = Counter(
+            "diptych_kv_pulls",
+            "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",
+            ["outcome"],
+            registry=registry,
+        )
+        self.pulled_tokens = Counter(
+            "diptych_kv_pulled_tokens", "Prompt tokens whose KV was pulled", registry=registry
+        )
+        self.pull_duration = Histogram(
+            "diptych_kv_pull_duration_seconds",
+            "Time of pulls, whatever came of them",
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.pull_cost = Gauge(
+            "diptych_kv_pull_cost",
+            "Cost of pulling a token, in tokens that are computed in the same time",
+            registry=registry,
+        )
 
 
 class DecodeMetrics(WorkerMetrics):
     """The decode worker's: it owns the KV blocks and the prefix cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "decode", ("decode_queue", "decode"))
+        phases = ("queue", "kv_alloc_wait", "prefill", "decode_queue", "decode")
+        super().__init__(registry, "decode", phases)
+        self.local_prefills = Counter(
+            "diptych_local_prefills", "Prompts that the decode worker computed itself", registry=registry
+        )
+        self.local_prefill_tokens = Counter(
+            "diptych_local_prefill_tokens", "Tokens of these that were not cached", registry=registry
+        )
+        self.local_prefills_refused = Counter(
+            "diptych_local_prefills_refused",
+            "Prompts sent for that, of which more tokens were new than --max-local-prefill-tokens",
+            registry=registry,
+        )
         self.kv_cache_utilization = Gauge(
             "diptych_kv_cache_utilization", "Share of KV blocks that requests hold, 0 to 1", registry=registry
         )

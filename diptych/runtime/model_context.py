@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diptych.model_families import WRAPPERS
+from diptych.runtime.gguf_split import first_part
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
@@ -39,6 +41,9 @@ def check_max_model_len(path: Path, chosen: int | None) -> None:
 
 def folder_context(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a config.json gives; None if it gives none."""
+    key = WRAPPERS.get(str(config.get("model_type")))
+    if key is not None and isinstance(inner := config.get(key), dict):
+        config = inner
     declared = _positive(config.get("max_position_embeddings"))
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if declared is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
@@ -62,7 +67,7 @@ def _context_of(path: Path) -> int | None:
     try:
         if path.is_dir():
             return folder_context(json.loads((path / "config.json").read_bytes()))
-        return gguf_context(read_scalars(path))
+        return gguf_context(read_scalars(first_part(path)))
     except (OSError, ValueError, MalformedGguf):
         return None  # the programs that load the model say why
 

@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import BinaryIO
 
+from diptych.runtime.gguf_split import all_parts
 from diptych.runtime.settings import NoModel
 
 _MIB = 1 << 20
@@ -24,11 +25,13 @@ _CONFIG_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
+    "added_tokens.json",
 )
 
 
 def model_digest(path: Path) -> str:
-    """Sha256 hex of a GGUF file or of a Hugging Face folder (config.json, *.safetensors, tokenizer).
+    """Sha256 hex of a GGUF file with all its parts, or of a Hugging Face folder with its weights and texts.
 
     Names do not count, so a renamed file or a folder copied elsewhere is the same model. Raises
     NoModel when the path, the folder's config.json or its weights are missing.
@@ -43,7 +46,7 @@ def model_digest(path: Path) -> str:
             if file.is_file():
                 digest.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
     else:
-        weights = [_weight_digest(path)]
+        weights = [_weight_digest(part) for part in all_parts(path)]
     for weight in weights:
         digest.update(weight)
     return digest.hexdigest()

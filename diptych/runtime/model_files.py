@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, OWN_CODE, WRAPPERS
+from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
-MODEL_TYPES: Final = ("llama", "mistral", "ministral", "qwen2", "qwen3")
-"""`model_type` of the families that the engine computes (diptych/engine/models/families.py)."""
-GGUF_ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""`general.architecture` of those that its GGUF reader has (diptych/engine/weights/gguf_shape.py)."""
+VOCABULARY_FILES: Final = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
+"""Files that hold a folder's vocabulary, in the order in which they are looked for."""
 
 _A_MODEL: Final = "a model is a .gguf file or a folder with config.json, tokenizer.json and safetensors files"
 _LFS_HEAD: Final = b"version https://git-lfs"
 _HEAD_BYTES: Final = 512
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_SPLIT_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _SHARD_NAME: Final = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_GGUFS: Final = {
@@ -89,38 +88,34 @@ _PICKLED: Final = (
 
 
 def _check_gguf(path: Path) -> None:
-    if (split := _SPLIT_NAME.fullmatch(path.name)) is not None and int(split["count"]) > 1:
-        raise UnusableModel(_split(path, int(split["number"]), int(split["count"]), split["stem"]))
+    if missing := missing_parts(path):
+        named = ", ".join(part.name for part in missing[:3])
+        more = ", …" if len(missing) > 3 else ""
+        raise UnusableModel(
+            f"{path} is one of the {len(all_parts(path))} parts of a split GGUF file, of which "
+            f"{len(missing)} are not in its folder: get {named}{more}"
+        )
+    for part in all_parts(path)[1:]:
+        _refuse_no_model(part, _head(part))
     try:
-        metadata = read_scalars(path)
+        metadata = read_scalars(first_part(path))
     except MalformedGguf as error:
         raise UnusableModel(f"{path} is a broken or incomplete GGUF file ({error}): get it again") from error
     count, number = metadata.get("split.count"), metadata.get("split.no")
-    if isinstance(count, int) and count > 1 and isinstance(number, int):
-        raise UnusableModel(_split(path, number + 1, count, path.stem))
+    if isinstance(count, int) and count != len(all_parts(path)) and count > 1 and isinstance(number, int):
+        raise UnusableModel(
+            f"{path} is part {number + 1} of a GGUF file that was split into {count}, and its name does not "
+            f"say so: rename the parts to {path.stem}-00001-of-{count:05d}.gguf and so on"
+        )
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
     other = "mmproj" if architecture in _TEXT_OF_CLIP else str(kind)
     if other in _OTHER_GGUFS:
         raise UnusableModel(f"{path} is {_OTHER_GGUFS[other]}")
     if architecture not in GGUF_ARCHITECTURES:
+        why = NOT_COMPUTED.get(str(architecture), f"supported are {', '.join(GGUF_ARCHITECTURES)}")
         raise UnusableModel(
-            f"{path} is a model of architecture {architecture!r}, which is not computed: "
-            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
+            f"{path} is a model of architecture {architecture!r}, which is not computed: {why}"
         )
-
-
-def _split(path: Path, number: int, count: int, stem: str) -> str:
-    first = f"{stem}-00001-of-{count:05d}.gguf" if _SPLIT_NAME.fullmatch(path.name) else path.name
-    lacking = [
-        name
-        for part in range(1, count + 1)
-        if not (path.parent / (name := f"{stem}-{part:05d}-of-{count:05d}.gguf")).exists()
-    ]
-    get = f"get the missing {', '.join(lacking[:3])}, then " if 0 < len(lacking) < count else ""
-    return (
-        f"{path} is part {number} of a GGUF file that was split into {count}, and split files are not read: "
-        f"{get}merge them with llama-gguf-split --merge {first} {stem}.gguf"
-    )
 
 
 def _check_folder(folder: Path) -> None:
@@ -172,12 +167,19 @@ def _gguf_flags(folder: Path, names: Sequence[str]) -> str:
 
 def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
     kind, code = config.get("model_type"), config.get("auto_map")
-    if isinstance(code, dict) and (kind not in MODEL_TYPES or "AutoModelForCausalLM" in code):
+    if (
+        isinstance(code, dict)
+        and kind not in OWN_CODE
+        and (kind not in MODEL_TYPES or "AutoModelForCausalLM" in code)
+    ):
         raise UnusableModel(
             f"{folder} is computed by code of its own (auto_map in config.json), which is never run: "
             "get a version in the form of a supported family, or a GGUF file of one"
         )
-    supported = f"supported are {', '.join(MODEL_TYPES)}"
+    if kind in WRAPPERS:
+        _check_text_model(folder, str(kind), config.get(WRAPPERS[str(kind)]))
+        return
+    supported = NOT_COMPUTED.get(str(kind), f"supported are {', '.join(MODEL_TYPES)}")
     if kind not in MODEL_TYPES:
         inner = next((config[key] for key in ("text_config", "llm_config") if key in config), None)
         if isinstance(inner, dict):
@@ -191,6 +193,16 @@ def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
     if isinstance(architectures, list) and not any(str(one).endswith("ForCausalLM") for one in architectures):
         raise UnusableModel(
             f"{folder} is a {', '.join(map(str, architectures))}, and only causal language models are served"
+        )
+
+
+def _check_text_model(folder: Path, kind: str, config: object) -> None:
+    """Raise UnusableModel unless a wrapper's text model, the part that is served, is computed."""
+    text = config.get("model_type") if isinstance(config, dict) else None
+    if text not in MODEL_TYPES:
+        why = NOT_COMPUTED.get(str(text), f"supported are {', '.join(MODEL_TYPES)}")
+        raise UnusableModel(
+            f"{folder} is a {kind} around a text model {text!r}, which is not computed: {why}"
         )
 
 
@@ -242,16 +254,14 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _check_tokenizer(folder: Path, names: Sequence[str]) -> None:
-    if "tokenizer.json" in names:
-        _refuse_no_model(folder / "tokenizer.json", _head(folder / "tokenizer.json"))
-        return
-    others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if name in names]
-    convert = (
-        f": make one of its {others[0]} with transformers (AutoTokenizer: from_pretrained, save_pretrained)"
-        if others
-        else ": get it from where the model came from, or its base model's"
-    )
-    raise UnusableModel(f"{folder} has no tokenizer.json{convert}")
+    form = next((name for name in VOCABULARY_FILES if name in names), None)
+    if form is None:
+        raise UnusableModel(
+            f"{folder} has no tokenizer.json: get it from where the model came from, or its base model's"
+        )
+    _refuse_no_model(folder / form, _head(folder / form))
+    if form == "vocab.json" and "merges.txt" not in names:
+        raise UnusableModel(f"{folder} has vocab.json but not its merges.txt: get it, or tokenizer.json")
 
 
 def _refuse_no_model(path: Path, head: bytes) -> None:

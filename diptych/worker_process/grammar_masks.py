@@ -2,7 +2,7 @@
 
 A grammar is compiled for the model's vocabulary and kept; each output begins with a copy of it and
 follows its own tokens. A later attempt at a request follows the tokens delivered so far, which costs about
-2 µs each.
+2 µs each. A grammar that begins after reasoning lets every token come until that has ended.
 
 Copies share the table of their lexer's states, which grows with every token that one of them follows until it
 is full (`diptych.runtime.grammar.matcher.LIMITS`): then none of them can continue. So after FRESH_TOKENS
@@ -30,6 +30,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from diptych.runtime.grammar.matcher import new_matcher
+from diptych.runtime.grammar.reasoning_span import EndMark, ReasoningSpan, SpanTracker
 from diptych.runtime.grammar.vocabulary import vocabulary
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.worker.v1 import work_pb2
@@ -75,9 +76,14 @@ class GrammarState:
         compiled: Compiled,
         anew: Callable[[], Compiled],
         output: Iterable[int] = (),
+        span: SpanTracker | None = None,
     ) -> None:
-        """Take `matcher`, a copy of `compiled` that has followed `output`; `anew` compiles again."""
+        """Take `matcher`, a copy of `compiled` that has followed `output`; `anew` compiles again.
+
+        The grammar holds after `span`, which is not part of `output`.
+        """
         self._matcher = matcher
+        self._span = span
         self._compiled = compiled
         self._anew = anew
         self._output = list(output)
@@ -90,6 +96,10 @@ class GrammarState:
     def follow(self, token_ids: Iterable[int]) -> None:
         """Follow each of `token_ids`."""
         tokens = list(token_ids)
+        if self._span is not None:
+            tokens = list(self._span.push(tokens))
+        if not tokens:
+            return
         self._output += tokens
         self._compiled.followed += len(tokens)
         self._matcher.consume_tokens(tokens)
@@ -98,8 +108,20 @@ class GrammarState:
         """Set the scores of forbidden tokens to minus infinity, in place: all scores of a `stuck` state.
 
         `scores` is `[vocab]`; rows past the vocabulary, which only pad, are forbidden too. Applying twice
-        changes nothing, so that a step may be computed again.
+        changes nothing, so that a step may be computed again. Within reasoning all tokens may come, and
+        before it those that open it, too.
         """
+        if self.dormant:
+            return
+        openers = [] if self._span is None else list(self._span.openers)
+        free = scores[openers]
+        if self._opening:
+            scores[:] = -np.inf
+        else:
+            self._mask(scores)
+        scores[openers] = free
+
+    def _mask(self, scores: npt.NDArray[np.float32]) -> None:
         if not self._masked() and not (self._crowded and self._begin_anew() and self._masked()):
             scores[:] = -np.inf
             return
@@ -110,12 +132,23 @@ class GrammarState:
 
     def copy(self) -> GrammarState:
         """Return a state at the same place, for an output that branches off this one."""
-        return GrammarState(self._matcher.deep_copy(), self._compiled, self._anew, self._output)
+        span = None if self._span is None else self._span.copy()
+        return GrammarState(self._matcher.deep_copy(), self._compiled, self._anew, self._output, span)
+
+    @property
+    def dormant(self) -> bool:
+        """True within reasoning, which the grammar begins after."""
+        return self._span is not None and self._span.inside
+
+    @property
+    def _opening(self) -> bool:
+        return self._span is not None and self._span.opening
 
     @property
     def complete(self) -> bool:
         """True if the output is complete: only an end of sequence may follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        begun = not (self.dormant or self._opening)
+        return begun and self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def stuck(self) -> bool:
@@ -178,7 +211,7 @@ class Grammars:
     def _start_known(self, message: work_pb2.Grammar, delivered: Iterable[int]) -> GrammarState | None:
         grammar = _grammar(message)
         found = self._copied(grammar)
-        return None if found is None else self._state(*found, grammar, delivered)
+        return None if found is None else self._state(*found, message, delivered)
 
     def start_now(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
         """Return the state as `start` does, on this thread. Raises BadGrammar."""
@@ -188,12 +221,13 @@ class Grammars:
             with self._compiling:
                 # Another thread may have compiled it meanwhile.
                 found = self._copied(grammar) or self._added(grammar)
-        return self._state(*found, grammar, delivered)
+        return self._state(*found, message, delivered)
 
     def _state(
-        self, compiled: Compiled, matcher: LLMatcher, grammar: Grammar, delivered: Iterable[int]
+        self, compiled: Compiled, matcher: LLMatcher, message: work_pb2.Grammar, delivered: Iterable[int]
     ) -> GrammarState:
-        state = GrammarState(matcher, compiled, partial(self._begin_anew, grammar))
+        span = SpanTracker(_span(message.after)) if message.HasField("after") else None
+        state = GrammarState(matcher, compiled, partial(self._begin_anew, _grammar(message)), span=span)
         state.follow(delivered)
         return state
 
@@ -242,6 +276,13 @@ def _grammar(message: work_pb2.Grammar) -> Grammar:
     if kind is None:
         raise BadGrammar("is of a kind that this worker does not know")
     return Grammar(kind, message.text)
+
+
+def _span(message: work_pb2.ReasoningSpan) -> ReasoningSpan:
+    ends = (EndMark(tuple(end.ids), end.until if end.HasField("until") else None) for end in message.ends)
+    return ReasoningSpan(
+        message.open, tuple(message.opens), tuple(end for end in ends if end.ids), tuple(message.leads)
+    )
 
 
 def _seen(task: asyncio.Task[GrammarState]) -> None:

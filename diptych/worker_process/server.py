@@ -151,6 +151,7 @@ class WorkerServer:
             total_blocks=self._spec.total_blocks,
             num_threads=self._engine.runner.threads,
             replaces=self._settings.replaces,
+            memory_domain=self._spec.memory_domain,
         )
 
     def drain(self, grace_s: float | None = None) -> None:

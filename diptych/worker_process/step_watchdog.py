@@ -21,11 +21,12 @@ FIRST_S = 30.0  # for the first step of all
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Recent steps of one size class: how many, and the median of their seconds."""
+    """Recent steps of one size class: how many, and the medians of their seconds and tokens."""
 
     size_class: int
     steps: int
     median_s: float
+    tokens: int
 
 
 def size_class(tokens: int) -> int:
@@ -37,15 +38,14 @@ class StepWatchdog:
     """Record the begin and end of every step; ``now`` is seconds on any monotonic clock."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, deque[tuple[float, float]]] = {}  # by class: (end, seconds)
-        self._running: tuple[float, int] | None = None  # (begin, class)
+        self._steps: dict[int, deque[tuple[float, float, int]]] = {}  # by class: (end, seconds, tokens)
+        self._running: tuple[float, int] | None = None  # (begin, tokens)
         self._failed = False  # the running step, before a part of it was begun again
         self._since = 0.0  # begin of the part that is being computed
 
     def begin(self, tokens: int, now: float) -> None:
         """Record the begin of a step of `tokens` tokens."""
-        kind = size_class(tokens)
-        self._running, self._failed, self._since = (now, kind), False, now
+        self._running, self._failed, self._since = (now, tokens), False, now
 
     def retry(self, now: float) -> None:
         """Record that the running step failed and a part of it begins, which is due when the whole was.
@@ -59,30 +59,32 @@ class StepWatchdog:
         """Record the end of the running step. The length of one that failed says nothing about others."""
         if self._running is None:
             return
-        begun, kind = self._running
+        begun, tokens = self._running
         self._running = None
         if self._failed:
             return
-        self._steps.setdefault(kind, deque(maxlen=KEPT)).append((now, now - begun))
+        steps = self._steps.setdefault(size_class(tokens), deque(maxlen=KEPT))
+        steps.append((now, now - begun, tokens))
 
     def late_s(self, now: float) -> float:
         """Return the seconds that the running step is past its predicted end; 0 between steps."""
         if self._running is None:
             return 0.0
-        return max(now - self._since - self._predicted_s(self._running[1]), 0.0)
+        return max(now - self._since - self._predicted_s(size_class(self._running[1])), 0.0)
 
     def times(self, now: float) -> list[StepTime]:
         """Return the times of the last seconds' steps, for comparison with other workers."""
         found = []
         for kind, steps in sorted(self._steps.items()):
-            recent = [seconds for ended, seconds in steps if now - ended <= RECENT_S]
+            recent = [(seconds, tokens) for ended, seconds, tokens in steps if now - ended <= RECENT_S]
             if recent:
-                found.append(StepTime(kind, len(recent), statistics.median(recent)))
+                seconds, tokens = (statistics.median(values) for values in zip(*recent, strict=True))
+                found.append(StepTime(kind, len(recent), seconds, round(tokens)))
         return found
 
     def _predicted_s(self, kind: int) -> float:
         if not self._steps:
             return FIRST_S
         nearest = min(self._steps, key=lambda known: abs(known - kind))
-        longest = max(seconds for _, seconds in self._steps[nearest])
+        longest = max(seconds for _, seconds, _ in self._steps[nearest])
         return max(MARGIN * longest * 2.0 ** max(kind - nearest, 0), LEAST_S)

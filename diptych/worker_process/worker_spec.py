@@ -64,6 +64,8 @@ class WorkerSpec:
     """Blocks of the pool that prefill workers can be granted."""
     owned_keys: Callable[[], Collection[bytes]] = list
     """Prefixes that the directory may name as held here."""
+    memory_domain: str = ""
+    """Name that is equal for workers that compute in one memory."""
 
 
 def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
@@ -74,7 +76,7 @@ def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
 def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
     """Return the heartbeat for gateways; completes `load` with step times and the drain state."""
     for one in loop.watchdog.times(time.monotonic()):
-        step_time = load.step_times.add(size_class=one.size_class, steps=one.steps)
+        step_time = load.step_times.add(size_class=one.size_class, steps=one.steps, tokens=one.tokens)
         step_time.median.FromNanoseconds(round(one.median_s * 1e9))
     load.draining = loop.draining
     beat = engine_heartbeat(loop).to_proto()

@@ -10,7 +10,11 @@ from diptych.worker.v1 import work_pb2
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken."""
+    """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
+
+    ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
+    worker.
+    """
 
     prefill_queue: float = 0.0
     grant_wait: float = 0.0
@@ -21,6 +25,8 @@ class PhaseTimes:
     decode: float = 0.0
     kv_bytes_transferred: int = 0
     prefill_steps: int = 0
+    local_prefills: int = 0
+    remote_prefills: int = 0
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -68,10 +74,12 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         prefill_queue=seconds("prefill_queue"),
         grant_wait=seconds("grant_wait"),
         prefill=seconds("prefill"),
-        kv_send=seconds("kv_send"),
+        kv_send=seconds("kv_send") + seconds("kv_pull"),
         kv_receive=seconds("kv_receive"),
         decode_queue=seconds("decode_queue"),
         decode=seconds("decode"),
         kv_bytes_transferred=times.kv_bytes_transferred,
         prefill_steps=times.prefill_steps,
+        local_prefills=int(times.local_prefill),
+        remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
     )

@@ -28,6 +28,15 @@ class Cause(Enum):
     NO_VALID_TOKEN = "no_valid_token"  # the request's own rules leave no token
     COMPUTE_FAILED = "compute_failed"  # the worker could not compute a token: an error, or logits not finite
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
+    TOO_MANY_NEW = "too_many_new"  # for a decode worker to compute them itself: an answer, no failure
+
+
+class LocalPrefill(Enum):
+    """Worker that computes an attempt's prompt: a prefill worker, or its decode worker itself."""
+
+    NO = "no"
+    SHORT = "short"  # few of its tokens are new
+    FALLBACK = "fallback"  # no prefill worker is ready
 
 
 class FinishReason(Enum):

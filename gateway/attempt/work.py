@@ -9,12 +9,18 @@ from diptych.parameters import SAMPLING_NUMBERS
 from diptych.runtime.grammar.grammar import Kind
 from diptych.worker.v1 import work_pb2
 from gateway.access.access import DEFAULT_TENANT
+from gateway.attempt.types import LocalPrefill
 from gateway.request.parsed_request import ParsedRequest
 
 _KINDS = {
     Kind.JSON_SCHEMA: work_pb2.Grammar.KIND_JSON_SCHEMA,
     Kind.REGEX: work_pb2.Grammar.KIND_REGEX,
     Kind.LARK: work_pb2.Grammar.KIND_LARK,
+}
+_LOCAL = {
+    LocalPrefill.NO: work_pb2.LOCAL_PREFILL_UNSPECIFIED,
+    LocalPrefill.SHORT: work_pb2.LOCAL_PREFILL_SHORT,
+    LocalPrefill.FALLBACK: work_pb2.LOCAL_PREFILL_FALLBACK,
 }
 MIN_REPORTED_WAIT_S = 0.01
 
@@ -66,6 +72,7 @@ class Attempt:
     reserve_worst_case: bool
     choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
     uncached: bool = False  # nothing is read from the prefix cache, which may hold the fault
+    local: LocalPrefill = LocalPrefill.NO
 
 
 def build_work(
@@ -103,6 +110,7 @@ def build_work(
         reserve_worst_case=attempt.reserve_worst_case,
         choices=attempt.choices,
         prompt_logprobs=request.prompt_logprobs,
+        local_prefill=_LOCAL[attempt.local],
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
@@ -115,4 +123,12 @@ def _grammar(request: ParsedRequest) -> work_pb2.Grammar | None:
     if request.constraint is None:
         return None
     grammar = request.constraint.grammar
-    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text)
+    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, after=_span(request))
+
+
+def _span(request: ParsedRequest) -> work_pb2.ReasoningSpan | None:
+    if request.reasoning is None:
+        return None
+    span = request.reasoning.span(forced=request.tools is not None and request.tools.forced)
+    ends = [work_pb2.ReasoningSpan.Mark(ids=end.ids, until=end.until) for end in span.ends]
+    return work_pb2.ReasoningSpan(open=span.open, opens=span.opens, ends=ends, leads=span.leads)

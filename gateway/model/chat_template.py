@@ -32,6 +32,8 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall
 
+_REASONING: Final = "reasoning_content"
+_THINKING_SIGNS: Final = ("message.thinking", '"thinking" in message')
 # Variables of every rendering; the special tokens' names join them.
 _CONTEXT: Final = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -94,6 +96,13 @@ class ChatTemplate:
         self._refusals = tuple(_refusals(tree))
         self._source = source
         self._with_tools = with_tools
+        # gpt-oss reads earlier reasoning under another name.
+        self._reads_thinking = _REASONING not in source and any(sign in source for sign in _THINKING_SIGNS)
+
+    @property
+    def source(self) -> str:
+        """Source of the template that renders conversations without tools."""
+        return self._source
 
     @property
     def tool_source(self) -> str:
@@ -140,9 +149,17 @@ class ChatTemplate:
             "messages": [self._defused(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._control_tokens.split(self._write(context))
+        try:
+            text = self._write(context)
+        except RenderRefused as error:
+            # DeepSeek's templates write a call's arguments as the text that they expect them to be.
+            if not isinstance(error.__cause__, TypeError) or not any(one.tool_calls for one in messages):
+                raise
+            context["messages"] = [self._defused(message, arguments_as_text=True) for message in messages]
+            text = self._write(context)
+        return self._control_tokens.split(text)
 
-    def _defused(self, message: Message) -> dict[str, object]:
+    def _defused(self, message: Message, *, arguments_as_text: bool = False) -> dict[str, object]:
         fields: dict[str, object] = {
             "role": message.role,
             "content": self._control_tokens.defuse(message.content),
@@ -151,13 +168,20 @@ class ChatTemplate:
             fields["name"] = self._control_tokens.defuse(message.name)
         if message.tool_calls:
             fields["tool_calls"] = [
-                self._defused_value(one.as_template_value()) for one in message.tool_calls
+                self._defused_value(one.as_template_value(arguments_as_text=arguments_as_text))
+                for one in message.tool_calls
             ]
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id
         if message.reasoning_content:
-            fields["reasoning_content"] = self._control_tokens.defuse(message.reasoning_content)
+            fields[self._reasoning_field(message)] = self._control_tokens.defuse(message.reasoning_content)
         return fields
+
+    def _reasoning_field(self, message: Message) -> str:
+        """Return the member of a turn that has its reasoning."""
+        # gpt-oss has another one, and refuses it beside both calls and content.
+        both = bool(message.tool_calls and message.content)
+        return "thinking" if self._reads_thinking and not both else _REASONING
 
     def _defused_value(self, value: object) -> object:
         """Defuse all text inside lists and objects, names of members included."""

@@ -13,6 +13,8 @@ from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
 from gateway.model.role_support import RoleSupport
 from gateway.model.tool_support import PROBE_TOOL, ToolSupport
+from gateway.reasoning.formats import AUTO, format_of
+from gateway.reasoning.splitter import ReasoningFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class ServedModel:
     tools: ToolSupport
     roles: RoleSupport = field(default_factory=RoleSupport)
     roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
+    reasoning: ReasoningFormat | None = None  # None: what the model writes before its answer is text as well
 
     @classmethod
     def load(
@@ -118,20 +121,28 @@ class ServedModel:
         name: str | None = None,
         max_context: int | None = None,
         further_names: Sequence[str] = (),
+        chat_template: str | None = None,
+        reasoning: str = AUTO,
     ) -> ServedModel:
         """Load a GGUF file or a Hugging Face folder.
 
-        ``name`` replaces the name derived from the path, and ``max_context`` lowers the model's context.
-        Raises `UnusableTokenizer`, `UnusableTemplate`, `NamelessModel`, `ContextTooLong` or `OSError`.
+        ``name`` replaces the name derived from the path, ``max_context`` lowers the model's context, and
+        ``chat_template`` replaces its templates. ``reasoning``: as in `gateway.reasoning.formats.format_of`.
+
+        Raises `UnusableTokenizer`, `UnusableTemplate`, `UnusableReasoning`, `NamelessModel`, `ContextTooLong`
+        or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
+        if chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(chat_template)
         template = _template(tokenizer)
         card = ModelCard.from_tokenizer(tokenizer, path, name, max_context, further_names)
         if template is None:
             return cls(card, tokenizer, None, ToolSupport())
         tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
         beside_tools = RoleSupport.of(template, [PROBE_TOOL]) if tools.tools else roles
-        return cls(card, tokenizer, template, tools, roles, beside_tools)
+        thoughts = format_of(template.source, tokenizer, reasoning)
+        return cls(card, tokenizer, template, tools, roles, beside_tools, thoughts)
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -11,13 +11,10 @@ from gateway.cooperative_yield import Yielder
 
 
 class PromptLogprobs:
-    """Scores of one prompt's tokens, in order and once, as the prefill worker sends them.
-
-    ``prompt_tokens`` is 0 where the request wants none.
-    """
+    """Scores of one prompt's tokens, in order and once, as the prefill worker sends them."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        self._expected = max(prompt_tokens - 1, 0)  # the first token has no context to be scored in
+        self._expected = prompt_tokens - 1  # the first token has no context to be scored in
         self.scores: list[TokenLogprob] = []  # of the tokens from position 1 on
 
     @property

@@ -1,6 +1,7 @@
 """Output of one choice: tokens in; text, tool calls, ids and scores out, with stops, coalescing and billing.
 
-An output is stopped by
+What a model writes before its answer has a text of its own (`gateway.output.reasoning_text`), in which
+nothing is looked for. An output is stopped by
 
 - a stop string, found here. Tokens after the one that completed it are neither shown nor billed. The match is
   shown only if the client wants it.
@@ -12,14 +13,14 @@ An output is stopped by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gateway.attempt.types import TokenLogprob
 from gateway.output.detokenizer import Detokenizer
+from gateway.output.reasoning_text import ReasoningText
 from gateway.output.stop_strings import StopStrings
-from gateway.tools.call_pieces import CallPieces
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
 from gateway.tools.unfinished import UnfinishedCalls
@@ -37,6 +38,7 @@ class Delta(NamedTuple):
     scores: Sequence[tuple[int, TokenLogprob]] = ()  # (token id, score)
     # What the model wrote for them is not in ``text``. A piece without an id continues the call before it.
     tool_calls: Sequence[ToolCall] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class OutputStream:
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
         unfinished: reads what is left of a call at the end of the output; goes with ``calls``.
-        piece_names: of the offered tools; calls then come in pieces (`CallPieces`). None: whole.
+        reasoning: of this output; None: all of it is the answer.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class OutputStream:
         calls: ToolCallParser | None = None,
         one_call: bool = False,
         unfinished: UnfinishedCalls | None = None,
-        piece_names: Collection[str] | None = None,
+        reasoning: ReasoningText | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -90,11 +92,10 @@ class OutputStream:
         self._want_text = want_text
         self._want_token_ids = want_token_ids
         self._want_scores = want_scores
-        if calls is not None and piece_names is not None:
-            calls = CallPieces(calls, piece_names)
         if calls is not None and one_call:
             calls = FirstCall(calls)
         self._calls = calls
+        self._reasoning = reasoning
         self._unfinished = unfinished
         self._one_call = one_call
         self._text: list[str] = []
@@ -129,7 +130,14 @@ class OutputStream:
         if not self.pending or (self.pending < self._interval and self.billed != self.pending):
             return False
         # Half a character, or a possible stop string, is nothing to send to a client that wants text only.
-        return self._want_token_ids or bool(self._text) or bool(self._scores) or bool(self._tool_calls)
+        if self._want_token_ids or bool(self._text) or bool(self._scores) or bool(self._tool_calls):
+            return True
+        return self._reasoning is not None and self._reasoning.pending
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of `billed` that are reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.tokens
 
     @property
     def over(self) -> bool:
@@ -160,6 +168,8 @@ class OutputStream:
         ``cut``: the model had not ended, so that bytes of a character at the end are only its beginning, and
         not shown.
         """
+        if self._reasoning is not None and not self.over:
+            self._add_tokens(self._reasoning.finish())
         if self._detokenizer is not None and not self.over:
             unfinished = self._detokenizer.flush()
             self._add_text("" if cut and self.stop_match is None else unfinished)
@@ -179,6 +189,7 @@ class OutputStream:
             self.pending,
             self._scores,
             self._tool_calls,
+            "" if self._reasoning is None else self._reasoning.take(),
         )
         self._text, self._token_ids, self._scores, self._tool_calls = [], [], [], []
         self.pending = self.pending_alternatives = 0
@@ -197,11 +208,17 @@ class OutputStream:
             self.stop_match = StopMatch(token_id=token_ids[-1])
             if not self._include_stop:
                 token_ids = token_ids[:-1]
+        self._add_tokens(token_ids if self._reasoning is None else self._reasoning.push(token_ids))
+
+    def _add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of the answer."""
         if self._detokenizer is None or not token_ids:
             return
         self._add_text(self._detokenizer.push(token_ids))
 
     def _add_text(self, text: str) -> None:
+        if self._reasoning is not None:
+            text = self._reasoning.trimmed_answer(text)
         if self._stops is None:
             self._show(text)
             return

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych.parameters import Sampling
+from gateway.reasoning.request_reasoning import RequestReasoning
 from gateway.request.structured_output import Constraint
 from gateway.tools.tool import Toolbox
 
@@ -47,6 +48,7 @@ class ParsedRequest:
     echo: bool = False  # the prompt's ids come back with the first message
     constraint: Constraint | None = None  # what the output must match
     tools: Toolbox | None = None  # that the output may call
+    reasoning: RequestReasoning | None = None  # that the output may begin with
     received: tuple[int, ...] = field(default=(), repr=False)  # of the output, by a stream that broke
     output_limit: int | None = None  # what that stream might have emitted in all
 

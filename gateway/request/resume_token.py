@@ -100,6 +100,7 @@ class ResumeTokens:
             *(request.n, request.best_of, request.beam_width),
             None if constraint is None else constraint.grammar.digest,
             "one call" if request.tools is not None and request.tools.single else request.tools is not None,
+            *(() if request.reasoning is None else request.reasoning.key),
         )
         digest = hashlib.sha256(array("Q", request.prompt_ids).tobytes())
         digest.update(self._model)

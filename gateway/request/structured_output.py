@@ -35,6 +35,7 @@ class Constraint:
     path: str  # of the field that asked for it
     grammar: Grammar
     parts: tuple[tuple[str, Grammar], ...] = field(default=(), repr=False)
+    optional: bool = False  # it allows any text, and gives calls their form
 
     async def verify(self, checker: GrammarCheck, tenant: str) -> None:
         """Return if workers could compile it.

@@ -15,11 +15,12 @@ from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.plain_tool_turns import plain_tool_turns
 from gateway.model.role_support import ROLES
 from gateway.model.served_model import ServedModel
+from gateway.reasoning.request_reasoning import RequestReasoning
 from gateway.request.field_checks import message_name
 from gateway.request.json_values import whole
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
-from gateway.tools.tool import Toolbox
+from gateway.tools.tool import Toolbox, ToolCall
 
 # Where a prompt's tokens come from, by the kind of prompt.
 _FIELDS: Final = {"token_ids": "token_ids.ids", "text": "text", "chat": "chat.messages"}
@@ -27,6 +28,7 @@ _KWARGS: Final = "chat.template_kwargs"
 # Settings that clients send to any model: whether and how much it is to think.
 _FLAGS: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+_TAIL_TOKENS: Final = 16  # of a prompt: more than the marks of a span and the white space around them
 
 
 def prompt_ids(
@@ -85,7 +87,8 @@ def check_text(field: str, text: str) -> int:
 
 def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
     """Return the tools of a conversation. Raises InvalidParameter or UnsupportedFeature."""
-    return toolbox(chat, model.tools) if model.chat_template is not None else None
+    asked = bool(chat.tools) or chat.HasField("tool_choice")
+    return toolbox(chat, model.tools) if asked and model.chat_template is not None else None
 
 
 def chat_parts(
@@ -112,7 +115,28 @@ def chat_parts(
         )
     except RenderRefused as error:
         raise InvalidParameter("chat.messages", f"the model's chat template refused: {error}") from error
-    return (*parts, *model.tools.prompt_suffix) if tools is not None and tools.forced else parts
+    if tools is None or not tools.forced or _reasoning_after(parts, model) is not None:
+        return parts
+    return (*parts, *model.tools.prompt_suffix)
+
+
+def chat_reasoning(
+    prompt_ids: Sequence[int], model: ServedModel, tools: Toolbox | None
+) -> RequestReasoning | None:
+    """Return the reasoning that the answer to a conversation's prompt may begin with."""
+    tail = model.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
+    suffix = "".join(map(_text_of, model.tools.prompt_suffix))
+    if suffix and tools is not None and tools.forced and tail.endswith(suffix):
+        return None  # see `chat_parts`
+    return RequestReasoning.after(tail, model.reasoning)
+
+
+def _reasoning_after(parts: Sequence[ControlToken | str], model: ServedModel) -> RequestReasoning | None:
+    return RequestReasoning.after("".join(map(_text_of, parts[-_TAIL_TOKENS:])), model.reasoning)
+
+
+def _text_of(part: ControlToken | str) -> str:
+    return part if isinstance(part, str) else part.text
 
 
 def _bytes_of(message: pb.ChatMessage) -> int:
@@ -142,7 +166,8 @@ def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) ->
             reason = f"this model's chat template does not render a turn of the {message.role} {where}"
             raise UnsupportedFeature(f"{field}.role", reason)
         messages.append(_message(field, role, message, model))
-    if not model.tools.generic:
+    with_tools = tools is not None or any(turn.tool_calls or turn.role == "tool" for turn in messages)
+    if not (with_tools and model.tools.generic):
         return messages
     offered = () if tools is None else tools.tools
     native = model.tools.calls and model.tools.turns
@@ -150,12 +175,16 @@ def _messages(chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None) ->
 
 
 def _message(field: str, role: str, message: pb.ChatMessage, model: ServedModel) -> Message:
-    answers = tool_call_id(field, message, model.tools)
+    answers = ""
+    calls: tuple[ToolCall, ...] = ()
+    if message.role == "tool" or message.tool_call_id or message.tool_calls:
+        answers = tool_call_id(field, message, model.tools)
+        calls = tool_calls(field, message, model.tools)
     return Message(
         role,
         message.content,
         message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
-        tool_calls(field, message, model.tools),
+        calls,
         answers,
         _reasoning(field, message),
     )

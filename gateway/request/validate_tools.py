@@ -54,11 +54,21 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
 
 
 def constraint_of(
-    tools: Toolbox | None, support: ToolSupport, asked: Constraint | None, *, lenient: bool = False
+    tools: Toolbox | None,
+    support: ToolSupport,
+    asked: Constraint | None,
+    *,
+    lenient: bool = False,
+    begun: bool = True,
 ) -> Constraint | None:
     """Return what the output must match: required calls, else what was ``asked`` beside the tools.
 
-    ``lenient``: as in `structured_output`.
+    Args:
+        tools: of the request.
+        support: of the model.
+        asked: from `structured_output`.
+        lenient: as in `structured_output`.
+        begun: the prompt ends with the text that begins required calls, where the model's format has one.
     """
     if tools is None or support.call_format is None:
         return asked
@@ -68,11 +78,11 @@ def constraint_of(
         optional = support.call_format.optional_grammar
         if optional is None or asked is not None or tools.mode is Mode.NONE:
             return asked
-        return Constraint("chat.tools", optional(tools.tools), _parts(tools))
+        return Constraint("chat.tools", optional(tools.tools), _parts(tools), optional=True)
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     many = tools.mode is Mode.REQUIRED and not tools.single
-    grammar = support.call_format.grammar(tools.callable, many=many)
+    grammar = support.grammar(tools.callable, many=many, begun=begun)
     return Constraint("chat.tool_choice", grammar, _parts(tools))
 
 

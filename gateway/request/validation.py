@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -24,7 +25,7 @@ from gateway.request import field_checks
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import RECEIVED
 from gateway.request.structured_output import structured_output
-from gateway.request.validate_prompt import chat_tools, prompt_ids
+from gateway.request.validate_prompt import chat_reasoning, chat_tools, prompt_ids
 from gateway.request.validate_sampling import (
     check_a_token_is_left,
     read_output_counts,
@@ -89,19 +90,27 @@ def parse_request(
     rules = read_token_rules(request.sampling, model.tokenizer)
     check_a_token_is_left(rules, stops, card.eos_token_ids)
     sampling = read_sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
-    constraint = structured_output(request.structured_output, lenient=lenient_json_schema)
-    tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
-    constraint = constraint_of(tools, model.tools, constraint, lenient=lenient_json_schema)
+    asked = None
+    if request.HasField("structured_output"):
+        asked = structured_output(request.structured_output, lenient=lenient_json_schema)
+    chat = request.WhichOneof("prompt") == "chat"
+    tools = chat_tools(request.chat, model) if chat else None
+    constrained = partial(constraint_of, tools, model.tools, asked, lenient=lenient_json_schema)
+    constraint = asked if tools is None else constrained()
     if constraint is not None and not card.eos_token_ids:
         raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
     interval = field_checks.read_number(PARAMETERS["stream_interval"], response)
     salt = field_checks.label(PARAMETERS["cache_salt"], cache.salt)
     session_id = field_checks.label(PARAMETERS["session_id"], request.session_id)
     limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
+    ids = prompt_ids(request, model, prompt_budget(stops, limit), tools)
+    reasoning = chat_reasoning(ids, model, tools) if chat else None
+    if reasoning is not None and tools is not None:
+        constraint = constrained(begun=False)
     return ParsedRequest(
         request_id=request_id,
         model=name,
-        prompt_ids=prompt_ids(request, model, prompt_budget(stops, limit), tools),
+        prompt_ids=ids,
         sampling=sampling,
         max_tokens=stops.max_tokens,
         min_tokens=stops.min_tokens,
@@ -129,6 +138,7 @@ def parse_request(
         echo=response.echo_prompt,
         constraint=constraint,
         tools=tools,
+        reasoning=reasoning,
     )
 
 

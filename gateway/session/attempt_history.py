@@ -173,6 +173,7 @@ class AttemptHistory:
         failures: of its attempts, by cause.
         last_failure: why its last attempt ended; None before the second one.
         reserve, uncached: needs of its next attempt (see `gateway.attempt.work.Attempt`).
+        remote: its next attempt needs a prefill worker; see `gateway.attempt.types.Cause.TOO_MANY_NEW`.
         suspended: it gets no worker before the deaths of those that it lost are confirmed or refuted.
         waits: for a worker that can take it, for a limited time.
         waiting_for: the role of which none could.
@@ -183,6 +184,7 @@ class AttemptHistory:
         self.last_failure: Cause | None = None
         self.reserve = False
         self.uncached = False
+        self.remote = False
         self.suspended = False
         self.waits = False
         self.waiting_for: Role | None = None

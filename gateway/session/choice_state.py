@@ -6,7 +6,9 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.request_
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
 3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch. The prefill worker may
-   send the first token already; the client gets it, and the state stays.
+   send the first token already; the client gets it, and the state stays. Where few tokens are new, the decode
+   worker may have to compute them itself, without a prefill worker; its answer that they are too many leads
+   back to ROUTING, and is neither a failure nor an attempt.
 4. DECODING: the decode worker has sent tokens of this attempt. Each goes to the client exactly once: what was
    delivered already is dropped by its index, and a gap is a bug that ends the request.
 5. Whatever ends an attempt early (a worker that dies, refuses or preempts, a corrupt handoff) leads back to
@@ -234,12 +236,15 @@ class ChoiceState:
         waits, self.history.waits = self.history.waits, True
         return [] if waits else [AwaitWorker(self.index, self.attempt, seconds)]
 
-    def _launch(self, attempt: int, prefill_id: str, decode_id: str, now: float) -> list[Action]:
+    def _launch(self, attempt: int, prefill_id: str | None, decode_id: str, now: float) -> list[Action]:
         self.move(State.PREFILLING, now)
         self.attempt = attempt
         self.attempts.append(attempt)
         self.history.waits, self.history.waiting_for = False, None
-        self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
+        self.history.remote = False
+        self._working = {Role.DECODE: decode_id}
+        if prefill_id is not None:
+            self._working[Role.PREFILL] = prefill_id
         self._pair = dict(self._working)
         self._launched_at = now
         self._early = 0
@@ -342,6 +347,8 @@ class ChoiceState:
     def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
         if worker_id is None:
             return []  # its terminal message came before
+        if cause is Cause.TOO_MANY_NEW:
+            return self._route_remotely(now)
         if cause is Cause.PEER_LOST:  # the worker that reports it is not the one that failed
             worker_id = next((w for w in self._pair.values() if w != worker_id), worker_id)
             begun = self.state is State.DECODING or worker_id == self._pair.get(Role.PREFILL)
@@ -349,7 +356,7 @@ class ChoiceState:
                 self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
         elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
             # Whichever worker reports it: a decode worker computes nothing before it has sent a first token.
-            worker_id = self._pair[Role.PREFILL]
+            worker_id = self._pair.get(Role.PREFILL, worker_id)
         self.history.record_failure(cause)
         if self._limits.ends_by_length(len(self.output_ids)):  # only the terminal message was lost
             return [*self._cancel_working(), *self._finish(FinishReason.LENGTH, now)]
@@ -359,6 +366,12 @@ class ChoiceState:
         if verdict.charged and (error := self._charge(now)) is not None:
             return self._fail(error, now)
         self.history.plan_retry(verdict, worker_id, self._pair.values())
+        return [*self._cancel_working(), *self._need_route(now)]
+
+    def _route_remotely(self, now: float) -> list[Action]:
+        """Need a pair with a prefill worker, after an attempt that was none: nothing of it was begun."""
+        self.attempts.pop()
+        self.history.remote = True
         return [*self._cancel_working(), *self._need_route(now)]
 
     def _no_route(self, role: Role, now: float) -> list[Action]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.runtime.errors import DiptychError
-from gateway.attempt.types import AttemptEvent, FinishReason, Role, TokenLogprob
+from gateway.attempt.types import AttemptEvent, FinishReason, LocalPrefill, Role, TokenLogprob
 from gateway.attempt.work import Attempt
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -26,11 +26,12 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The answer to `ChooseRoute`: the pair of workers."""
+    """The answer to `ChooseRoute`: the pair of workers; without a prefill worker ``local`` says why."""
 
-    prefill_id: str
+    prefill_id: str | None
     decode_id: str
     choices: tuple[int, ...] = (0,)  # as in the question
+    local: LocalPrefill = LocalPrefill.NO
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Launched:
     """The start of attempt ``attempt``, of which a choice is part from now on."""
 
     attempt: int
-    prefill_id: str
+    prefill_id: str | None  # None: the decode worker computes the prompt itself
     decode_id: str
 
 
@@ -201,6 +202,7 @@ class ChooseRoute:
     token_ids: tuple[int, ...] = field(repr=False)  # prompt, then delivered tokens
     avoid: frozenset[str]  # workers that refused this request, or failed it
     choices: tuple[int, ...] = (0,)  # that share the attempt
+    remote: bool = False  # a decode worker has answered that too many tokens are new for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,13 +118,13 @@ class RequestDriver:
             wait_s=retry_limits.wait_s,
             constrained=request.constraint is not None,
         )
-        self.prompt_logprobs = PromptLogprobs(
-            len(request.prompt_ids) if request.prompt_logprobs is not None else 0
-        )
+        wanted = request.prompt_logprobs is not None
+        self.prompt_logprobs = PromptLogprobs(len(request.prompt_ids)) if wanted else None
         self.output_buffer = OutputBuffer(held=hold)
         self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteTrace] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
+        self.cached_by_attempt: dict[int, int] = {}  # of all that has delivered a token
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._phase_reports = PhaseReports()
@@ -161,6 +161,11 @@ class RequestDriver:
     def billed(self) -> int:
         """Output tokens of all choices."""
         return sum(output.billed for output in self.outputs)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens of all choices that are reasoning."""
+        return sum(output.reasoning_tokens for output in self.outputs)
 
     @property
     def generated(self) -> int:
@@ -203,12 +208,14 @@ class RequestDriver:
             if item.phases is not None:
                 early = isinstance(event, TokensArrived) and event.early
                 self._phase_reports.record(item.attempt, item.choice, item.phases, early=early)
-            if isinstance(event, TokensArrived) and self.cached_tokens is None:
-                # Of a request that was resumed the tokens it had delivered are cached as well.
-                self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
+            if isinstance(event, TokensArrived) and item.attempt not in self.cached_by_attempt:
+                self.cached_by_attempt[item.attempt] = item.cached_tokens
+                if self.cached_tokens is None:
+                    # Of a request that was resumed the tokens it had delivered are cached as well.
+                    self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptLogprobsArrived):
                 self._add_prompt_logprobs(event)
-            elif self.prompt_logprobs.complete:
+            elif self.prompt_logprobs is None or self.prompt_logprobs.complete:
                 self._events.append(event)
             elif isinstance(event, TokensArrived | DecodeFinished):
                 self._early.append(event)
@@ -303,7 +310,12 @@ class RequestDriver:
         affinity = self.job.request.session_id or self.job.work_id
         worst_case = self.job.worst_case_tokens
         request = RouteRequest(
-            affinity, len(wanted.token_ids), worst_case, wanted.avoid, after_loss=self.state.attempts > 0
+            affinity,
+            len(wanted.token_ids),
+            worst_case,
+            wanted.avoid,
+            after_loss=self.state.attempts > self.state.refused + wanted.remote,
+            remote=wanted.remote,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):
@@ -313,7 +325,7 @@ class RequestDriver:
             return NoRoute(placement.role, wanted.choices)
         self.routes.append(RouteTrace(start, self.clock(), placement))
         self._namespaces[placement.decode_id] = placement.cache_namespace
-        return Routed(placement.prefill_id, placement.decode_id, wanted.choices)
+        return Routed(placement.prefill_id, placement.decode_id, wanted.choices, placement.route.local)
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:
@@ -355,7 +367,7 @@ class RequestDriver:
 
     def _add_prompt_logprobs(self, event: PromptLogprobsArrived) -> None:
         """Add log-probabilities of the prompt; a gap between them is a worker's bug."""
-        if not self.prompt_logprobs.add(event.first, event.logprobs):
+        if self.prompt_logprobs is None or not self.prompt_logprobs.add(event.first, event.logprobs):
             self._events.append(RequestFailed(Internal("log-probabilities of the prompt are missing")))
         elif self.prompt_logprobs.complete:
             self._events.extend(self._early)

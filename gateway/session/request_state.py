@@ -72,7 +72,8 @@ class RequestState:
             len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s, constrained=constrained
         )
         self.choices = tuple(ChoiceState(self.limits, now=now, index=index) for index in range(count))
-        self.attempts = 0  # launched so far
+        self.attempts = 0  # launched so far: the number of the last one
+        self.refused = 0  # of these, answered with TOO_MANY_NEW
         self.retries: Counter[Cause] = (
             Counter()
         )  # attempts after the first, by the cause of the failure before
@@ -185,7 +186,9 @@ class RequestState:
         if not choices:
             return []  # the request ended while its route was chosen
         self.attempts += 1
-        if (cause := choices[0].history.last_failure) is not None:
+        if choices[0].history.remote:
+            self.refused += 1
+        elif (cause := choices[0].history.last_failure) is not None:
             self.retries[cause] += 1
         for choice in choices:
             choice.handle(Launched(self.attempts, event.prefill_id, event.decode_id), now)
@@ -195,8 +198,12 @@ class RequestState:
             any(choice.history.reserve for choice in choices),
             tuple(choice.index for choice in choices),
             uncached=any(choice.history.uncached for choice in choices),
+            local=event.local,
         )
-        return [Attach(event.decode_id, attempt), Dispatch(event.prefill_id, event.decode_id, attempt)]
+        attach = Attach(event.decode_id, attempt)
+        if event.prefill_id is None:
+            return [attach]
+        return [attach, Dispatch(event.prefill_id, event.decode_id, attempt)]
 
     def _cancels(self) -> list[Action]:
         """Return one message per worker and attempt; a prefill worker goes on while a choice waits for it."""
@@ -222,6 +229,7 @@ class RequestState:
                 self._tokens_of(group[0]),
                 frozenset().union(*(choice.history.avoid for choice in group)),
                 tuple(choice.index for choice in group),
+                remote=any(choice.history.remote for choice in group),
             )
             for group in groups.values()
         ]

@@ -122,6 +122,8 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
             return GiveUp(_aborted_or(NoReadyWorker("decode"), context))
         case Cause.NO_VALID_TOKEN:
             return GiveUp(NoValidToken())
+        case Cause.TOO_MANY_NEW:  # an answer, which no attempt is charged for
+            return Retry(reserve, charged=False)
         case Cause.INTERNAL:
             return GiveUp(Internal("a worker failed on it; that worker's log has the details"))
 

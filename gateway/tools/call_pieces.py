@@ -1,16 +1,15 @@
 """Tool calls in pieces: a call's name and id first, then its arguments as they come.
 
 `CallPieces` wraps the parser of a format and reads the same text. A call begins once the parser holds text
-back that names an offered tool and opens an object of arguments; what the parser finds later ends it. Any
-other call, such as one whose arguments come before its name, is a single whole piece.
+back that names an offered tool and opens its arguments; what the parser finds later ends it. Any other call,
+such as one whose arguments come before its name, is a single whole piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from gateway.tools.json_calls import JsonObjects, begun_call, new_call_id
+from gateway.tools.json_calls import Begin, JsonObjects, new_call_id
 from gateway.tools.parser import TO_AN_END, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
 
@@ -33,18 +32,26 @@ class _Begun:
         self.sent += piece
         return piece
 
+    def extend(self, arguments: str) -> str:
+        """Return what ``arguments``, all so far, have more than was sent."""
+        piece, self.sent = arguments.removeprefix(self.sent), arguments
+        return piece
+
 
 class CallPieces:
     """Parser whose calls come in pieces.
 
     Args:
         parser: a new parser of the output's format.
-        names: of the offered tools.
+        begin: reads the beginning of a call of an offered tool.
+        rewritten: the arguments that ``begin`` returns are not those that the model wrote but made of them;
+            they grow where a tag ends.
     """
 
-    def __init__(self, parser: ToolCallParser, names: Collection[str]) -> None:
+    def __init__(self, parser: ToolCallParser, begin: Begin, *, rewritten: bool = False) -> None:
         self._parser = parser
-        self._names = names
+        self._begin = begin
+        self._rewritten = rewritten
         self._held = ""  # text since the parser last returned something
         self._begun: _Begun | None = None
 
@@ -76,16 +83,23 @@ class CallPieces:
 
     def _hold(self, text: str) -> Parsed:
         """Return the piece of a call that ``text``, held back by the parser, belongs to."""
-        if self._begun is not None:
-            piece = self._begun.add(text)
-            return Parsed(calls=(ToolCall("", piece, partial=True),) if piece else ())
+        if self._begun is not None and not self._rewritten:
+            return _further(self._begun.add(text))
         self._held += text
-        begun = begun_call(self._held, self._names)
+        if self._rewritten and ">" not in text:
+            return Parsed()
+        begun = self._begin(self._held)
         if begun is None or begun.arguments is None:
             return Parsed()
+        if self._begun is not None:
+            return _further(self._begun.extend(begun.arguments))
         self._begun = _Begun()
-        piece = self._begun.add(begun.arguments)
-        return Parsed(calls=(ToolCall(begun.name, piece, new_call_id(), partial=True),))
+        piece = (self._begun.extend if self._rewritten else self._begun.add)(begun.arguments)
+        return Parsed(calls=(ToolCall(begun.name, piece, begun.id or new_call_id(), partial=True),))
+
+
+def _further(piece: str) -> Parsed:
+    return Parsed(calls=(ToolCall("", piece, partial=True),) if piece else ())
 
 
 def _rest(begun: _Begun, call: ToolCall) -> ToolCall:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_calls import call_rules
+from gateway.tools.json_calls import Spell, call_rules, quoted
 from gateway.tools.tool import Tool
 
 _TEXT: Final = r"TEXT: /[^{](.|\n)*/"
 
 
-def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+def grammar(tools: Sequence[Tool], *, many: bool, spell: Spell = quoted) -> Grammar:
     """Return the grammar of one call, also with ``many``: small models do not end a list of calls."""
     return Grammar(Kind.LARK, "\n".join(["start: call", *_rules(tools)]))
 

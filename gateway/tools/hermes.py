@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_calls import call_from_json, call_rules, quoted
+from gateway.tools.json_calls import Spell, call_from_json, call_rules, quoted
 from gateway.tools.parser import Marker, Parsed
-from gateway.tools.tool import Tool
+from gateway.tools.tool import Tool, ToolCall
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -16,9 +16,18 @@ MARKERS: Final = (OPEN, CLOSE)
 
 
 class HermesParser:
-    """Parser of tagged calls. A call ends at the first closing tag with valid JSON before it."""
+    """Parser of tagged calls. A call ends at the first closing tag with a valid call before it.
 
-    def __init__(self) -> None:
+    Args:
+        read: returns the call that a text between the tags is, if it is one.
+        open_ended: the beginning of a call may be a call as well, so that one needs its closing tag.
+    """
+
+    def __init__(
+        self, read: Callable[[str], ToolCall | None] = call_from_json, *, open_ended: bool = False
+    ) -> None:
+        self._read = read
+        self._open_ended = open_ended
         self._marker = Marker(OPEN)
         self._inside: str | None = None  # text since the opening tag
         self._looked = 0  # length of it without a closing tag that ends the call
@@ -46,14 +55,15 @@ class HermesParser:
         if inside is None:
             held = self._marker.flush()
             return Parsed("" if self._just_called and held.isspace() else held)
-        call = call_from_json(inside)  # the closing tag may have been cut off by a stop string
+        # The closing tag may have been cut off by a stop string.
+        call = None if self._open_ended else self._read(inside)
         return Parsed(calls=(call,)) if call is not None else Parsed(self._marker.found + inside)
 
     def _close(self) -> tuple[Parsed, str | None]:
         """Return the call and the text after it, or (nothing, None) while the call is incomplete."""
         inside = self._inside or ""
         while (end := inside.find(CLOSE, self._looked)) >= 0:
-            call = call_from_json(inside[:end])
+            call = self._read(inside[:end])
             if call is not None:
                 self._inside, self._just_called = None, True
                 return Parsed(calls=(call,)), inside[end + len(CLOSE) :]
@@ -62,7 +72,7 @@ class HermesParser:
         return Parsed(), None
 
 
-def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+def grammar(tools: Sequence[Tool], *, many: bool, spell: Spell = quoted) -> Grammar:
     """Return the grammar of one call, or with ``many`` of any number, each on lines of its own."""
     rules = call_rules(tools, lambda name: f'{OPEN}\n{{"name": {name}, "arguments": ', f"}}\n{CLOSE}")
     start = f"start: call ({quoted(chr(10))} call)*" if many else "start: call"

@@ -206,6 +206,10 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
+Spell = Callable[[str], str]
+"""Maker of the Lark term of a marker: of its text, or of the control token that spells it."""
+
+
 def quoted(text: str) -> str:
     """Return ``text`` as a Lark literal; a JSON string is one."""
     return json.dumps(text)
@@ -235,6 +239,11 @@ class BegunCall(NamedTuple):
 
     name: str
     arguments: str | None
+    id: str = ""  # if the model wrote one
+
+
+Begin = Callable[[str], BegunCall | None]
+"""Reader of the beginning of a call of an offered tool in a text."""
 
 
 def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
@@ -250,3 +259,11 @@ def begun_call(text: str, names: Collection[str]) -> BegunCall | None:
         return None
     arguments = _ARGUMENTS.match(text, head.end())
     return BegunCall(name, None if arguments is None else text[arguments.end() :])
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether ``text`` is a JSON object."""
+    try:
+        return isinstance(STRICT_JSON.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False

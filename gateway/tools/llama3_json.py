@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_calls import CallList, call_rules
+from gateway.tools.json_calls import CallList, Spell, call_rules, quoted
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool
 
@@ -44,7 +44,7 @@ class Llama3JsonParser:
         return Parsed("" if self._list is None else self._list.finish())
 
 
-def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+def grammar(tools: Sequence[Tool], *, many: bool, spell: Spell = quoted) -> Grammar:
     """Return the grammar of one call, also with ``many``: the format has no agreed way to write several."""
     rules = call_rules(tools, lambda name: f'{{"name": {name}, "parameters": ', "}")
     return Grammar(Kind.LARK, "\n".join(["start: call", *rules]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_calls import CallList, call_rules
+from gateway.tools.json_calls import CallList, Spell, call_rules, quoted
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 
@@ -66,7 +66,7 @@ def _calls() -> CallList:
     return CallList(_BEFORE, _BETWEEN, end=_END)
 
 
-def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+def grammar(tools: Sequence[Tool], *, many: bool, spell: Spell = quoted) -> Grammar:
     """Return the grammar of the text after the mark: a list of one call, or with ``many`` of any number."""
     rules = call_rules(tools, lambda name: f'{{"name": {name}, "arguments": ', "}")
     calls = 'call (", " call)*' if many else "call"

@@ -44,9 +44,10 @@ class ToolCall:
     id: str = ""
     partial: bool = False
 
-    def as_template_value(self) -> dict[str, object]:
-        """Return the call in the same shape, its arguments as an object, which templates serialise."""
-        function = {"name": self.name, "arguments": json.loads(self.arguments_json)}
+    def as_template_value(self, *, arguments_as_text: bool = False) -> dict[str, object]:
+        """Return the call in the same shape, its arguments as an object, which most templates serialise."""
+        arguments = self.arguments_json if arguments_as_text else json.loads(self.arguments_json)
+        function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 

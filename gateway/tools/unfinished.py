@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gateway.tools.json_calls import JsonObjects, begun_call, new_call_id
+from gateway.tools.json_calls import Begin, JsonObjects, new_call_id
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import ToolCall
 
@@ -19,12 +19,12 @@ class UnfinishedCalls:
     """Reader of the text that a parser holds back at the end of an output.
 
     Attributes:
-        names: of the tools that may be called.
+        begin: reads the beginning of a call of a tool that may be called.
         markers: of the format.
         forced: the output is calls only, so that none of its text is an answer.
     """
 
-    names: Collection[str]
+    begin: Begin
     markers: Collection[str]
     forced: bool
 
@@ -43,9 +43,11 @@ class UnfinishedCalls:
         return Parsed("" if self.forced or any(marker in held for marker in self.markers) else held)
 
     def _fragment(self, held: str) -> ToolCall | None:
-        begun = begun_call(held, self.names)
+        begun = self.begin(held)
         if begun is None:
             return None
         arguments = begun.arguments or ""
         _, rest = JsonObjects().push(arguments)
-        return ToolCall(begun.name, arguments[: len(arguments) - len(rest)], new_call_id(), partial=True)
+        return ToolCall(
+            begun.name, arguments[: len(arguments) - len(rest)], begun.id or new_call_id(), partial=True
+        )

@@ -37,6 +37,7 @@ _CAUSES = {
     work_pb2.FAILURE_REASON_INCOMPATIBLE: Cause.INCOMPATIBLE,
     work_pb2.FAILURE_REASON_NO_VALID_TOKEN: Cause.NO_VALID_TOKEN,
     work_pb2.FAILURE_REASON_COMPUTE_FAILED: Cause.COMPUTE_FAILED,
+    work_pb2.FAILURE_REASON_TOO_MANY_NEW: Cause.TOO_MANY_NEW,
 }
 _FINISHES = {
     work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -58,6 +59,7 @@ class StepTime(NamedTuple):
     size_class: int
     steps: int
     median_s: float
+    tokens: int = 0  # 0 = not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,16 @@ class Load:
     draining: bool = False  # it takes no new work
     step_times: tuple[StepTime, ...] = ()
     max_running: int = 0  # sequences in a step of a decode worker; 0 = not reported
+    pull_cost: float | None = None  # of a cached token that a prefill worker pulls; None = it pulls none
+    max_local_prefill_tokens: int = 0  # new tokens of a prompt that a decode worker computes itself
+    max_fallback_prefill_tokens: int = 0  # likewise while no prefill worker is ready
+    local_prefill_chunk: int = 0  # tokens of such prompts in a step beside running sequences
+    local_prefills: int = 0  # prompts that it has computed
 
     @property
-    def capacity(self) -> tuple[bool, int, int]:
+    def capacity(self) -> tuple[bool, int, int, int]:
         """The fields that say how much work the worker can take, not how much it has."""
-        return self.draining, self.max_running, self.quarantined_blocks
+        return self.draining, self.max_running, self.quarantined_blocks, self.max_fallback_prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,8 @@ class DecodeCodec(_RoleCodec):
         if kind == "step":
             step = message.step
             return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
+        if kind == "prompt_scores":
+            return [_prompt_logprobs(message.prompt_scores)]
         return self._parse_common(kind, message)
 
 
@@ -227,10 +236,15 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.quarantined_blocks,
             sent.draining,
             tuple(
-                StepTime(one.size_class, one.steps, one.median.ToNanoseconds() / 1e9)
+                StepTime(one.size_class, one.steps, one.median.ToNanoseconds() / 1e9, one.tokens)
                 for one in sent.step_times
             ),
             sent.max_running,
+            sent.pull_cost if sent.HasField("pull_cost") else None,
+            sent.max_local_prefill_tokens,
+            sent.max_fallback_prefill_tokens,
+            sent.local_prefill_chunk,
+            sent.local_prefills,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
@@ -250,7 +264,7 @@ def _logprob(score: work_pb2.Score) -> TokenLogprob:
     return TokenLogprob(score.logprob, score.rank, tuple((a.token_id, a.logprob) for a in score.top))
 
 
-def _prompt_logprobs(sent: prefill_pb2.PromptScores) -> WorkerEvent:
+def _prompt_logprobs(sent: work_pb2.PromptScores) -> WorkerEvent:
     event = PromptLogprobsArrived(sent.first_position, tuple(map(_logprob, sent.scores)))
     return WorkerEvent(sent.id.request_id, sent.id.attempt, event)
 

@@ -1,4 +1,4 @@
-"""The look-up of a prompt's cached prefixes on the decode workers, in the directory's index."""
+"""The look-up of a prompt's cached prefixes on the workers, in the directory's index."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class PrefixIndexReader:
         """Return the key of the request's block hashes; another tenant or salt has another one."""
         return self._cached_namespace(job.tenant, job.request.salt, kv_dtype)
 
-    def hits(self, decode: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
-        """Return the leading cached blocks by decode worker.
+    def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
+        """Return the leading cached blocks by worker, of whichever role.
 
         Key chains differ by KV dtype and block size, so each pair of them is looked up once.
         """
-        if not job.request.cache_read:
-            return {}
+        if not job.request.cache_read or job.request.prompt_logprobs is not None:
+            return {}  # cached tokens have no logits
         found: dict[str, int] = {}
-        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
+        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
             keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)
             if keys:
                 found.update({w: n for w, n in self._index.prefix_hits(keys).items() if n})

@@ -15,7 +15,9 @@ from gateway.admission.capacity import Capacity
 from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.links import Link, LinkDown
+from gateway.worker_pool.local_prefill import LocalCandidate
 from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
+from gateway.worker_pool.step_rates import StepRates
 
 KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
 """Fields of the records that are equal for workers that can exchange blocks."""
@@ -36,7 +38,8 @@ class Worker:
     """A worker of this gateway.
 
     ``outstanding``: attempts without a terminal message, by (work id, attempt). ``unreported``: of these, the
-    ones that were assigned since the last load report.
+    ones that were assigned since the last load report. ``unreported_local``: tokens of prompts that it was
+    sent since then to compute itself.
     """
 
     record: WorkerRecord
@@ -44,6 +47,8 @@ class Worker:
     load: Load
     leased: bool = True
     leaving: bool = False  # it announced that it drains: when its link ends, it has not died
+    rates: StepRates = field(default_factory=StepRates)
+    unreported_local: int = 0
     outstanding: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
     unreported: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
 
@@ -87,18 +92,28 @@ class Worker:
         self.load = load
         self.leaving |= load.draining
         self.unreported.clear()
+        self.unreported_local = 0
+        self.rates.record(load.step_times)
 
     def on_down(self) -> None:
         """Forget its load and its work: nothing that was sent over the link remains."""
         self.load = _recorded_load(self.record)
         self.outstanding.clear()
         self.unreported.clear()
+        self.unreported_local = 0
 
-    def prefill_candidate(self) -> PrefillCandidate:
-        """Return it as a candidate for the router."""
+    def prefill_candidate(self, cached_blocks: int) -> PrefillCandidate:
+        """Return it as a candidate for the router, with the request's cached blocks here."""
         waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
         outstanding = sum(work.tokens for work in self.outstanding.values())
-        return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
+        return PrefillCandidate(
+            self.record.worker_id,
+            self.kv_format,
+            max(waiting, outstanding),
+            memory_domain=self.record.memory_domain,
+            cached_blocks=cached_blocks,
+            pull_cost=self.load.pull_cost,
+        )
 
     def decode_candidate(self, cached_blocks: int) -> DecodeCandidate:
         """Return it as a candidate for the router, with the request's cached blocks here."""
@@ -114,6 +129,19 @@ class Worker:
             free_blocks=max(self.load.free_blocks - promised, 0),
             sequences=max(sequences, sum(len(work.choices) for work in self.outstanding.values())),
             cached_blocks=cached_blocks,
+            memory_domain=self.record.memory_domain,
+        )
+
+    def local_candidate(self, cached_blocks: int) -> LocalCandidate:
+        """Return it as a candidate for prompts that it computes itself."""
+        load = self.load
+        return LocalCandidate(
+            self.decode_candidate(cached_blocks),
+            short=load.max_local_prefill_tokens,
+            fallback=load.max_fallback_prefill_tokens,
+            chunk=load.local_prefill_chunk,
+            waiting_tokens=load.waiting_tokens + self.unreported_local,
+            rates=self.rates,
         )
 
 
@@ -130,10 +158,15 @@ def _recorded_load(record: WorkerRecord) -> Load:
 
 
 class WorkerRegistry:
-    """Workers by id, linked or not."""
+    """Workers by id, linked or not.
 
-    def __init__(self) -> None:
+    Args:
+        falls_back: decode workers may compute prompts themselves while no prefill worker is linked.
+    """
+
+    def __init__(self, *, falls_back: bool = True) -> None:
         self._workers: dict[str, Worker] = {}
+        self._falls_back = falls_back
 
     def __iter__(self) -> Iterator[Worker]:
         """Iterate over a copy: workers may come and go meanwhile."""
@@ -185,6 +218,16 @@ class WorkerRegistry:
         formats = {w.kv_format for w in prefill}
         return None if any(w.kv_format in formats for w in decode) else Role.DECODE
 
+    @property
+    def fallback_tokens(self) -> int:
+        """Most new tokens of a prompt that a decode worker computes itself while no prefill worker is linked.
+
+        0 while one is, or where none may.
+        """
+        if not self._falls_back or self.serving(Role.PREFILL):
+            return 0
+        return max((w.load.max_fallback_prefill_tokens for w in self.serving(Role.DECODE)), default=0)
+
     def why_not_ready(self) -> str:
         """Return the role without a linked worker, or the fields that differ in a pair; empty when ready."""
         missing = self.missing_role()
@@ -199,14 +242,17 @@ class WorkerRegistry:
         return f"{one.worker_id} and {other.worker_id} do not fit together: {', '.join(values)}"
 
     def capacity(self) -> Capacity:
-        """Return the decode batches' capacity plus a few prompts in prefill; none while a role is missing."""
-        if self.missing_role() is not None:
+        """Return the decode batches' capacity plus a few prompts in prefill; none while a role is missing.
+
+        Decode workers that compute prompts themselves stand in for a missing prefill worker.
+        """
+        if self.missing_role() is not None and not self.fallback_tokens:
             return Capacity(0, 0)
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         batches = [w.load.max_running or UNKNOWN_BATCH for w in decode]
         return Capacity(
             sum(batches) + PREFILLING_SEQUENCES * len(prefill),
-            len(prefill),
+            max(len(prefill), 1),
             kv_tokens=sum(w.kv_tokens for w in decode),
             block_size=self.block_size() or 1,
         )

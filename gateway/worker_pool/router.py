@@ -2,7 +2,7 @@
 
 Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheapest pair wins:
 
-- the prompt tokens whose blocks the decode worker does not hold (it owns the pool and the prefix cache);
+- the prompt tokens that the pair has to compute, and those that it has to move first (pair_savings.py);
 - the tokens that already wait for the prefill worker;
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
@@ -17,7 +17,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.attempt.types import Role
+from gateway.attempt.types import LocalPrefill, Role
+from gateway.worker_pool.pair_savings import held_blocks, pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -35,6 +36,11 @@ class PrefillCandidate:
     worker_id: str
     kv_format: str  # pairs work only where these are equal
     waiting_tokens: int
+    memory_domain: str = ""  # equal for workers that compute in one memory; others copy blocks
+    cached_blocks: int = 0  # leading blocks of this prompt in its own prefix cache, where blocks are copied
+    pull_cost: float | None = (
+        None  # of a token from a decode worker's pool, in tokens to compute; None = never
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class DecodeCandidate:
     free_blocks: int  # free or evictable
     sequences: int  # running, or expected by this gateway
     cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
+    memory_domain: str = ""  # as of prefill workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +68,23 @@ class RouteRequest:
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
+    remote: bool = False  # it needs a prefill worker: a decode worker answered that too many tokens are new
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The pair that was chosen, and the reason (one of `REASONS`)."""
+    """The pair that was chosen, and the reason (one of `REASONS`).
 
-    prefill_id: str
+    Without a prefill worker the decode worker computes the prompt itself: see `local_prefill`.
+    """
+
+    prefill_id: str | None
     decode_id: str
     reason: str
     matched_blocks: int
     cost: float
+    local: LocalPrefill = LocalPrefill.NO
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ class Placement:
     predicted_tokens: int  # prompt tokens that are cached according to the prefix index
 
     @property
-    def prefill_id(self) -> str:
+    def prefill_id(self) -> str | None:
         return self.route.prefill_id
 
     @property
@@ -111,7 +123,7 @@ class Placement:
             "diptych.route.policy": self.policy,
             "diptych.route.reason": self.route.reason,
             "diptych.route.matched_blocks": self.route.matched_blocks,
-            "diptych.route.prefill_worker": self.prefill_id,
+            "diptych.route.prefill_worker": self.prefill_id or "",
             "diptych.route.decode_worker": self.decode_id,
         }
 
@@ -135,28 +147,27 @@ def choose_route(
     return Route(
         source.worker_id,
         target.worker_id,
-        reason=_reason(pairs, target),
-        matched_blocks=_usable_blocks(request, target),
+        reason=_reason(request, pairs, (source, target)),
+        matched_blocks=pair_saving(request.tokens, source, target).blocks,
         cost=_cost(request, source, target),
     )
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    matched = _usable_blocks(request, decode)
-    needed = -(-request.tokens // decode.block_size) - matched
+    needed = -(-request.tokens // decode.block_size) - usable_blocks(request, decode)
     missing = max(0, needed - decode.free_blocks) * decode.block_size
+    saving = pair_saving(request.tokens, prefill, decode)
     return (
-        request.tokens
-        - matched * decode.block_size
+        saving.compute_cost(request.tokens, decode.block_size, prefill.pull_cost)
         + QUEUED_TOKEN_COST * prefill.waiting_tokens
         + SEQUENCE_COST * decode.sequences
         + MISSING_TOKEN_COST * missing
     )
 
 
-def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
-    """Return the cached blocks that save work: at least one token is always computed, for its logits."""
-    return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
+def usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
+    """Return the blocks of the prompt that the decode worker holds; one token is always computed."""
+    return held_blocks(request.tokens, decode)
 
 
 def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
@@ -164,8 +175,13 @@ def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> b
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
-def _reason(pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]], chosen: DecodeCandidate) -> str:
+def _reason(
+    request: RouteRequest,
+    pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]],
+    chosen: tuple[PrefillCandidate, DecodeCandidate],
+) -> str:
     if len(pairs) == 1:
         return ONLY_CHOICE
-    others = [d.cached_blocks for _, d in pairs if d.worker_id != chosen.worker_id]
-    return PREFIX if chosen.cached_blocks > max(others, default=chosen.cached_blocks) else LOAD
+    saved = pair_saving(request.tokens, *chosen).blocks
+    others = [pair_saving(request.tokens, *pair).blocks for pair in pairs if pair != chosen]
+    return PREFIX if saved > min(others) and saved >= max(others) else LOAD

@@ -18,24 +18,29 @@ from typing import Protocol
 
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
-from gateway.attempt.types import Role
+from gateway.attempt.types import LocalPrefill, Role
 from gateway.attempt.work import Job
 from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
+from gateway.worker_pool.local_prefill import LocalMode, choose_local
+from gateway.worker_pool.pair_savings import most_saved_tokens
 from gateway.worker_pool.prefix_index import PrefixIndex, PrefixIndexReader
 from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
+    DecodeCandidate,
     NoProof,
     NoWorker,
     Placement,
+    PrefillCandidate,
     Route,
     RouteRequest,
     choose_route,
 )
+from gateway.worker_pool.step_rates import prefill_token_s
 
 RECONCILE_S = 0.25
 PROOF_MARGIN_S = 0.02  # what is read so soon after the loss of a worker may have been sent before it
@@ -86,8 +91,10 @@ class WorkerPool:
         timing: LinkTiming | None = None,
         arrival_wait_s: float = 0.0,
         local_workers: Callable[[], list[WorkerRecord]] = list,
+        local_prefill: LocalMode = LocalMode.AUTO,
     ) -> None:
         """Create a pool. ``local_workers`` returns those that the gateway's own supervisor knows to serve."""
+        self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
         self._listener = listener
@@ -99,7 +106,7 @@ class WorkerPool:
             "prefill": PrefillCodec(identity.gateway_id, identity.incarnation),
             "decode": DecodeCodec(identity.gateway_id, identity.incarnation),
         }
-        self.registry = WorkerRegistry()
+        self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
         self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
         self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
@@ -186,12 +193,22 @@ class WorkerPool:
         return [record for record in self._directory.workers() if not self._is_ours(record)]
 
     def tokens_to_compute(self, job: Job) -> int:
-        """Predict the prompt tokens to compute: those that the best decode worker does not hold."""
+        """Predict the prompt tokens to compute: those that the best pair of workers does not save."""
         prompt = job.request.prompt_ids
-        decode = self.registry.serving(Role.DECODE)
+        prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
+        hits = self._prefixes.hits([*prefill, *decode], job, prompt)
+        saved = most_saved_tokens(len(prompt), *_candidates(prefill, decode, hits)) if hits else 0
+        return max(len(prompt) - saved, 1)
+
+    def falls_back(self, job: Job) -> bool:
+        """Return whether no prefill worker is linked and a decode worker would compute this prompt."""
+        most = self.registry.fallback_tokens
+        if not most:
+            return False
+        decode, prompt = self.registry.serving(Role.DECODE), job.request.prompt_ids
         hits = self._prefixes.hits(decode, job, prompt)
         cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
-        return max(len(prompt) - cached, 1)
+        return max(len(prompt) - cached, 1) <= most
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
@@ -205,7 +222,7 @@ class WorkerPool:
         request that has lost one already waits for such a pair; heartbeats come four times a second.
         """
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
-        hits = self._prefixes.hits(decode, job, token_ids)
+        hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
         if isinstance(route, NoWorker) and proven != (prefill, decode):
@@ -214,7 +231,10 @@ class WorkerPool:
                 return NoProof()
         if isinstance(route, NoWorker):
             return route
-        target = self.registry.require(route.decode_id).record
+        worker = self.registry.require(route.decode_id)
+        target = worker.record
+        if route.local is not LocalPrefill.NO:
+            worker.unreported_local += request.tokens - route.matched_blocks * target.block_size
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
@@ -241,10 +261,25 @@ class WorkerPool:
         decode: Sequence[Worker],
         hits: Mapping[str, int],
     ) -> Route | NoWorker:
-        return choose_route(
+        route = choose_route(request, *_candidates(prefill, decode, hits))
+        return self._choose_local(request, route, decode, hits) or route
+
+    def _choose_local(
+        self,
+        request: RouteRequest,
+        remote: Route | NoWorker,
+        decode: Sequence[Worker],
+        hits: Mapping[str, int],
+    ) -> Route | None:
+        """Return the route of a decode worker that computes the prompt itself, if that is the better one."""
+        prefill = self.registry.serving(Role.PREFILL)
+        return choose_local(
             request,
-            (w.prefill_candidate() for w in prefill),
-            (w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
+            remote,
+            (w.local_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
+            self._local_prefill,
+            token_s=prefill_token_s(w.rates for w in prefill or decode),
+            fall_back=all(w.record.worker_id in request.avoid for w in prefill),
         )
 
     def _proven(self, workers: list[Worker]) -> list[Worker]:
@@ -340,6 +375,16 @@ class WorkerPool:
 
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
         self.pending_flushes.on_flushed(worker_id, flushed)
+
+
+def _candidates(
+    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, int]
+) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
+    """Return the router's view of these workers; `hits`: cached blocks of the prompt by worker id."""
+    return (
+        [w.prefill_candidate(hits.get(w.record.worker_id, 0)) for w in prefill],
+        [w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode],
+    )
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 10
+#define DIPTYCH_ABI_VERSION 11
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -28,6 +28,13 @@ enum DiptychFormat : int32_t {
     DIPTYCH_Q8_0 = 3,
     DIPTYCH_I8 = 4,
     DIPTYCH_I8_CODED = 5,
+    // In GGUF's blocks of 256, of which the columns are a multiple.
+    DIPTYCH_Q2_K = 6,
+    DIPTYCH_Q3_K = 7,
+    DIPTYCH_Q4_K = 8,
+    DIPTYCH_Q5_K = 9,
+    DIPTYCH_Q6_K = 10,
+    DIPTYCH_IQ4_XS = 11,
 };
 
 enum DiptychStatus : int32_t {
@@ -37,28 +44,89 @@ enum DiptychStatus : int32_t {
     DIPTYCH_FAILED = 3,       // out of memory or threads; nothing of the batch was computed
 };
 
+// Function of the feed-forward's gate, or of its only matrix.
+enum DiptychActivation : int32_t {
+    DIPTYCH_SILU = 0,            // x sigmoid(x)
+    DIPTYCH_GELU = 1,            // x Phi(x)
+    DIPTYCH_GELU_TANH = 2,       // the same by its tanh form
+    DIPTYCH_RELU_SQUARED = 3,    // max(x, 0)^2
+    DIPTYCH_CLAMPED_SWIGLU = 4,  // of gate g and up u: min(g, c) sigmoid(1.702 min(g, c)) (clamp(u, -c, c) + 1)
+};
+
+// Weights of the experts that a row picks, of which the greatest are picked; of equal ones the first.
+enum DiptychRouting : int32_t {
+    DIPTYCH_SOFTMAX_THEN_TOPK = 0,  // the softmax over all experts
+    DIPTYCH_TOPK_THEN_SOFTMAX = 1,  // over the picked alone
+    DIPTYCH_SIGMOID = 2,            // a sigmoid each
+};
+
+// A feed-forward of experts. All zero: the model has none.
+struct DiptychExperts {
+    int32_t count, picked;        // experts, and how many of them a row picks
+    int32_t intermediate;         // width of each
+    int32_t shared_intermediate;  // width of the one that every row passes, or 0
+    int32_t routing;              // DiptychRouting
+    int32_t normalise;            // 1: the weights of the picked are divided by their sum
+    float scale;                  // and multiplied with this
+    int32_t groups, picked_groups;  // neighbours, and how many groups a row picks its experts of
+    int32_t best_two;  // 1: a group is as good as the sum of its two best experts, else as its best
+};
+
 struct DiptychShape {
     int32_t dtype;  // DiptychDtype: of weights and of keys and values; sums are always fp32
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
     float rms_epsilon;
-    float query_scale;  // 1 / sqrt(head_dim)
+    float query_scale;  // of scores: mostly 1 / sqrt(head_dim)
+    float embedding_scale;
+    float residual_scale;  // of what a sublayer adds
+    float logit_scale;
+    float logit_cap, score_cap;  // c: x becomes c tanh(x / c); 0: it stays
+    float growth;                // of queries at position p: 1 + growth ln(1 + floor(p / growth_length))
+    int32_t growth_length;       // 0: they do not grow
+    int32_t activation;          // DiptychActivation
+    float clamp;                 // c of DIPTYCH_CLAMPED_SWIGLU
+    int32_t gated;               // 0: no gate, the feed-forward is down(activation(up x))
+    int32_t norms_before, norms_after;  // 1: a sublayer f has a norm before it, or after it, or both
+    int32_t norm_after_rotation;        // 1: queries and keys are normed after their rotation
+    int32_t sinks;                      // 1: each head has a logit beside its scores
+    struct DiptychExperts experts;
+};
+
+// What a layer has of its own.
+struct DiptychLayer {
+    int32_t window;    // tokens that one attends to, itself included; 0: all
+    int32_t rotation;  // number of a rotary table; -1: queries and keys are not rotated
+    int32_t experts;   // 1: the feed-forward is that of experts
 };
 
 // Which matrix of a layer. The parts of a fused one are given together, in this order.
 enum DiptychLinear : int32_t {
     DIPTYCH_QKV = 0,      // q, k, v
     DIPTYCH_OUTPUT = 1,
-    DIPTYCH_GATE_UP = 2,  // gate, up: their columns are interleaved so that one tile holds both
+    DIPTYCH_GATE_UP = 2,  // gate, up: their columns are interleaved so that one tile holds both; or up alone
     DIPTYCH_DOWN = 3,
     DIPTYCH_HEAD = 4,     // of the model, the layer is ignored
+    DIPTYCH_ROUTER = 5,   // dense and fp32 in all dtypes; a second part of one row gates the shared expert
+    DIPTYCH_SHARED_GATE_UP = 6,
+    DIPTYCH_SHARED_DOWN = 7,
 };
 
-enum DiptychNorm : int32_t {
+// Vectors of a layer, fp32.
+enum DiptychVector : int32_t {
     DIPTYCH_INPUT_NORM = 0,
-    DIPTYCH_POST_NORM = 1,
-    DIPTYCH_QUERY_NORM = 2,
-    DIPTYCH_KEY_NORM = 3,
-    DIPTYCH_FINAL_NORM = 4,
+    DIPTYCH_POST_NORM = 1,   // before the feed-forward
+    DIPTYCH_QUERY_NORM = 2,  // [head_dim] for each head, or [heads * head_dim] for all of them together
+    DIPTYCH_KEY_NORM = 3,    // likewise
+    DIPTYCH_FINAL_NORM = 4,  // of the model, the layer is ignored
+    DIPTYCH_ATTENTION_OUTPUT_NORM = 5,     // of what attention adds
+    DIPTYCH_FEED_FORWARD_OUTPUT_NORM = 6,  // of what the feed-forward adds
+    DIPTYCH_SINKS = 7,                     // [heads]
+    DIPTYCH_ROUTER_CORRECTION = 8,         // [experts]: added for picking, not for weighing
+};
+
+// Cosines and sines [positions, head_dim / 2]: lane i of a head turns with lane i + head_dim / 2.
+struct DiptychRotation {
+    const float *cosines, *sines;
 };
 
 // Row-major [rows, columns] as torch.nn.functional.linear takes it: in the model's dtype, in blocks where that is
@@ -66,7 +134,7 @@ enum DiptychNorm : int32_t {
 struct DiptychMatrix {
     const void *data;
     int32_t rows, columns;
-    int32_t format;       // DiptychFormat, the same for all parts of a matrix
+    int32_t format;       // DiptychFormat; parts in blocks may differ where each is a multiple of 32 rows
     const float *bias;    // [rows] or null
     const float *scales;  // of both kinds of int8: [rows, segments], see kernels/byte_linear.py; else null
     const int16_t *slopes;  // of DIPTYCH_I8_CODED: [rows, groups, 2], see kernels/byte_codes.py; else null
@@ -102,14 +170,18 @@ const char *diptych_instruction_set(int32_t i, int32_t dtype);
 DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set);
 void diptych_model_free(DiptychModel *model);
 
-// Matrices and norms are copied (packed); embedding and rotary tables stay the caller's and must outlive the
-// model or the next call that replaces them.
+// Of each layer first. A layer with experts has all of them, and no dense feed-forward.
+int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer *own);
+
+// Matrices and vectors are copied (packed); embedding and rotary tables stay the caller's and must outlive the
+// model or the next call that replaces them. Which of an expert: DIPTYCH_GATE_UP or DIPTYCH_DOWN.
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count);
-int32_t diptych_set_norm(DiptychModel *model, int32_t layer, int32_t which, const float *weight, int32_t size);
-int32_t diptych_set_window(DiptychModel *model, int32_t layer, int32_t window);  // tokens, itself included
-int32_t diptych_set_embedding(DiptychModel *model, const void *rows);            // [vocab, hidden]
-int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions);
+int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
+                           const DiptychMatrix *parts, int32_t count);
+int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, const float *values, int32_t size);
+int32_t diptych_set_embedding(DiptychModel *model, const void *rows);  // [vocab, hidden]
+int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables, int32_t count, int32_t positions);
 
 // What becomes of a core that several processes of a machine share: a byte in memory of all of them.
 enum DiptychCoreState : uint8_t {

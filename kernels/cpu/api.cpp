@@ -5,6 +5,7 @@
 
 #include "step_queue.h"
 #include "model.h"
+#include "model_parts.h"
 #include "step_state.h"
 
 using namespace diptych;
@@ -23,55 +24,6 @@ const Kernels *find_kernels(int32_t dtype, const char *name) {
         if (name == nullptr || std::string(kernels->name) == name) return kernels;
     }
     return nullptr;
-}
-
-Linear *find_linear(DiptychModel *model, int32_t layer, int32_t which) {
-    if (which == DIPTYCH_HEAD) return &model->head;
-    if (layer < 0 || layer >= model->shape.layers) return nullptr;
-    Layer &found = model->layers[layer];
-    switch (which) {
-        case DIPTYCH_QKV: return &found.qkv;
-        case DIPTYCH_OUTPUT: return &found.output;
-        case DIPTYCH_GATE_UP: return &found.gate_up;
-        case DIPTYCH_DOWN: return &found.down;
-        default: return nullptr;
-    }
-}
-
-struct Expected {
-    int32_t parts, rows[3], columns;
-};
-
-Expected expected_parts(const DiptychModel &model, int32_t which) {
-    const DiptychShape &shape = model.shape;
-    switch (which) {
-        case DIPTYCH_QKV: return {3, {model.query_width(), model.kv_width(), model.kv_width()}, shape.hidden};
-        case DIPTYCH_OUTPUT: return {1, {shape.hidden}, model.query_width()};
-        case DIPTYCH_GATE_UP: return {2, {shape.intermediate, shape.intermediate}, shape.hidden};
-        case DIPTYCH_DOWN: return {1, {shape.hidden}, shape.intermediate};
-        default: return {1, {shape.vocab}, shape.hidden};
-    }
-}
-
-std::vector<float> *find_norm(DiptychModel *model, int32_t layer, int32_t which) {
-    if (which == DIPTYCH_FINAL_NORM) return &model->final_norm;
-    if (layer < 0 || layer >= model->shape.layers) return nullptr;
-    Layer &found = model->layers[layer];
-    switch (which) {
-        case DIPTYCH_INPUT_NORM: return &found.input_norm;
-        case DIPTYCH_POST_NORM: return &found.post_norm;
-        case DIPTYCH_QUERY_NORM: return &found.query_norm;
-        case DIPTYCH_KEY_NORM: return &found.key_norm;
-        default: return nullptr;
-    }
-}
-
-bool format_fits(const DiptychModel &model, int32_t format) {
-    switch (model.shape.dtype) {
-        case DIPTYCH_BLOCKS: return format == DIPTYCH_Q4_0 || format == DIPTYCH_Q4_1 || format == DIPTYCH_Q8_0;
-        case DIPTYCH_BYTES: return format == DIPTYCH_I8 || format == DIPTYCH_I8_CODED;
-        default: return format == DIPTYCH_DENSE;
-    }
 }
 
 // The number of a step that was launched; 0, with the last error set, if it was refused.
@@ -94,13 +46,22 @@ bool samples_all(const DiptychBatch &batch) {
     return batch.greedy != nullptr && std::find(batch.greedy, batch.greedy + rows, 0) == batch.greedy + rows;
 }
 
-bool sizes_make_sense(const DiptychShape &s) {
-    constexpr int32_t limit = 1 << 24;
-    for (int32_t size : {s.layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab}) {
-        if (size < 1 || size > limit) return false;
+// Packs a matrix of the model, or of one of its experts; `to` null: there is none.
+int32_t set_linear(DiptychModel *model, Linear *to, int32_t which, bool expert, const DiptychMatrix *parts,
+                   int32_t count) {
+    try {
+        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
+        std::string found = refused_parts(*model, which, expert, parts, count);
+        if (!found.empty()) return fail(DIPTYCH_INVALID, found);
+        bool interleaved = (which == DIPTYCH_GATE_UP || which == DIPTYCH_SHARED_GATE_UP) && count == 2;
+        // Routing is worth four bytes a number: a rounding picks another expert.
+        int32_t dtype = which == DIPTYCH_ROUTER ? static_cast<int32_t>(DIPTYCH_FP32) : model->shape.dtype;
+        pack(*to, model->memory, parts, count, interleaved, dtype,
+             model->kernels->reads_codes ? &model->codes : nullptr);
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
     }
-    int64_t width = static_cast<int64_t>(s.heads + 2LL * s.kv_heads) * s.head_dim;
-    return s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0 && width <= limit;
 }
 
 }  // namespace
@@ -121,8 +82,9 @@ DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instructi
             fail(DIPTYCH_INVALID, "this machine or build does not have the instruction set");
             return nullptr;
         }
-        if (!sizes_make_sense(*shape)) {
-            fail(DIPTYCH_INVALID, "the model's sizes are not those of a decoder");
+        std::string found = refused_shape(*shape);
+        if (!found.empty()) {
+            fail(DIPTYCH_INVALID, found);
             return nullptr;
         }
         auto model = std::make_unique<DiptychModel>();
@@ -140,56 +102,41 @@ DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instructi
 
 void diptych_model_free(DiptychModel *model) { delete model; }
 
+int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer *own) {
+    try {
+        if (layer < 0 || layer >= model->shape.layers) return fail(DIPTYCH_INVALID, "no such layer");
+        if (own->window < 0) return fail(DIPTYCH_INVALID, "a window holds at least one token");
+        if (own->rotation < -1) return fail(DIPTYCH_INVALID, "no such rotary table");
+        if (own->experts && !model->has_experts()) return fail(DIPTYCH_INVALID, "the model has no experts");
+        Layer &of = model->layers[static_cast<size_t>(layer)];
+        of.own = *own;
+        of.experts.resize(own->experts ? static_cast<size_t>(model->shape.experts.count) : 0);
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}
+
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count) {
+    return set_linear(model, find_linear(*model, layer, which), which, false, parts, count);
+}
+
+int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
+                           const DiptychMatrix *parts, int32_t count) {
+    return set_linear(model, find_expert(*model, layer, expert, which), which, true, parts, count);
+}
+
+int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, const float *values, int32_t size) {
     try {
-        Linear *to = find_linear(model, layer, which);
-        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
-        Expected expected = expected_parts(*model, which);
-        if (count != expected.parts) return fail(DIPTYCH_INVALID, "the matrix has another number of parts");
-        for (int32_t p = 0; p < count; p++) {
-            if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
-                return fail(DIPTYCH_INVALID, "the matrix has another size");
-            }
-            if (!format_fits(*model, parts[p].format) || parts[p].format != parts[0].format) {
-                return fail(DIPTYCH_INVALID, "the matrix has a format that the model's dtype does not have");
-            }
-            bool coded = parts[p].format == DIPTYCH_I8_CODED;
-            if ((coded || parts[p].format == DIPTYCH_I8) != (parts[p].scales != nullptr)) {
-                return fail(DIPTYCH_INVALID, "matrices of bytes have scales, and no others do");
-            }
-            if (coded != (parts[p].slopes != nullptr)) {
-                return fail(DIPTYCH_INVALID, "matrices in codes have slopes, and no others do");
-            }
-        }
-        pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype,
-             model->kernels->reads_codes ? &model->codes : nullptr);
+        std::vector<float> *to = find_vector(*model, layer, which);
+        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such vector");
+        if (!vector_fits(*model, which, size)) return fail(DIPTYCH_INVALID, "the vector has another size");
+        to->assign(values, values + size);
         return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());
     }
-}
-
-int32_t diptych_set_norm(DiptychModel *model, int32_t layer, int32_t which, const float *weight, int32_t size) {
-    try {
-        std::vector<float> *to = find_norm(model, layer, which);
-        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such norm");
-        bool of_head = which == DIPTYCH_QUERY_NORM || which == DIPTYCH_KEY_NORM;
-        if (size != (of_head ? model->shape.head_dim : model->shape.hidden)) {
-            return fail(DIPTYCH_INVALID, "the norm has another size");
-        }
-        to->assign(weight, weight + size);
-        return DIPTYCH_OK;
-    } catch (const std::exception &error) {
-        return fail(DIPTYCH_FAILED, error.what());
-    }
-}
-
-int32_t diptych_set_window(DiptychModel *model, int32_t layer, int32_t window) {
-    if (layer < 0 || layer >= model->shape.layers) return fail(DIPTYCH_INVALID, "no such layer");
-    if (window < 1) return fail(DIPTYCH_INVALID, "a window holds at least one token");
-    model->layers[layer].window = window;
-    return DIPTYCH_OK;
 }
 
 int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
@@ -197,12 +144,16 @@ int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
     return DIPTYCH_OK;
 }
 
-int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions) {
-    if (!model->step_queue->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
-    model->cosines = cosines;
-    model->sines = sines;
-    model->positions = positions;
-    return DIPTYCH_OK;
+int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables, int32_t count, int32_t positions) {
+    try {
+        if (!model->step_queue->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
+        if (count < 0 || positions < 1) return fail(DIPTYCH_INVALID, "rotary tables reach no position");
+        model->rotations.assign(tables, tables + count);
+        model->positions = positions;
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
 }
 
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count) {

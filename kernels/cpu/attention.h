@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention_blocks.h"
+#include "score_rules.h"
 
 namespace diptych {
 namespace {
@@ -112,9 +113,9 @@ void score(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float 
     for (int p = 0; p < Pairs; p++) greatest[p] = max_of(top[p]);
 }
 
-// Turns scores into e^(score - greatest) and gives one over their sum.
+// Turns scores into e^(score - greatest) and gives one over their sum and what it begins with.
 template <int Pairs>
-void weigh(float *scores, int64_t chunks, const float *greatest, float *scale) {
+void weigh(float *scores, int64_t chunks, const float *greatest, const float *begin, float *scale) {
     Lanes sum[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
@@ -127,7 +128,7 @@ void weigh(float *scores, int64_t chunks, const float *greatest, float *scale) {
         }
     }
 #pragma GCC unroll 16
-    for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / sum_of(sum[p]);
+    for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / (sum_of(sum[p]) + begin[p]);
 }
 
 // `Wide` registers of one token's values, as `load_two` gives them, or `rest` lanes.
@@ -264,18 +265,19 @@ void mix_lanes(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const fl
 // query[p] is the query of pair p, out[p] receives its head_dim mixed values. In `scratch` queries [head_dim][Pairs]
 // and after them the scores.
 template <int Pairs, class Stored, class Out>
-void attend(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *const *query, float *scratch,
-            Out *const *out) {
+void attend(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const ScoreRules &rules,
+            const float *const *query, float *scratch, Out *const *out) {
     const HeadBlocks<Stored> &blocks = pieces.own.blocks;
     constexpr int kWide = 4 * Pairs <= kSums ? 4 : 2 * Pairs <= kSums ? 2 : 1;
     float *scores = scratch + blocks.head_dim * Pairs;
     for (int p = 0; p < Pairs; p++) {
         for (int d = 0; d < blocks.head_dim; d++) scratch[d * Pairs + p] = query[p][d];
     }
-    float greatest[Pairs], scale[Pairs];
+    float greatest[Pairs], begin[Pairs] = {}, scale[Pairs];
     score<Pairs>(pieces, sight, scratch, scores, greatest);
-    int64_t covered = pieces.own.end - pieces.own.first;
-    weigh<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
+    int64_t registers = static_cast<int64_t>(pieces.own.end - pieces.own.first) * blocks.chunks();
+    if (rules.any()) rules.apply(Pairs, scores, registers, greatest, begin);
+    weigh<Pairs>(scores, registers, greatest, begin, scale);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kLanes <= width; d += kWide * kLanes) {
         mix_lanes<Pairs, kWide>(pieces, sight, scores, scale, d, kLanes, out);

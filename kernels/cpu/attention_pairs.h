@@ -93,9 +93,10 @@ inline Lanes short_exp(Lanes x) {
     return times_power_of_two(p, n);
 }
 
-// Turns scores into weights, bf16 in the first half of each register's place, and gives one over their sum.
+// Turns scores into weights, bf16 in the first half of each register's place, and gives one over their sum and what it
+// begins with.
 template <int Pairs>
-void weigh_pairs(float *scores, int64_t chunks, const float *greatest, float *scale) {
+void weigh_pairs(float *scores, int64_t chunks, const float *greatest, const float *begin, float *scale) {
     Lanes sum[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
@@ -108,7 +109,7 @@ void weigh_pairs(float *scores, int64_t chunks, const float *greatest, float *sc
         }
     }
 #pragma GCC unroll 16
-    for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / sum_of(sum[p]);
+    for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / (sum_of(sum[p]) + begin[p]);
 }
 
 // Two tokens' values of up to 32 lanes of the head, paired. Within quarters of the register lanes 0 .. 3 go to
@@ -217,17 +218,18 @@ inline void pack_query(const float *query, int width, bf16 *to) {
 
 // As `attend`.
 template <int Pairs, class Out>
-void attend_in_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const float *const *query,
-                     float *scratch, Out *const *out) {
+void attend_in_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const ScoreRules &rules,
+                     const float *const *query, float *scratch, Out *const *out) {
     const HeadBlocks<bf16> &blocks = pieces.own.blocks;
     constexpr int kWide = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
     auto *queries = reinterpret_cast<bf16 *>(scratch);
     for (int p = 0; p < Pairs; p++) pack_query<Pairs>(query[p], blocks.head_dim, queries + 2 * p);
     float *scores = scratch + blocks.head_dim * Pairs;
-    float greatest[Pairs], scale[Pairs];
+    float greatest[Pairs], begin[Pairs] = {}, scale[Pairs];
     score_pairs<Pairs>(pieces, sight, queries, scores, greatest);
-    int64_t covered = pieces.own.end - pieces.own.first;
-    weigh_pairs<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
+    int64_t registers = static_cast<int64_t>(pieces.own.end - pieces.own.first) * blocks.chunks();
+    if (rules.any()) rules.apply(Pairs, scores, registers, greatest, begin);
+    weigh_pairs<Pairs>(scores, registers, greatest, begin, scale);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kPieceLanes <= width; d += kWide * kPieceLanes) {
         mix_lanes<Pairs, kWide>(pieces, sight, scores, scale, d, out);

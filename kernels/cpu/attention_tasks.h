@@ -19,7 +19,7 @@ struct AttentionTask {
 
     // The first token that a row may see.
     int begin(const StepState &step, int row) const {
-        int position = step.rows[row].position, window = layer->window;
+        int position = step.rows[row].position, window = layer->own.window;
         return window > 0 && position >= window ? position + 1 - window : 0;
     }
     // Whether it is the only one to read its keys and values. They come from memory then.
@@ -45,12 +45,16 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
     const DiptychModel &model = *step.model;
     int width = model.shape.head_dim, group = model.group(), size = step.batch.block_size;
     Sight<Pairs> sight;
+    ScoreRules rules;
+    rules.cap = model.shape.score_cap;
+    rules.sinks = !task.layer->sinks.empty();
     const float *query[Pairs];
     typename Kind::Value *out[Pairs];
     for (int p = 0; p < Pairs; p++) {
         int place = (first + p) / group, row = task.row(place), head = task.kv_head * group + (first + p) % group;
         sight.begin[p] = task.begin(step, row);
         sight.end[p] = step.rows[row].position + 1;
+        rules.sink[p] = rules.sinks ? task.layer->sinks[static_cast<size_t>(head)] : 0.0f;
         query[p] = step.qkv_row(row) + head * width;
         out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) +
                  (task.tile.first + place) * step.mixed_stride + head * width;
@@ -60,10 +64,10 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
                              next, task.reads_alone() && first == 0};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same<Stored, bf16>::value) {
-        if (size % kLanes == 0) return attend_in_pairs<Pairs>(pieces, sight, query, scratch, out);
+        if (size % kLanes == 0) return attend_in_pairs<Pairs>(pieces, sight, rules, query, scratch, out);
     }
 #endif
-    attend<Pairs>(pieces, sight, query, scratch, out);
+    attend<Pairs>(pieces, sight, rules, query, scratch, out);
 }
 
 // `next`: what the task after this one reads first, where that is known.

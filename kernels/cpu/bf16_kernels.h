@@ -6,6 +6,7 @@
 #include "gemm_pairs.h"
 #include "byte_dot_vnni.h"
 #include "dot_vnni.h"
+#include "kquant_dot_vnni.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

@@ -28,8 +28,9 @@ struct Group {
     int32_t minus_8_values, minus_8_rest;      // -8 * their sums: the offset of Q4_0
     int32_t minus_128_values, minus_128_rest;  // the offset of Q8_0
     int32_t listed;  // of the row's n-th group: which is its n-th fine one; -1 after the last, for not all can be
+    int32_t half_values[2], half_rest[2];  // sums of each 16: for scales of 16 numbers
 };
-static_assert(sizeof(Group) == 96);
+static_assert(sizeof(Group) == 112);
 
 // A block of columns in memory, aligned to 64 bytes, read from first to last: group after group, each
 //   lines of 64 bytes, [32 scales], for Q4_1 [32 least values], these fp16.

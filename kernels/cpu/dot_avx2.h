@@ -29,24 +29,27 @@ inline float peak_of_group(const float *x) {
     return peak;
 }
 
-// Stores 32 whole numbers as bytes and returns their sum.
-inline int32_t store_bytes(const Lanes (&numbers)[4], int8_t *values) {
+// Stores 32 whole numbers as bytes and gives the sums of each 16.
+inline void store_bytes(const Lanes (&numbers)[4], int8_t *values, int32_t (&sums)[2]) {
     __m256i whole[4];
     for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(numbers[i]);
-    __m256i sums = _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
     // Packing works within halves of registers; the permutation puts the fours of bytes back in order.
     __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
     __m256i bytes = _mm256_packs_epi16(first, second);
     bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(values), bytes);
-    int32_t lane[8], sum = 0;
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(lane), sums);
-    for (int32_t one : lane) sum += one;
-    return sum;
+    for (int half = 0; half < 2; half++) {
+        int32_t lane[8], sum = 0;
+        __m256i pairs = _mm256_add_epi32(whole[2 * half], whole[2 * half + 1]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(lane), pairs);
+        for (int32_t one : lane) sum += one;
+        sums[half] = sum;
+    }
 }
 
-// Returns the sum of the values, and gives that of the rest where there is room for it.
-inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
+// Gives the sums of each 16 values, and those of the rest where there is room for it.
+inline void round_group(const float *x, float inverse, int8_t *values, int32_t (&sums)[2], int8_t *rest,
+                        int32_t (&rest_sums)[2]) {
     Lanes whole[4], more[4];
     for (int i = 0; i < 4; i++) {
         Lanes scaled = mul(load(x + i * kLanes), splat(inverse));
@@ -54,8 +57,8 @@ inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t
         more[i] = round(mul(sub(scaled, whole[i]), splat(256.0f)));
         more[i] = max(splat(-127.0f), min(splat(127.0f), more[i]));
     }
-    if (rest != nullptr) rest_sum = store_bytes(more, rest);
-    return store_bytes(whole, values);
+    if (rest != nullptr) store_bytes(more, rest, rest_sums);
+    store_bytes(whole, values, sums);
 }
 
 inline Lanes load_halves(const uint16_t *p) {

@@ -22,19 +22,19 @@ inline float peak_of_group(const float *x) {
     return peak;
 }
 
-// Returns the sum of the values, and gives that of the rest where there is room for it.
-inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
-    int32_t sum = 0;
+// Gives the sums of each 16 values, and those of the rest where there is room for it.
+inline void round_group(const float *x, float inverse, int8_t *values, int32_t (&sums)[2], int8_t *rest,
+                        int32_t (&rest_sums)[2]) {
+    sums[0] = sums[1] = 0;
     for (int i = 0; i < kGroup; i++) {
         float scaled = x[i] * inverse, whole = std::nearbyintf(scaled);
         values[i] = static_cast<int8_t>(whole);
-        sum += values[i];
+        sums[i / 16] += values[i];
         if (rest == nullptr) continue;
         float more = std::nearbyintf((scaled - whole) * 256.0f);
         rest[i] = static_cast<int8_t>(more < -127.0f ? -127.0f : more > 127.0f ? 127.0f : more);
-        rest_sum += rest[i];
+        rest_sums[i / 16] += rest[i];
     }
-    return sum;
 }
 
 inline int32_t weight_at(int format, const uint8_t *line, int column, int k) {

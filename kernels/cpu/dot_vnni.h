@@ -22,18 +22,20 @@ inline float peak_of_group(const float *x) {
 
 inline __m128i to_bytes(Lanes whole) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)); }
 
-// Stores 32 whole numbers as bytes and returns their sum.
-inline int32_t store_bytes(const Lanes (&whole)[2], int8_t *to) {
+// Stores 32 whole numbers as bytes and gives the sums of each 16.
+inline void store_bytes(const Lanes (&whole)[2], int8_t *to, int32_t (&sums_of)[2]) {
     __m256i bytes = _mm256_set_m128i(to_bytes(whole[1]), to_bytes(whole[0]));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), bytes);
     __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
-    __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
-    sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
+    __m256i sums = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+    sums_of[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(sums));
+    sums_of[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(sums, 1));
 }
 
-// Returns the sum of the values, and gives that of the rest where there is room for it.
-inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
+// Gives the sums of each 16 values, and those of the rest where there is room for it.
+inline void round_group(const float *x, float inverse, int8_t *values, int32_t (&sums)[2], int8_t *rest,
+                        int32_t (&rest_sums)[2]) {
     Lanes scaled[2], whole[2];
     for (int i = 0; i < 2; i++) {
         scaled[i] = mul(load(x + i * kLanes), splat(inverse));
@@ -45,9 +47,9 @@ inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t
             more[i] = round(mul(sub(scaled[i], whole[i]), splat(256.0f)));
             more[i] = max(splat(-127.0f), min(splat(127.0f), more[i]));
         }
-        rest_sum = store_bytes(more, rest);
+        store_bytes(more, rest, rest_sums);
     }
-    return store_bytes(whole, values);
+    store_bytes(whole, values, sums);
 }
 
 inline Lanes load_halves(const uint16_t *p) {

@@ -36,6 +36,8 @@ struct Bytes : Panels<Segment, kByteRows> {
         return SegmentCut::of(depth).count * static_cast<int64_t>(sizeof(Segment));
     }
 
+    static int64_t entries(int64_t width) { return SegmentCut::of(width).count; }
+
     static void ready(const float *values, Segment *rows, int64_t stride, int64_t row, int64_t width) {
         Segment *to = place(rows, stride, row);
         SegmentCut cut = SegmentCut::of(width);

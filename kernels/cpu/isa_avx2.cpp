@@ -2,6 +2,7 @@
 // The rest is written in terms of the lanes above.
 #include "byte_dot_avx2.h"
 #include "dot_avx2.h"
+#include "kquant_dot_avx2.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

@@ -2,6 +2,7 @@
 // The rest is written in terms of the lanes above.
 #include "byte_dot_vnni.h"
 #include "dot_vnni.h"
+#include "kquant_dot_vnni.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

@@ -2,6 +2,7 @@
 // The rest is written in terms of the lanes above.
 #include "byte_dot_plain.h"
 #include "dot_plain.h"
+#include "kquant_dot_plain.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

@@ -11,13 +11,30 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint64, c_v
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
 
 class LibraryMissing(RuntimeError):
     """The shared library was not built, or is not the one that this package was written for."""
+
+
+class Experts(Structure):
+    """`DiptychExperts`; all zero: none."""
+
+    _fields_ = (
+        ("count", c_int32),
+        ("picked", c_int32),
+        ("intermediate", c_int32),
+        ("shared_intermediate", c_int32),
+        ("routing", c_int32),
+        ("normalise", c_int32),
+        ("scale", c_float),
+        ("groups", c_int32),
+        ("picked_groups", c_int32),
+        ("best_two", c_int32),
+    )
 
 
 class Shape(Structure):
@@ -34,7 +51,34 @@ class Shape(Structure):
         ("vocab", c_int32),
         ("rms_epsilon", c_float),
         ("query_scale", c_float),
+        ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_scale", c_float),
+        ("logit_cap", c_float),
+        ("score_cap", c_float),
+        ("growth", c_float),
+        ("growth_length", c_int32),
+        ("activation", c_int32),
+        ("clamp", c_float),
+        ("gated", c_int32),
+        ("norms_before", c_int32),
+        ("norms_after", c_int32),
+        ("norm_after_rotation", c_int32),
+        ("sinks", c_int32),
+        ("experts", Experts),
     )
+
+
+class Layer(Structure):
+    """`DiptychLayer`."""
+
+    _fields_ = (("window", c_int32), ("rotation", c_int32), ("experts", c_int32))
+
+
+class Rotation(Structure):
+    """`DiptychRotation`: addresses of two tables `[positions, head_dim / 2]`."""
+
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
 
 
 class Matrix(Structure):
@@ -72,10 +116,14 @@ class Batch(Structure):
 
 FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
 DENSE, Q4_0, Q4_1, Q8_0, I8, I8_CODED = 0, 1, 2, 3, 4, 5
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS = 6, 7, 8, 9, 10, 11
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
-QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
+QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER, SHARED_GATE_UP, SHARED_DOWN = 0, 1, 2, 3, 4, 5, 6, 7
 CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2
 INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4
+ATTENTION_OUTPUT_NORM, FEED_FORWARD_OUTPUT_NORM, SINKS, ROUTER_CORRECTION = 5, 6, 7, 8
+SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
+SOFTMAX_THEN_TOPK, TOPK_THEN_SOFTMAX, SIGMOID = 0, 1, 2
 
 _SIGNATURES = {
     "diptych_abi_version": (c_int32, ()),
@@ -83,11 +131,12 @@ _SIGNATURES = {
     "diptych_instruction_set": (c_char_p, (c_int32, c_int32)),
     "diptych_model_new": (c_void_p, (POINTER(Shape), c_char_p)),
     "diptych_model_free": (None, (c_void_p,)),
+    "diptych_set_layer": (c_int32, (c_void_p, c_int32, POINTER(Layer))),
+    "diptych_set_expert": (c_int32, (c_void_p, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_linear": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Matrix), c_int32)),
-    "diptych_set_norm": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
-    "diptych_set_window": (c_int32, (c_void_p, c_int32, c_int32)),
+    "diptych_set_vector": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
-    "diptych_set_rotary": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
+    "diptych_set_rotations": (c_int32, (c_void_p, POINTER(Rotation), c_int32, c_int32)),
     "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_int32, c_void_p, c_void_p)),
     "diptych_launch": (c_uint64, (c_void_p, POINTER(Batch), c_void_p, c_int32, c_int32, c_void_p)),

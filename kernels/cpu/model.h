@@ -26,15 +26,38 @@ struct Linear {
     // The same bytes in codes of four bits, beside `data`, for products of few rows, which wait for memory; or none.
     void *codes = nullptr;
     int64_t code_block_bytes = 0;
+    // Of quantised blocks: where neighbouring blocks of columns have the same format.
+    struct Section {
+        void *data;
+        int64_t block_bytes;
+        int32_t first_block, format;
+    };
+    Section sections[3];
+    int32_t section_count = 0;
+
+    const Section &section(int64_t block) const {
+        int32_t s = section_count - 1;
+        while (s > 0 && sections[s].first_block > block) s--;
+        return sections[s];
+    }
 
     const void *block(int64_t i) const { return static_cast<const char *>(data) + i * block_bytes; }
     const void *code_block(int64_t i) const { return static_cast<const char *>(codes) + i * code_block_bytes; }
 };
 
+struct Expert {
+    Linear gate_up, down;
+};
+
 struct Layer {
     Linear qkv, output, gate_up, down;
     std::vector<float> input_norm, post_norm, query_norm, key_norm;
-    int32_t window = 0;  // 0: all tokens
+    std::vector<float> attention_output_norm, feed_forward_output_norm;
+    std::vector<float> sinks;
+    Linear router, shared_gate_up, shared_down;
+    std::vector<float> router_correction;
+    std::vector<Expert> experts;  // none: the feed-forward is dense
+    DiptychLayer own{0, 0, 0};
 };
 
 struct StepState;
@@ -70,8 +93,8 @@ struct DiptychModel {
     diptych::Linear head;
     std::vector<float> final_norm;
     const void *embedding = nullptr;
-    const float *cosines = nullptr, *sines = nullptr;  // [positions, head_dim / 2]
-    int32_t positions = 0;
+    std::vector<DiptychRotation> rotations;
+    int32_t positions = 0;  // that all of them reach
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     // Last: when it goes it waits for its steps, while all that they need is still there.
@@ -81,4 +104,5 @@ struct DiptychModel {
     int32_t group() const { return shape.heads / shape.kv_heads; }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+    bool has_experts() const { return shape.experts.count > 0; }
 };

@@ -19,11 +19,23 @@ struct ColumnOf {
     }
 };
 
+// Memory of neighbouring blocks of columns of one format.
+struct PackedPart {
+    void *data;
+    int64_t first_block, block_bytes;
+    int32_t depth, format;
+
+    void *block(int64_t i) const { return static_cast<char *>(data) + (i - first_block) * block_bytes; }
+};
+
 // Bytes of kColumns columns.
 int64_t packed_block_bytes(int32_t format, int64_t depth);
 int64_t byte_block_bytes(int32_t format, int64_t depth);
 
-void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
+int64_t kquant_block_bytes(int32_t format, int64_t depth);
+
+void pack_blocks(const PackedPart &to, const DiptychMatrix &part, const ColumnOf &column);
+void pack_kquants(const PackedPart &to, const DiptychMatrix &part, const ColumnOf &column);
 void pack_bytes(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
 
 }  // namespace diptych

@@ -26,8 +26,8 @@ void place_values(const uint8_t *from, int32_t format, uint8_t *line_of_column) 
 }
 
 // `row` of the file into `column` of its packed matrix.
-void place_row(Linear &to, const uint8_t *row, int64_t column) {
-    auto *block = static_cast<uint8_t *>(to.data) + column / kColumns * to.block_bytes;
+void place_row(const PackedPart &to, const uint8_t *row, int64_t column) {
+    auto *block = static_cast<uint8_t *>(to.block(column / kColumns));
     int64_t strip = column % kColumns / kStrip, lane = column % kStrip;
     for (int64_t g = 0; g < to.depth / kGroup; g++, row += file_bytes(to.format), block += group_bytes(to.format)) {
         GroupOfStrip group = strip_of(block, to.format, strip);
@@ -45,7 +45,7 @@ void place_row(Linear &to, const uint8_t *row, int64_t column) {
 
 int64_t packed_block_bytes(int32_t format, int64_t depth) { return depth / kGroup * group_bytes(format); }
 
-void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column) {
+void pack_blocks(const PackedPart &to, const DiptychMatrix &part, const ColumnOf &column) {
     int64_t row_bytes = to.depth / kGroup * file_bytes(to.format);
     const auto *from = static_cast<const uint8_t *>(part.data);
     for (int64_t row = 0; row < part.rows; row++) place_row(to, from + row * row_bytes, column(row));

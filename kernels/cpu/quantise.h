@@ -37,8 +37,9 @@ inline void quantise_group(const float *x, float peak, bool fine, Group &to) {
     float inverse = peak > kLeastPeak ? 127.0f / peak : 0.0f;
     to.fine = fine ? 1 : 0;
     to.scale = peak / 127.0f;
-    int32_t rest = 0, values = round_group(x, inverse, to.values, fine ? to.rest : nullptr, rest);
-    close_group(to, values, rest);
+    to.half_rest[0] = to.half_rest[1] = 0;
+    round_group(x, inverse, to.values, to.half_values, fine ? to.rest : nullptr, to.half_rest);
+    close_group(to, to.half_values[0] + to.half_values[1], to.half_rest[0] + to.half_rest[1]);
 }
 
 // values = round(x * 127 / peak), ties to even; rest = round(256 * what that left over). A group with an infinity

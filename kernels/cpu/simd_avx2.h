@@ -72,6 +72,10 @@ inline Lanes times_power_of_two(Lanes a, Lanes n) {
 inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ), v);
 }
+// `yes` where x is below `limit`, else `no`, also where x is NaN.
+inline Lanes where_below(Lanes x, float limit, Lanes yes, Lanes no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ));
+}
 // Lane i + lane i + 4, and so on by halves.
 inline float sum_of(Lanes v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

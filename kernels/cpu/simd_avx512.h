@@ -73,6 +73,10 @@ inline Lanes times_power_of_two(Lanes a, Lanes n) { return _mm512_scalef_ps(a, n
 inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
     return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps());
 }
+// `yes` where x is below `limit`, else `no`, also where x is NaN.
+inline Lanes where_below(Lanes x, float limit, Lanes yes, Lanes no) {
+    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), yes);
+}
 // Lane i + lane i + 8, and so on by halves.
 inline float sum_of(Lanes v) {
     __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));

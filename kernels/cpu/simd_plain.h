@@ -76,6 +76,11 @@ inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
     }
     return v;
 }
+// `yes` where x is below `limit`, else `no`, also where x is NaN.
+inline Lanes where_below(Lanes x, float limit, Lanes yes, Lanes no) {
+    for (int i = 0; i < kLanes; i++) no[i] = x[i] < limit ? yes[i] : no[i];
+    return no;
+}
 // Lane i + lane i + 2, and so on by halves.
 inline float sum_of(Lanes v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 // NaN if any lane is.

@@ -1,7 +1,9 @@
 // The step: what every rank runs, phase after phase, with a barrier between them.
 //
 //   embed | norm | qkv | place (norm and rotate heads, write keys and values) | attend | output + residual
-//         | norm | gate and up, SiLU | down + residual | ... | final norm of the wanted rows | head
+//         | norm | gate and up, activation | down + residual | ... | final norm of the wanted rows | head
+//
+// Experts take the place of gate, up and down (experts.h).
 //
 // In the last layer the wanted rows alone go on after `place`: of a long prompt that is one.
 //
@@ -9,19 +11,14 @@
 #pragma once
 
 #include "attention_tasks.h"
+#include "feed_forward.h"
 #include "write_kv.h"
 
 namespace diptych {
 namespace {
 
-constexpr int kRowChunk = 4;
-
 // Attention tasks of one row that a rank takes at once, at most.
 constexpr int kRunTasks = 12;
-
-// Whether products of `Kind` read something else than what the phases write.
-template <class Kind>
-constexpr bool kQuantises = !std::is_same<typename Kind::Value, typename Kind::Input>::value;
 
 template <class Kind>
 void embed(StepState &step) {
@@ -31,71 +28,9 @@ void embed(StepState &step) {
         const auto *from = static_cast<const typename Kind::Embedded *>(model.embedding) +
                            static_cast<int64_t>(step.rows[row].token) * model.shape.hidden;
         float *to = step.hidden_row(row);
-        for (int i = 0; i < model.shape.hidden; i++) to[i] = to_float(from[i]);
+        float scale = model.shape.embedding_scale;
+        for (int i = 0; i < model.shape.hidden; i++) to[i] = to_float(from[i]) * scale;
     });
-}
-
-// A product with the rows that the phase before wrote, or with these quantised.
-template <class Kind, class Done, class Ahead>
-void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done,
-             Ahead ahead) {
-    if constexpr (kQuantises<Kind>) {
-        linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done, ahead);
-    } else {
-        linear<Kind>(step, matrix, values.get(), stride, rows, done, ahead);
-    }
-}
-
-// Asks for the cache lines of `count` numbers that are about to be written.
-template <class Value>
-inline void fetch_to_write(const Value *to, int count) {
-    constexpr int kLine = 64 / static_cast<int>(sizeof(Value));
-    for (int i = 0; i < count; i += kLine) __builtin_prefetch(to + i, 1, 3);
-}
-
-// Makes one finished row of `width` values, padding included, ready for the next product.
-template <class Kind>
-void ready_row(StepState &step, const typename Kind::Value *values, int64_t row, int64_t width) {
-    if constexpr (kQuantises<Kind>) {
-        auto *entries = static_cast<typename Kind::Input *>(step.entries.get());
-        Kind::ready(values, entries, step.entry_stride, row, width);
-    }
-}
-
-// The same for `rows` rows, where several ranks wrote parts of each.
-template <class Kind>
-void ready_rows(StepState &step, int64_t rows, const Buffer &values, int64_t width) {
-    if constexpr (kQuantises<Kind>) {
-        const auto *from = static_cast<const typename Kind::Value *>(values.get());
-        RowGroups groups(step, rows, Kind::kRows);
-        share_rows(step, groups, rows < kManyRows ? 1 : kRowChunk,
-                   [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
-        step.model->team.barrier();
-    }
-}
-
-template <class Kind>
-void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight) {
-    const DiptychShape &shape = step.model->shape;
-    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    share_rows(step, RowGroups(step, set.size(), Kind::kRows), kRowChunk, [&](int64_t place) {
-        auto *to = normed + place * step.hidden_stride;
-        rms_norm(step.hidden_row(set.row(place)), weight.data(), shape.hidden, shape.rms_epsilon, to);
-        ready_row<Kind>(step, to, place, step.hidden_stride);
-    });
-}
-
-template <class Kind>
-void add_to_hidden(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width) {
-    ready_rows<Kind>(step, set.size(), values, width);
-    int rows = static_cast<int>(set.size());
-    auto place = [&](int row, int column) { return step.hidden_row(set.row(row)) + column; };
-    auto add_sums = [&](int row, int column, float *sums) {
-        float *to = place(row, column);
-        for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
-    };
-    product<Kind>(step, matrix, values, width, rows, add_sums,
-                  [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
 // Writes the keys and values of all rows.
@@ -137,43 +72,33 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
     team.barrier();
 }
 
-template <class Kind>
-void run_feed_forward(StepState &step, const RowSet &set, const Layer &layer) {
-    ThreadTeam &team = step.model->team;
-    norm_rows<Kind>(step, set, layer.post_norm);
-    team.barrier();
-    auto *inner = static_cast<typename Kind::Value *>(step.inner.get());
-    int rows = static_cast<int>(set.size());
-    auto place = [&](int row, int column) { return inner + row * step.inner_stride + column / 2; };
-    auto gate = [&](int row, int column, float *sums) {
-        auto *to = place(row, column);
-        for (int j = 0; j < kGateColumns; j += kLanes) {
-            store(to + j, mul(silu(load(sums + j)), load(sums + kGateColumns + j)));
-        }
-    };
-    product<Kind>(step, layer.gate_up, step.normed, step.hidden_stride, rows, gate,
-                  [&](int row, int column) { fetch_to_write(place(row, column), kGateColumns); });
-    team.barrier();
-    add_to_hidden<Kind>(step, set, layer.down, step.inner, step.inner_stride);
-    team.barrier();
+// Scales and caps 32 logits.
+[[gnu::noinline]] inline void finish_logits(const DiptychShape &shape, float *logits) {
+    for (int j = 0; j < kColumns; j += kLanes) {
+        Lanes scaled = mul(load(logits + j), splat(shape.logit_scale));
+        store(logits + j, shape.logit_cap > 0.0f ? soft_cap(scaled, shape.logit_cap) : scaled);
+    }
 }
 
 template <class Kind>
-void run_head(StepState &step) {
+void run_head(StepState &step, const Update &update) {
     DiptychModel &model = *step.model;
     auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
     int64_t vocab = model.shape.vocab;
     int wanted = static_cast<int>(step.wanted.size());
     share_rows(step, RowGroups(step, wanted, Kind::kRows), 1, [&](int64_t i) {
-        rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)].row), model.final_norm.data(),
-                 model.shape.hidden, model.shape.rms_epsilon, normed + i * step.hidden_stride);
+        float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
+        add_update(step, update, i, row);  // the last layer's places are those of the wanted rows
+        norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
         ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
     });
     model.team.barrier();
     if (wanted == 0) return;
+    bool changed = model.shape.logit_scale != 1.0f || model.shape.logit_cap > 0.0f;
     auto keep = [&](int i, int column, float *sums) {
         const WantedRow &to = step.wanted[static_cast<size_t>(i)];
         int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
+        if (changed) finish_logits(model.shape, sums);
         if (to.peaks >= 0) {
             step.peaks[static_cast<size_t>(to.peaks + column / kColumns)] =
                 peak_of_block(sums, static_cast<int>(count));
@@ -192,13 +117,14 @@ void run_layers(StepState &step, int rank) {
     embed<Kind>(step);
     team.barrier();
     int layers = step.model->shape.layers;
+    Update update;
     for (int index = 0; index < layers; index++) {
         const Layer &layer = step.model->layers[static_cast<size_t>(index)];
         const RowSet &set = index + 1 < layers ? step.all : step.closing;
         if (rank == 0 && index == step.guests_from) team.welcome();
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) step.poll_aborts();
-        norm_rows<Kind>(step, step.all, layer.input_norm);
+        norm_rows<Kind>(step, step.all, layer.input_norm, update);
         team.barrier();
         if (step.stopped) return;
         int rows = static_cast<int>(step.rows.size());
@@ -210,11 +136,13 @@ void run_layers(StepState &step, int rank) {
         team.barrier();
         write_kv<Kind>(step, layer, index);
         run_attention<Kind>(step, set, layer, index, rank);
-        add_to_hidden<Kind>(step, set, layer.output, step.mixed, step.mixed_stride);
+        bool apart = !layer.attention_output_norm.empty();
+        add_to_stream<Kind>(step, set, layer.output, step.mixed, step.mixed_stride, apart);
         team.barrier();
-        run_feed_forward<Kind>(step, set, layer);
+        update = {apart, false, apart ? &layer.attention_output_norm : nullptr};
+        update = run_feed_forward<Kind>(step, set, layer, update);
     }
-    run_head<Kind>(step);
+    run_head<Kind>(step, update);
 }
 
 template <class Kind>

@@ -5,6 +5,7 @@
 
 #include "blocks.h"
 #include "bytes.h"
+#include "model_parts.h"
 
 namespace diptych {
 
@@ -41,43 +42,74 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
     return "";
 }
 
-std::string incomplete(const DiptychModel &model) {
-    if (model.embedding == nullptr || model.cosines == nullptr || model.sines == nullptr) {
-        return "the model has no embedding or no rotary tables";
-    }
-    if (!model.head.data || model.final_norm.empty()) return "the model has no head or no final norm";
-    for (const Layer &layer : model.layers) {
-        bool whole = layer.qkv.data && layer.output.data && layer.gate_up.data && layer.down.data &&
-                     !layer.input_norm.empty() && !layer.post_norm.empty();
-        if (!whole) return "a layer of the model is incomplete";
-    }
-    return "";
+// Room for the quantised inputs of a product: `rows` rows of up to `width` numbers. None where they are not quantised.
+struct Entries {
+    Buffer memory;
+    int64_t stride;
+};
+
+Entries make_entries(const DiptychModel &model, int64_t rows, int64_t width) {
+    int64_t a_row = 0, bytes = 0;
+    if (model.shape.dtype == DIPTYCH_BLOCKS) a_row = width / kGroup, bytes = sizeof(Group);
+    if (model.shape.dtype == DIPTYCH_BYTES) a_row = SegmentCut::of(width).count, bytes = sizeof(Segment);
+    if (a_row == 0) return {Buffer(), 0};
+    // A kernel lays rows out in panels of its own height: the last one may be begun.
+    return {zeroed((rows + kRowPadding) * a_row * bytes), a_row};
 }
 
-template <class Entry>
-void make_entries(StepState &step, int64_t rows, int64_t a_row) {
-    // A kernel lays rows out in panels of its own height: the last one may be begun.
-    step.entries = zeroed((rows + kRowPadding) * a_row * static_cast<int64_t>(sizeof(Entry)));
-    step.entry_stride = a_row;
+int64_t value_bytes(const DiptychModel &model) { return model.bf16_activations() ? sizeof(bf16) : sizeof(float); }
+
+// Places of rows sent to experts: those of an expert begin where a kernel's panel of rows does.
+int64_t expert_places(const DiptychExperts &experts, int64_t rows) {
+    int64_t sent = rows * experts.picked;
+    return round_up(sent + std::min<int64_t>(experts.count, sent) * (kRowPadding - 1), kRowPadding) + kRowPadding;
+}
+
+void grow_experts(StepState &step, const DiptychModel &model, int64_t rows) {
+    const DiptychExperts &experts = model.shape.experts;
+    ExpertStep &own = step.experts;
+    int64_t number = sizeof(float), value = value_bytes(model), places = expert_places(experts, rows);
+    own.router_stride = round_up(experts.count + 1, kColumns);
+    own.inner_stride = round_up(experts.intermediate, kDepth);
+    own.shared_stride = round_up(experts.shared_intermediate, kDepth);
+    own.logits = zeroed(rows * own.router_stride * number);
+    if (model.bf16_activations()) own.normed = zeroed(rows * step.hidden_stride * number);
+    own.gathered = zeroed(places * step.hidden_stride * value);
+    own.inner = zeroed(places * own.inner_stride * value);
+    own.outputs = zeroed(places * step.hidden_stride * number);
+    own.shared_inner = zeroed(rows * own.shared_stride * value);
+    Entries entries = make_entries(model, places, std::max(step.hidden_stride, own.inner_stride));
+    own.entries = std::move(entries.memory);
+    own.entry_stride = entries.stride;
+    auto sent = static_cast<size_t>(rows * experts.picked);
+    own.picked.resize(sent);
+    own.weights.resize(sent);
+    own.places.resize(sent);
+    own.groups.resize(static_cast<size_t>(experts.count));
+    own.group_of.resize(static_cast<size_t>(experts.count));
 }
 
 void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     if (rows <= step.row_capacity) return;
-    int64_t capacity = round_up(rows, kRowPadding);
-    int64_t element = model.bf16_activations() ? sizeof(bf16) : sizeof(float);
+    const DiptychShape &shape = model.shape;
+    int64_t capacity = round_up(rows, kRowPadding), number = sizeof(float), value = value_bytes(model);
     step.row_capacity = 0;
-    step.hidden_stride = round_up(model.shape.hidden, kDepth);
+    step.hidden_stride = round_up(shape.hidden, kDepth);
     step.qkv_stride = round_up(model.query_width() + 2 * model.kv_width(), kColumns);
     step.mixed_stride = round_up(model.query_width(), kDepth);
-    step.inner_stride = round_up(model.shape.intermediate, kDepth);
-    step.hidden = zeroed(capacity * step.hidden_stride * static_cast<int64_t>(sizeof(float)));
-    step.qkv = zeroed(capacity * step.qkv_stride * static_cast<int64_t>(sizeof(float)));
-    step.normed = zeroed(capacity * step.hidden_stride * element);
-    step.mixed = zeroed(capacity * step.mixed_stride * element);
-    step.inner = zeroed(capacity * step.inner_stride * element);
-    int64_t widest = std::max({step.hidden_stride, step.mixed_stride, step.inner_stride});
-    if (model.shape.dtype == DIPTYCH_BLOCKS) make_entries<Group>(step, capacity, widest / kGroup);
-    if (model.shape.dtype == DIPTYCH_BYTES) make_entries<Segment>(step, capacity, SegmentCut::of(widest).count);
+    step.inner_stride = round_up(shape.intermediate, kDepth);
+    step.hidden = zeroed(capacity * step.hidden_stride * number);
+    step.qkv = zeroed(capacity * step.qkv_stride * number);
+    step.normed = zeroed(capacity * step.hidden_stride * value);
+    step.mixed = zeroed(capacity * step.mixed_stride * value);
+    step.inner = zeroed(capacity * step.inner_stride * value);
+    if (shape.norms_after || model.has_experts()) step.update = zeroed(capacity * step.hidden_stride * number);
+    int64_t shared = round_up(shape.experts.shared_intermediate, kDepth);
+    Entries entries =
+        make_entries(model, capacity, std::max({step.hidden_stride, step.mixed_stride, step.inner_stride, shared}));
+    step.entries = std::move(entries.memory);
+    step.entry_stride = entries.stride;
+    if (model.has_experts()) grow_experts(step, model, capacity);
     step.row_capacity = capacity;
 }
 

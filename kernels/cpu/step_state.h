@@ -41,6 +41,34 @@ struct WantedRow {
     int64_t logits, peaks;
 };
 
+// The rows of a step that one expert computes.
+struct ExpertRows {
+    int32_t expert, rows;
+    int64_t begin;  // their first place
+};
+
+// What the experts of a layer work in. A row is sent to each of its experts, to a place of its own; those of one
+// expert lie beside each other.
+struct ExpertStep {
+    int64_t router_stride = 0, inner_stride = 0, shared_stride = 0;
+    Buffer normed;         // fp32 [rows, hidden_stride], where the input of matrices is less
+    Buffer logits;         // fp32 [rows, router_stride]: of the experts, then of the shared expert's gate
+    Buffer gathered;       // [places, hidden_stride]: inputs, where they are not quantised
+    Buffer inner;          // [places, inner_stride]
+    Buffer outputs;        // fp32 [places, hidden_stride]
+    Buffer shared_inner;   // [rows, shared_stride]
+    Buffer entries;        // [places, entry_stride]: quantised inputs
+    int64_t entry_stride = 0;
+    std::vector<int32_t> picked;      // [rows, experts a row], in ascending order
+    std::vector<float> weights;       // [rows, experts a row]
+    std::vector<int64_t> places;      // [rows, experts a row]
+    std::vector<ExpertRows> groups;   // [experts]; of experts with rows, and these first
+    std::vector<int32_t> group_of;    // [experts]
+    // Of this layer. A guest without a part in it may look at any time.
+    std::atomic<int32_t> used{0};     // groups
+    std::atomic<int64_t> gate_up_tickets{0}, down_tickets{0};
+};
+
 struct StepState {
     DiptychModel *model = nullptr;
     DiptychBatch batch{};
@@ -61,17 +89,20 @@ struct StepState {
     int64_t hidden_stride = 0, qkv_stride = 0, mixed_stride = 0, inner_stride = 0;
     Buffer hidden;  // fp32 [rows, hidden_stride], the residual stream
     Buffer qkv;     // fp32 [rows, qkv_stride]
+    Buffer update;  // fp32 [rows, hidden_stride]: what a sublayer adds, where it is not added as it comes
     Buffer normed;  // input of qkv, gate_up and head
     Buffer mixed;   // input of output: what attention gives
     Buffer inner;   // input of down
     Buffer entries;  // [rows, entry_stride] of Group or Segment: the input of the next product, where it is quantised
     int64_t entry_stride = 0;
     int64_t row_capacity = 0;
+    ExpertStep experts;
 
     std::vector<Buffer> scores;  // per rank, guests included: queries and probabilities of one attention task
     int64_t score_floats = 0;    // of each
 
     float *hidden_row(int64_t row) const { return static_cast<float *>(hidden.get()) + row * hidden_stride; }
+    float *update_row(int64_t place) const { return static_cast<float *>(update.get()) + place * hidden_stride; }
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
     int64_t block_elements() const {  // of keys, or of values, of one layer in one block

@@ -27,6 +27,35 @@ inline Lanes exp(Lanes x) {
 
 inline Lanes silu(Lanes x) { return div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))); }
 
+// Within 2e-7; NaN stays NaN. Cephes' polynomial near 0, where 1 - 2 / (e^2x + 1) has few digits left.
+inline Lanes tanh(Lanes x) {
+    Lanes z = mul(x, x);
+    Lanes p = splat(-5.70498872745e-3f);
+    p = fma(p, z, splat(2.06390887954e-2f));
+    p = fma(p, z, splat(-5.37397155531e-2f));
+    p = fma(p, z, splat(1.33314422036e-1f));
+    p = fma(p, z, splat(-3.33332819422e-1f));
+    Lanes small = fma(mul(p, z), x, x);
+    Lanes great = sub(splat(1.0f), div(splat(2.0f), add(exp(add(x, x)), splat(1.0f))));
+    return where_below(z, 0.390625f, small, great);
+}
+
+// cap * tanh(x / cap): x where it is small, and never beyond the cap.
+inline Lanes soft_cap(Lanes x, float cap) { return mul(splat(cap), tanh(div(x, splat(cap)))); }
+
+// The error function within 2e-7 (Abramowitz and Stegun 7.1.26).
+inline Lanes erf(Lanes x) {
+    Lanes size = max(sub(splat(0.0f), x), x);
+    Lanes t = div(splat(1.0f), fma(splat(0.3275911f), size, splat(1.0f)));
+    Lanes p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    Lanes above = sub(splat(1.0f), mul(mul(p, t), exp(sub(splat(0.0f), mul(x, x)))));
+    return where_below(x, 0.0f, sub(splat(0.0f), above), above);
+}
+
 // Calls whole(i) for every full register of 0 .. n-1 and part(i, rest) for what is left.
 template <class Whole, class Part>
 inline void by_lanes(int n, Whole whole, Part part) {

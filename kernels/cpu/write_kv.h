@@ -7,19 +7,68 @@
 namespace diptych {
 namespace {
 
+// The factor of a query at `position`.
+inline float query_growth(const DiptychShape &shape, int32_t position) {
+    if (shape.growth_length == 0) return 1.0f;
+    return 1.0f + shape.growth * std::log(1.0f + static_cast<float>(position / shape.growth_length));
+}
+
+inline void scale_head(float *head, int width, float scale) {
+    Lanes s = splat(scale);
+    by_lanes(
+        width, [&](int i) { store(head + i, mul(load(head + i), s)); },
+        [&](int i, int rest) { store_part(head + i, mul(load_part(head + i, rest), s), rest); });
+}
+
+// What a layer does with the heads of one row before attention.
+struct HeadRules {
+    const DiptychShape &shape;
+    const float *cosines = nullptr, *sines = nullptr;  // of the row's position; null: heads are not rotated
+    float query_scale;
+
+    HeadRules(const StepState &step, const Layer &layer, int64_t row)
+        : shape(step.model->shape) {
+        int32_t position = step.rows[static_cast<size_t>(row)].position;
+        query_scale = shape.query_scale * query_growth(shape, position);
+        if (layer.own.rotation < 0) return;
+        const DiptychRotation &table = step.model->rotations[static_cast<size_t>(layer.own.rotation)];
+        int64_t turn = static_cast<int64_t>(position) * (shape.head_dim / 2);
+        cosines = table.cosines + turn;
+        sines = table.sines + turn;
+    }
+
+    // `norm`: of a head, or null.
+    void apply(float *head, const float *norm, float scale) const {
+        int width = shape.head_dim;
+        bool normed = norm != nullptr, last = shape.norm_after_rotation != 0;
+        if (normed && !last) rms_norm(head, norm, width, shape.rms_epsilon, head);
+        float now = normed && last ? 1.0f : scale;
+        if (cosines != nullptr) {
+            rotate(head, cosines, sines, width, now);
+        } else if (now != 1.0f) {
+            scale_head(head, width, now);
+        }
+        if (!normed || !last) return;
+        rms_norm(head, norm, width, shape.rms_epsilon, head);
+        if (scale != 1.0f) scale_head(head, width, scale);
+    }
+
+    // Heads beside each other. A norm over all their lanes comes first.
+    void apply_to(float *heads, int count, const std::vector<float> &norm, float scale) const {
+        bool together = static_cast<int>(norm.size()) > shape.head_dim;
+        if (together) rms_norm(heads, norm.data(), count * shape.head_dim, shape.rms_epsilon, heads);
+        const float *of_head = norm.empty() || together ? nullptr : norm.data();
+        for (int h = 0; h < count; h++) apply(heads + h * shape.head_dim, of_head, scale);
+    }
+};
+
 // Norms and rotates the heads of one row; its keys come after its queries, and its values after these.
 inline void norm_and_rotate_heads(const StepState &step, const Layer &layer, int64_t row) {
     const DiptychModel &model = *step.model;
-    const DiptychShape &shape = model.shape;
-    int width = shape.head_dim;
-    int64_t turn = static_cast<int64_t>(step.rows[row].position) * (width / 2);
-    float *head = step.qkv_row(row);
-    for (int h = 0; h < shape.heads + shape.kv_heads; h++, head += width) {
-        bool is_query = h < shape.heads;
-        const std::vector<float> &norm = is_query ? layer.query_norm : layer.key_norm;
-        if (!norm.empty()) rms_norm(head, norm.data(), width, shape.rms_epsilon, head);
-        rotate(head, model.cosines + turn, model.sines + turn, width, is_query ? shape.query_scale : 1.0f);
-    }
+    HeadRules rules(step, layer, row);
+    float *queries = step.qkv_row(row);
+    rules.apply_to(queries, model.shape.heads, layer.query_norm, rules.query_scale);
+    rules.apply_to(queries + model.query_width(), model.shape.kv_heads, layer.key_norm, 1.0f);
 }
 
 // Writes the key of one token into its lane of a block: `key` [head_dim] float32.

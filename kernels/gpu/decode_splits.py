@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import power_of_two
+from kernels.gpu.scores import LOG2_E_F32
 
 SHORT_CONTEXT, MIDDLE_CONTEXT = 2048, 4095
 """Tokens. Up to here splits are shorter, so that one young sequence fills more of the device; from 4,096 on
@@ -78,14 +79,15 @@ def split_size(tokens):
 
 @triton.jit(do_not_specialize=["lengths", "scratch_splits"])
 def _join(
-    lengths, mixed, peaks, sums, out, scratch_splits,
+    lengths, sinks, mixed, peaks, sums, out, scratch_splits,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    JOINED: tl.constexpr,
+    SINKS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one head of one row.
 
-    `lengths` int32 `[rows]`; `mixed`, `peaks` and `sums` as in DecodeScratch, with room for `scratch_splits`
-    splits; `out [rows, heads, D]`. JOINED splits are read at a time; grid `[heads, rows]`.
+    `lengths` int32 `[rows]`; `sinks` float32 `[heads]`; `mixed`, `peaks` and `sums` as in DecodeScratch, with
+    room for `scratch_splits` splits; `out [rows, heads, D]`. JOINED splits are read at a time; grid `[heads,
+    rows]`.
     """
     row = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -100,6 +102,9 @@ def _join(
         base = row_head * scratch_splits
         highest = tl.full([], float("-inf"), tl.float32)
         total = tl.zeros([], tl.float32)
+        if SINKS:
+            highest = tl.load(sinks + tl.program_id(0)) * LOG2_E_F32
+            total = total + 1.0
         acc = tl.zeros([D_PAD], tl.float32)
         for first in range(0, count, JOINED):
             split = first + tl.arange(0, JOINED)
@@ -120,15 +125,21 @@ def _join(
 
 
 def join_splits(
-    lengths: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, block_size: int, window: int
+    lengths: torch.Tensor,
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+    block_size: int,
+    window: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write to `out [rows, heads, head_dim]` the rows that have more splits than one, or none.
 
     `lengths` is int32 `[rows]`; `block_size` and `window` (0 is none), in tokens, are those with which the
-    splits were made.
+    splits were made. `sinks`, float32 `[heads]`, are logits beside each head's scores.
     """
     rows, heads, head_dim = out.shape
     _join[(heads, rows)](
-        lengths, scratch.mixed, scratch.peaks, scratch.sums, out, scratch.sums.shape[2], D=head_dim,
-        D_PAD=power_of_two(head_dim), BLOCK_SIZE=block_size, WINDOW=window, JOINED=_JOINED, num_warps=4,
+        lengths, scratch.sums if sinks is None else sinks, scratch.mixed, scratch.peaks, scratch.sums, out,
+        scratch.sums.shape[2], D=head_dim, D_PAD=power_of_two(head_dim), BLOCK_SIZE=block_size, WINDOW=window,
+        SINKS=sinks is not None, JOINED=_JOINED, num_warps=4,
     )  # fmt: skip

@@ -8,6 +8,8 @@ with its maximum and sum, and a second pass joins them. The meaning is kernels/p
   neighbour nor an empty row costs a launch. All query heads that share a KV head are one tile.
 - **Batch invariance.** Splits are counted in tokens and depend on the row's own length alone; the second pass
   adds them in their order, in groups of fixed size. A row's bits are the same alone and among others.
+- **Sinks** (gpt-oss, 2025), a logit for each head beside its scores, enter once: where splits are joined, or
+  where a row's only split ends.
 - **What lies beyond a length** is not read into the result, whatever it holds: hidden keys are replaced after
   the product, hidden values are not loaded.
 """
@@ -28,12 +30,12 @@ from kernels.gpu.decode_splits import (
 )
 from kernels.gpu.launch import (
     INTERPRETED,
-    LOG2_E,
     check_dense,
     multiprocessors,
     operand_type,
     power_of_two,
 )
+from kernels.gpu.scores import LOG2_E_F32, score_factors, tanh
 from kernels.gpu.tuning import decode_default, look_up, shape_class
 
 
@@ -46,6 +48,7 @@ def _splits(
     tables,
     lengths,
     scales,
+    sinks,
     mixed,
     peaks,
     sums,
@@ -56,6 +59,7 @@ def _splits(
     table_stride,
     scratch_splits,
     score_scale,
+    cap_scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -65,6 +69,8 @@ def _splits(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
@@ -73,8 +79,9 @@ def _splits(
 
     `query` and `out` are `[rows, heads, D]`; `blocks` the KV memory from `layer_offset` elements on,
     `block_stride` elements a block; `tables` int32 `[rows, table_stride]`, `lengths` int32 `[rows]`, `scales`
-    float32 `[2, KV_HEADS]` of the layer; `mixed`, `peaks` and `sums` as in DecodeScratch. `score_scale` has
-    log2(e) in it, WINDOW is tokens (0 none), GROUP is query heads a KV head.
+    float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`; `mixed`, `peaks` and `sums` as in
+    DecodeScratch. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none),
+    GROUP is query heads a KV head.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -135,8 +142,10 @@ def _splits(
             v_place = values + start[:, None] + lane[:, None] * D + dims[None, :]
             v = tl.load(v_place, mask=seen[:, None] & in_head[None, :], other=0.0)
 
-            scores = tl.dot(q, k.to(OPERAND), input_precision="ieee")
-            scores = tl.where(seen[None, :], scores * key_scale, float("-inf"))
+            scores = tl.dot(q, k.to(OPERAND), input_precision="ieee") * key_scale
+            if CAPPED:
+                scores = tanh(scores) * cap_scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
             # Every tile holds a visible token, so the maximum is a number.
             higher = tl.maximum(peak, tl.max(scores, axis=1))
             weights = tl.exp2(scores - higher[:, None])
@@ -150,6 +159,12 @@ def _splits(
         kept = in_group[:, None] & in_head[None, :]
         row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
         if length - first <= size_here:
+            if SINKS:
+                sink = tl.load(sinks + heads, mask=in_group, other=float("-inf")) * LOG2_E_F32
+                higher = tl.maximum(peak, sink)
+                faded = tl.exp2(peak - higher)
+                total = total * faded + tl.exp2(sink - higher)
+                acc = acc * faded[:, None]
             place_out = out + row_head[:, None] * D + dims[None, :]
             tl.store(place_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
         else:
@@ -167,6 +182,9 @@ def paged_decode(
     lengths: torch.Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     scratch: DecodeScratch | None = None,
     out: torch.Tensor | None = None,
@@ -175,9 +193,11 @@ def paged_decode(
 
     The new token is included; a length of 0 gives zeros. `blocks` is `[num_blocks, layers, 2, kv_heads,
     head_dim * block_size]`, `tables` int32 `[rows, n]`, `lengths` int32 `[rows]`. With a `window`, a row sees
-    that many last tokens. With `scales`, float32 `[layers, 2, kv_heads]`, keys and values are what `blocks`
-    holds times the scale of their head. `scratch` (make_scratch) holds at least these rows and `n *
-    block_size` tokens. Returns `[rows, heads, head_dim]`.
+    that many last tokens. `scale` multiplies scores (`head_dim ** -0.5` unless given), which `cap` then bends
+    to `cap * tanh(score / cap)`; `sinks`, float32 `[heads]`, take their share of each softmax. With `scales`,
+    float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the scale of their head.
+    `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens. Returns `[rows, heads,
+    head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -201,6 +221,7 @@ def paged_decode(
         tables,
         lengths,
         query if scales is None else scales[layer],
+        query if sinks is None else sinks,
         scratch.mixed,
         scratch.peaks,
         scratch.sums,
@@ -210,7 +231,7 @@ def paged_decode(
         blocks.stride(0),
         tables.stride(0),
         scratch_splits,
-        head_dim**-0.5 * LOG2_E,
+        *score_factors(head_dim**-0.5 if scale is None else scale, cap),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=power_of_two(heads // kv_heads, 16),
@@ -220,11 +241,13 @@ def paged_decode(
         TILE=max(tuned["tile"], block_size),
         WINDOW=window or 0,
         SCALED=scales is not None,
+        CAPPED=cap is not None,
+        SINKS=sinks is not None,
         ROWS_PAD=power_of_two(rows, 64),
         OPERAND=operand_type(torch.float16 if halved else query.dtype),
         HALVED=halved,
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
     )
-    join_splits(lengths, scratch, out, block_size, window or 0)
+    join_splits(lengths, scratch, out, block_size, window or 0, sinks)
     return out

@@ -19,14 +19,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.dense_context import FEW_SEQUENCES, bring_context, context_base
-from kernels.gpu.launch import LOG2_E, check_dense, operand_type, power_of_two
+from kernels.gpu.launch import check_dense, operand_type, power_of_two
+from kernels.gpu.scores import LOG2_E_F32, score_factors, tanh
 from kernels.gpu.tuning import look_up, prefill_default, shape_class
 
 
 @triton.jit
 def _advance(
-    acc, peak, total, q, position, row, seen_by, keys, values, key_scale,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr,
+    acc, peak, total, q, position, row, seen_by, keys, values, key_scale, cap_scale,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values, from `row` on, into the running softmax of every row.
 
@@ -36,19 +38,23 @@ def _advance(
     """
     k = keys.load([row, 0])
     scores = tl.dot(q, k.to(OPERAND).T, input_precision="ieee")
+    factor = key_scale
+    if CAPPED:
+        scores = tanh(scores * key_scale)
+        factor = cap_scale
     if MASKED:
         at = position + tl.arange(0, TILE)
         seen = at[None, :] <= seen_by[:, None]
         if WINDOW > 0:
             seen = seen & (at[None, :] > seen_by[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, axis=1) * key_scale)
+    higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
     if WINDOW > 0:
         # A row may have seen nothing yet: no number is subtracted from -inf then.
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
     else:
         anchor = higher
-    weights = tl.exp2(scores * key_scale - anchor[:, None])
+    weights = tl.exp2(scores * factor - anchor[:, None])
     faded = tl.exp2(peak - anchor)
     total = total * faded + tl.sum(weights, axis=1)
     acc = acc * faded[:, None]
@@ -60,16 +66,17 @@ def _advance(
 # One kernel whatever a step's packing happens to be, as in paged_decode.py.
 @triton.jit(do_not_specialize=["starts", "offsets"])
 def _paged_prefill(
-    query, keys, values, starts, offsets, scales, out, rows, score_scale,
+    query, keys, values, starts, offsets, scales, sinks, out, rows, score_scale, cap_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, OPERAND: tl.constexpr,
-    SEQUENCES_PAD: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, OPERAND: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS (token, head) pairs of one KV head of one sequence.
 
     `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`; `starts` int32
-    `[S]`, `offsets` int32 `[S + 1]`, `scales` float32 `[2, KV_HEADS]` of the layer. `score_scale` has log2(e)
-    in it, WINDOW is tokens (0 none), GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
+    `[S]`, `offsets` int32 `[S + 1]`, `scales` float32 `[2, KV_HEADS]` of the layer, `sinks`
+    float32 `[heads]`. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none),
+    GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -109,13 +116,19 @@ def _paged_prefill(
         for position in range(begin, diagonal, TILE):
             acc, peak, total = _advance(
                 acc, peak, total, q, position, base + position, seen_by, keys, values, key_scale,
-                TILE, WINDOW, False, OPERAND,
+                cap_scale, TILE, WINDOW, CAPPED, False, OPERAND,
             )  # fmt: skip
         for position in range(diagonal, end, TILE):
             acc, peak, total = _advance(
                 acc, peak, total, q, position, base + position, seen_by, keys, values, key_scale,
-                TILE, WINDOW, True, OPERAND,
+                cap_scale, TILE, WINDOW, CAPPED, True, OPERAND,
             )  # fmt: skip
+        if SINKS:
+            sink = tl.load(sinks + head * GROUP + pair % GROUP) * LOG2_E_F32
+            higher = tl.maximum(peak, sink)
+            faded = tl.exp2(peak - higher)
+            total = total * faded + tl.exp2(sink - higher)
+            acc = acc * faded[:, None]
         # Rows that pad the tile may have seen nothing.
         result = acc * (value_scale / tl.where(real, total, 1.0))[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
@@ -132,6 +145,9 @@ def paged_prefill(
     max_tokens: int,
     context_tokens: int | None = None,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -141,8 +157,8 @@ def paged_prefill(
     1, ...`. `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`, `tables` int32 `[S, n]`,
     `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `max_tokens` is the longest chunk, `context_tokens` the
     sum of all sequences' lengths with their chunks (what the tables have room for unless given). Keys and
-    values of all positions up to each chunk's last are in `blocks` already. `window` and `scales` as in
-    paged_decode. Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
+    values of all positions up to each chunk's last are in `blocks` already. `window`, `scale`, `cap`, `sinks`
+    and `scales` as in paged_decode. Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
     """
     _, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -164,10 +180,12 @@ def paged_prefill(
         for part in (context.keys, context.values)
     )
     _paged_prefill[(triton.cdiv(max_tokens * group, tuned["rows"]), kv_heads, sequences)](
-        query, keys, values, starts, offsets, query if scales is None else scales[layer], out, rows,
-        head_dim**-0.5 * LOG2_E, KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=padded, ROWS=tuned["rows"],
-        TILE=tile, WINDOW=window or 0, SCALED=scales is not None, OPERAND=operand_type(query.dtype),
-        SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), num_warps=tuned["num_warps"],
-        num_stages=tuned["num_stages"],
+        query, keys, values, starts, offsets, query if scales is None else scales[layer],
+        query if sinks is None else sinks, out, rows,
+        *score_factors(head_dim**-0.5 if scale is None else scale, cap), KV_HEADS=kv_heads, GROUP=group,
+        D=head_dim, D_PAD=padded, ROWS=tuned["rows"], TILE=tile, WINDOW=window or 0,
+        SCALED=scales is not None, CAPPED=cap is not None, SINKS=sinks is not None,
+        OPERAND=operand_type(query.dtype), SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES),
+        num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
     return out

@@ -10,15 +10,18 @@ from kernels.gpu.launch import check_dense, power_of_two
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, columns, x_stride, out_stride, eps, ADD: tl.constexpr, WIDTH: tl.constexpr
+):
     """Normalise one row of `x [rows, columns]` by `weight [columns]` into `out`.
 
-    With ADD, `residual [rows, columns]` is added first and keeps the sum. WIDTH is columns, padded.
+    Rows of `x` and `out` lie `x_stride` and `out_stride` numbers apart. With ADD, `residual [rows, columns]`
+    is added first and keeps the sum. WIDTH is columns, padded.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < columns
-    wide = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         place = residual + row * columns + at
         # Rounded as it is stored: the norm is of what later layers will read.
@@ -26,9 +29,12 @@ def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: 
         tl.store(place, summed, mask=inside)
         wide = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
-    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = wide * scale
+    if weight.dtype.element_ty != tl.float32:
+        # A weight of the numbers' own type multiplies what is rounded already (kernels/rms_norm.py).
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
     scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + at, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
@@ -36,7 +42,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Normalise `x [..., n]` over n and multiply by `weight [n]`; `x` may be `out`.
 
-    The meaning is kernels/rms_norm.py.
+    Both are dense, or matrices whose rows may lie apart. The meaning is kernels/rms_norm.py.
     """
     out = torch.empty_like(x) if out is None else out
     _launch(x, None, weight, eps, out)
@@ -64,19 +70,28 @@ def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
     columns = x.shape[-1]
-    rows = check_dense("x", x).numel() // columns
+    rows = x.numel() // columns
     if rows == 0:
         return
+    strides = _row_stride("x", x), _row_stride("out", out)
     width = power_of_two(columns)
     _rms_norm[(rows,)](
         x,
         x if residual is None else residual,
         weight,
-        check_dense("out", out),
+        out,
         columns,
+        *strides,
         eps,
         ADD=residual is not None,
         WIDTH=width,
         # 16 bytes a thread and turn: eight bfloat16 numbers.
         num_warps=min(16, max(1, width // 512)),
     )
+
+
+def _row_stride(name: str, tensor: torch.Tensor) -> int:
+    """Return the numbers from a row's beginning to the next one's. Raises ValueError, with `name`."""
+    if tensor.dim() == 2 and tensor.stride(1) == 1:
+        return tensor.stride(0)
+    return check_dense(name, tensor).shape[-1]

@@ -26,9 +26,11 @@ def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr
     scale = tl.rsqrt(squares / D + eps)[:, None]
     low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     high = tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    first = ((first * scale).to(TYPE).to(tl.float32) * low).to(TYPE).to(tl.float32)
-    second = ((second * scale).to(TYPE).to(tl.float32) * high).to(TYPE).to(tl.float32)
-    return first, second
+    first, second = first * scale, second * scale
+    if weight.dtype.element_ty != tl.float32:
+        first = first.to(TYPE).to(tl.float32)
+        second = second.to(TYPE).to(tl.float32)
+    return (first * low).to(TYPE).to(tl.float32), (second * high).to(TYPE).to(tl.float32)
 
 
 @triton.jit
@@ -79,6 +81,8 @@ def _rotary_write(
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_LATE: tl.constexpr,
+    ROTATE: tl.constexpr,
     SCALED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -103,17 +107,25 @@ def _rotary_write(
     first = tl.load(place, mask=both, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=both, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
-        if NORM:
+        if NORM and not NORM_LATE:
             if head < HEADS:
                 first, second = _unit(first, second, q_norm, at, inside, HALF, D, eps, TYPE)
             else:
                 first, second = _unit(first, second, k_norm, at, inside, HALF, D, eps, TYPE)
-        angle = token[:, None] * HALF + at[None, :]
-        turn = tl.load(cos + angle, mask=both, other=0.0).to(tl.float32)
-        side = tl.load(sin + angle, mask=both, other=0.0).to(tl.float32)
-        turned = first * turn - second * side
-        second = second * turn + first * side
-        first = turned
+        if ROTATE:
+            angle = token[:, None] * HALF + at[None, :]
+            turn = tl.load(cos + angle, mask=both, other=0.0).to(tl.float32)
+            side = tl.load(sin + angle, mask=both, other=0.0).to(tl.float32)
+            turned = first * turn - second * side
+            second = second * turn + first * side
+            first = turned
+        if NORM and NORM_LATE:
+            first = first.to(TYPE).to(tl.float32)
+            second = second.to(TYPE).to(tl.float32)
+            if head < HEADS:
+                first, second = _unit(first, second, q_norm, at, inside, HALF, D, eps, TYPE)
+            else:
+                first, second = _unit(first, second, k_norm, at, inside, HALF, D, eps, TYPE)
     if head < HEADS:
         q_place = out + token.to(tl.int64)[:, None] * (HEADS * D) + head * D + at[None, :]
         tl.store(q_place, first.to(TYPE), mask=both)
@@ -145,8 +157,8 @@ def _rotary_write(
 
 def rotary_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     blocks: torch.Tensor,
     layer: int,
     block_ids: torch.Tensor,
@@ -156,6 +168,7 @@ def rotary_write(
     kv_heads: int,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    norm_late: bool = False,
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -163,15 +176,17 @@ def rotary_write(
     """Rotate queries and keys of `qkv [T, heads + 2 * kv_heads, D]` and store keys and values in their
     blocks.
 
-    `cos` and `sin` are `[T, D / 2]`. Token t goes to block `block_ids[t]` (int64, -1 where nothing is to be
-    written: padding rows), lane `lanes[t]` (int32), of `blocks [num_blocks, layers, 2, kv_heads, D *
-    block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, or neither is there. With `scales`,
-    float32 `[layers, 2, kv_heads]`, the cache holds each number divided by the scale of its head (FP8).
-    Returns the queries `[T, heads, D]`.
+    `cos` and `sin` are `[T, D / 2]`, None where nothing is rotated. Token t goes to block `block_ids[t]`
+    (int64, -1 where nothing is to be written: padding rows), lane `lanes[t]` (int32), of `blocks [num_blocks,
+    layers, 2, kv_heads, D * block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, with
+    `norm_late` after it, or neither is there. With `scales`, float32 `[layers, 2, kv_heads]`, the cache holds
+    each number divided by the scale of its head (FP8). Returns the queries `[T, heads, D]`.
     """
     tokens, _, head_dim = check_dense("qkv", qkv).shape
     if (q_norm is None) != (k_norm is None):
         raise ValueError("queries and keys are both normalised, or neither")
+    if (cos is None) != (sin is None):
+        raise ValueError("cosines and sines are both given, or neither")
     out = qkv.new_empty(tokens, heads, head_dim) if out is None else out
     if tokens == 0:
         return out
@@ -179,14 +194,14 @@ def rotary_write(
     tile = 1 if tokens <= _FEW_TOKENS and not INTERPRETED else 16
     _rotary_write[(triton.cdiv(tokens, tile), heads + 2 * kv_heads)](
         qkv,
-        check_dense("cos", cos),
-        check_dense("sin", sin),
+        qkv if cos is None else check_dense("cos", cos),
+        qkv if sin is None else check_dense("sin", sin),
         blocks,
         block_ids,
         lanes,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
-        cos if scales is None else scales[layer],
+        qkv if scales is None else scales[layer],
         check_dense("out", out),
         tokens,
         layer * 2 * kv_heads * width,
@@ -199,6 +214,8 @@ def rotary_write(
         BLOCK_SIZE=blocks.shape[-1] // head_dim,
         TOKENS=tile,
         NORM=q_norm is not None,
+        NORM_LATE=norm_late,
+        ROTATE=cos is not None,
         SCALED=scales is not None,
         INTERPRETED=INTERPRETED,
         num_warps=1 if tile == 1 else 4,

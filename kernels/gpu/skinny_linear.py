@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, operand_type
-from kernels.gpu.swiglu import silu_times
+from kernels.gpu.swiglu import ACTIVATIONS, gated
 
 MOST_ROWS = 16
 """Columns that the right operand is padded to; reading the weights takes longer than multiplying them."""
@@ -34,8 +34,10 @@ def _skinny_linear(
     out,
     rows,
     outputs,
+    limit,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     TYPE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -77,7 +79,8 @@ def _skinny_linear(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [COUNT, 2, ROWS]), (0, 2, 1)))
         # Rounded as two products and an activation in a row would.
-        result = silu_times(gate.to(STORED).to(tl.float32), up.to(STORED).to(tl.float32), STORED)
+        gate, up = gate.to(STORED).to(tl.float32), up.to(STORED).to(tl.float32)
+        result = gated(gate, up, limit, ACTIVATION, STORED)
     else:
         result = acc.to(STORED)
     output = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -99,7 +102,7 @@ def skinny_linear(
     """
     if out is None:
         out = x.new_empty(len(x), len(weight))
-    _launch(x, weight, bias, out, gated=False)
+    _launch(x, weight, bias, out, None)
     return out
 
 
@@ -108,22 +111,30 @@ def skinny_swiglu(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    activation: str = "silu",
+    limit: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the bits of `swiglu(skinny_linear(x, weight, bias))` in one launch: `[M, n]`.
 
-    `x [M, K]`, `weight [2 * n, K]` with the gates in its first half of rows, `bias [2 * n]`. See
-    `skinny_linear` for formats and limits.
+    `x [M, K]`, `weight [2 * n, K]` with the gates in its first half of rows, `bias [2 * n]`; `activation`
+    and `limit` are those of `swiglu`. See `skinny_linear` for formats and limits.
     """
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)
-    _launch(x, weight, bias, out, gated=True)
+    _launch(x, weight, bias, out, ACTIVATIONS[activation], limit)
     return out
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: int | None,
+    limit: float | None = None,
 ) -> None:
+    """Launch the product; `activation` is the number of its gates' function, None without gates."""
     if len(x) > MOST_ROWS:
         raise ValueError(f"{len(x)} rows; at most {MOST_ROWS} are multiplied at once")
     if x.dtype.itemsize != 2 or weight.dtype != x.dtype:
@@ -140,8 +151,10 @@ def _launch(
         check_dense("out", out),
         len(x),
         out.shape[1],
+        limit or 0.0,
         K=x.shape[1],
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation or 0,
         BIASED=bias is not None,
         TYPE=operand_type(x.dtype),
         ROWS=MOST_ROWS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +16,16 @@ from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.links import PeerLink
-from kvtransfer.drivers.peer import Peer
+from kvtransfer.drivers.peer import Copying, Peer
+from kvtransfer.drivers.puller import Puller
 from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
+from kvtransfer.protocol.pull_rates import PullMode, PullRates
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import CPU, TransportError, Welcome, gpu_uuid
+from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, gpu_uuid
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -48,6 +50,10 @@ class HandoffClient:
         on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
         on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
         heartbeat: state of this worker's engine.
+        cache_changed: `cache_changed(added, removed)` gets the keys that came into and left the prefix cache
+            of the own blocks.
+        on_pull_end: see `Puller`.
+        pull_mode: rule by which cached prefixes are pulled.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
     """
@@ -64,6 +70,9 @@ class HandoffClient:
         on_abort: Callable[[Key], None],
         on_peer_lost: Callable[[str, list[Key]], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
+        cache_changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
+        on_pull_end: Callable[[str, int, float], None] = lambda outcome, blocks, seconds: None,
+        pull_mode: PullMode = "auto",
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
@@ -77,6 +86,9 @@ class HandoffClient:
         self._make_scratch = scratch
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
+        self._cache_changed, self._on_pull_end = cache_changed, on_pull_end
+        self.pull_rates = PullRates(pull_mode)
+        """Rates by which pulls are made; the owner records what it computes."""
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
@@ -168,7 +180,15 @@ class HandoffClient:
 
     async def _attach(self, peer: Peer, link: PeerLink) -> None:
         hello = link.welcome
-        welcome = Welcome(peer.address, hello.endpoint, hello.token, self._layout, hello.num_blocks)
+        welcome = Welcome(
+            peer.address,
+            hello.endpoint,
+            hello.token,
+            self._layout,
+            hello.num_blocks,
+            hello.pull_endpoint,
+            hello.pull_token,
+        )
         try:
             if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
@@ -178,7 +198,8 @@ class HandoffClient:
             else:
                 await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
-                copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
+                channel = await registry.open_channel(hello.transport, welcome, scratch.memory)
+                copying = Copying(scratch, channel, self._puller(welcome, channel, scratch))
         except TransportError as error:
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
@@ -198,11 +219,29 @@ class HandoffClient:
         """Remove the cached prefixes of scratch, not held blocks; return the number of keys that went."""
         return 0 if self._scratch is None else self._scratch.flush()
 
+    def cached_keys(self) -> Collection[bytes]:
+        """Return the keys of the prefix cache of the own blocks."""
+        return [] if self._scratch is None else self._scratch.cached_keys()
+
+    def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
+        if not welcome.pull_endpoint:
+            return None
+        return Puller(
+            lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
+            self.pull_rates,
+            self._layout.block_size,
+            self._on_pull_end,
+        )
+
     def _own_scratch(self) -> Scratch:
         if self._scratch is None:
             if self._make_scratch is None:
                 raise TransportError("this worker has no blocks of its own to copy from")
-            self._scratch = Scratch(*self._make_scratch())
+            try:
+                memory, pool = self._make_scratch()
+            except (MemoryError, RuntimeError) as error:  # of torch: another program took the memory
+                raise TransportError(f"no memory for the blocks that copies start from: {error}") from error
+            self._scratch = Scratch(memory, pool, self._cache_changed)
         return self._scratch
 
     # -- life and death of links

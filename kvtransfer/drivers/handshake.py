@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
 from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports import pull_mapped
 from kvtransfer.transports.base import Locality, ReceivingTransport
+from kvtransfer.transports.pull_frames import PullServer
+from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,12 @@ def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
     return None
 
 
+def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
+    if transport.name in PULLS_MAPPED:
+        return pull_mapped.ENDPOINT
+    return "" if pulls is None else pulls.endpoint
+
+
 class Handshake:
     """Answers of the decode worker `decode_id` to the hellos of prefill workers."""
 
@@ -61,11 +70,13 @@ class Handshake:
         fingerprint: Fingerprint,
         num_blocks: int,
         transports: Sequence[ReceivingTransport],
+        pulls: PullServer | None = None,
     ) -> None:
         self._decode_id = decode_id
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self.transports = transports
+        self._pulls = pulls
 
     def choose_transport(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
         """Return the first of the writer's transports that serves both, else a text naming the obstacle."""
@@ -81,8 +92,15 @@ class Handshake:
             why.append(f"{transport.name}: {reason}")
         return f"transports ({'; '.join(why) or 'none in common'})"
 
-    def make_welcome(self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport) -> Response:
-        """Admit the writer to the transport and return the answer, whose token proves the admission."""
+    def make_welcome(
+        self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport, forgotten: int = 0
+    ) -> Response:
+        """Admit the writer to the transport and return the answer, whose token proves the admission.
+
+        `forgotten` is the count of PrefixForgotten messages so far.
+        """
+        writer = WriterId(hello.worker_id, hello.incarnation)
+        pulls = self._pulls if transport.name in PULLS_FRAMES else None
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,
@@ -90,7 +108,10 @@ class Handshake:
                 fingerprint=self._fingerprint.to_proto(),
                 transport=transport.name,
                 endpoint=transport.endpoint,
-                token=transport.admit(WriterId(hello.worker_id, hello.incarnation), hello.pid),
+                token=transport.admit(writer, hello.pid),
                 num_blocks=self._num_blocks,
+                pull_endpoint=_pull_endpoint(transport, pulls),
+                pull_token=b"" if pulls is None else pulls.admit(writer),
+                forgotten=forgotten,
             )
         )

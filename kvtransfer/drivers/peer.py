@@ -1,8 +1,9 @@
 """Decode process as the prefill worker sees it: ask for blocks, fill them, commit or stop.
 
 Drives `Sender` with the current link. In place, the decode pool is mapped and the owner computes straight
-into the granted blocks; otherwise it computes in scratch and `PushQueue` copies. A Peer outlives its links:
-grants that were being written when a link broke are answered for on the next one.
+into the granted blocks; otherwise it computes in scratch, `PushQueue` copies, and `Puller` brings what only
+the decode worker has of a prompt. A Peer outlives its links: grants that were being written when a link broke
+are answered for on the next one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Response, key_of, ref_of, request_of
 from kvtransfer.drivers.links import PeerLink
+from kvtransfer.drivers.puller import Puller
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.drivers.scratch import Scratch, ScratchBlocks
 from kvtransfer.drivers.types import GrantedBlocks
@@ -35,6 +37,16 @@ from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
 from kvtransfer.transports.blocking import queued_work, wait_written
 from kvtransfer.transports.pool_memory import release_mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """Own blocks, and the channels of one link that copy from and into them."""
+
+    scratch: Scratch
+    channel: PushChannel
+    puller: Puller | None
+    """None where the decode worker's blocks cannot be pulled."""
 
 
 @dataclass(slots=True)
@@ -60,7 +72,9 @@ class Peer:
         self.memory: KVMemory | None = None
         """The decode worker's pool while it is mapped, None where blocks are copied."""
         self._on_abort, self._on_lost = on_abort, on_lost
-        self._scratch: Scratch | None = None
+        self._copying: Copying | None = None
+        self._forgotten: int | None = None
+        """Count of the decode worker's PrefixForgotten messages; None before the first link."""
         self._queue: PushQueue | None = None
         self._link: PeerLink | None = None
         self._transport = ""
@@ -102,8 +116,8 @@ class Peer:
         self._pending_asks[key] = grant_arrival
         blocks: ScratchBlocks | None = None
         try:
-            if self._scratch is not None:
-                blocks = await self._scratch.acquire(num_tokens, keys)
+            if self._copying is not None:
+                blocks = await self._copying.scratch.acquire(num_tokens, keys)
             if not self.linked:
                 raise PeerLost
             self._actions.run(self._sender.ask(key))
@@ -112,12 +126,22 @@ class Peer:
                 raise (AttemptOver() if self.linked else PeerLost())
         except BaseException:
             self._actions.run(self._sender.withdraw(key))
-            if blocks is not None and self._scratch is not None:
-                self._scratch.release(blocks, keep=False)
+            if blocks is not None and self._copying is not None:
+                self._copying.scratch.release(blocks, keep=False)
             raise
         finally:
             del self._pending_asks[key]
-        return self._granted_blocks(grant, blocks, keep)
+        if blocks is None or self._copying is None:
+            return self._granted_blocks(grant, None, keep, grant.cached_tokens)
+        started = time.monotonic()
+        try:
+            cached_tokens = await self._pull(self._copying, grant, blocks, keep)
+        except BaseException:
+            self._actions.run(self._sender.stop(grant.ref))
+            self._copying.scratch.release(blocks, keep=False)
+            raise
+        pull_s = time.monotonic() - started if grant.cached_tokens > blocks.cached_tokens else 0.0
+        return self._granted_blocks(grant, blocks, keep, cached_tokens, pull_s)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """Send the full blocks of the first `upto_tokens` tokens, which are computed. Returns at once."""
@@ -160,8 +184,8 @@ class Peer:
         await wait_written(granted.memory)
         reason = None if failure is None else failure.reason
         message = "" if failure is None else failure.message
-        if reason == work_pb2.FAILURE_REASON_COMPUTE_FAILED and granted.scratch and self._scratch:
-            self._scratch.invalidate(granted.scratch)
+        if reason == work_pb2.FAILURE_REASON_COMPUTE_FAILED and granted.scratch and self._copying:
+            self._copying.scratch.invalidate(granted.scratch)
 
         def quiet() -> None:
             self._actions.run(self._sender.stop(granted.ref, reason, message))
@@ -178,7 +202,7 @@ class Peer:
         self,
         link: PeerLink,
         memory: KVMemory | None,
-        copying: tuple[Scratch, PushChannel] | None,
+        copying: Copying | None,
         *,
         on_message: Callable[[Response], None],
         progress: TransferProgress,
@@ -187,16 +211,21 @@ class Peer:
 
         Args:
             memory: the mapped pool of the decode worker, None where blocks are copied.
-            copying: the own blocks and the data channel, None in place.
+            copying: the own blocks and the data channels, None in place.
             on_message: called with every message of the peer.
             progress: detector of a data connection that falls silent.
         """
         self._link, self.memory = link, memory
         self._transport = link.welcome.transport
         self._sender.link_up()
+        forgotten, self._forgotten = self._forgotten, link.welcome.forgotten
         if copying is not None:
-            self._scratch, channel = copying
-            self._queue = PushQueue(channel, self._sender.is_writing, self._on_sent, link.close, progress)
+            self._copying = copying
+            if forgotten not in (None, self._forgotten):  # a message was lost with the link before
+                copying.scratch.forget(self.address, ())
+            self._queue = PushQueue(
+                copying.channel, self._sender.is_writing, self._on_sent, link.close, progress
+            )
 
         def handle(response: Response) -> None:
             on_message(response)
@@ -216,6 +245,7 @@ class Peer:
     async def close(self) -> None:
         """End the link and unmap the pool."""
         link, queue = self._link, self._queue
+        self._end_pulls()
         if link is not None:
             await link.wait_closed()
         if queue is not None:
@@ -230,16 +260,39 @@ class Peer:
     def _on_stream_end(self, link: PeerLink) -> None:
         if self._link is link:
             self._link = None
+            self._end_pulls()
             if self._queue is not None:
                 self._queue.cancel()
             self._actions.run(self._sender.link_lost())
 
     # -- messages and actions
 
+    async def _pull(self, copying: Copying, grant: GrantReceived, blocks: ScratchBlocks, keep: bool) -> int:
+        """Return the tokens whose KV is in scratch, after pulling what only the decode worker has of them."""
+        size = copying.scratch.memory.layout.block_size
+        first, upto = blocks.cached_tokens // size, grant.cached_tokens // size
+        if copying.puller is None or upto <= first:
+            return blocks.cached_tokens
+        pulled = await copying.puller.pull(
+            grant.ref, first, grant.block_ids[first:upto], blocks.block_ids[first:upto]
+        )
+        if pulled and keep:
+            copying.scratch.keep_pulled(blocks, first + pulled, self.address)
+        return (first + pulled) * size
+
+    def _end_pulls(self) -> None:
+        if self._copying is not None and self._copying.puller is not None:
+            self._copying.puller.close()
+
     def _granted_blocks(
-        self, grant: GrantReceived, blocks: ScratchBlocks | None, keep: bool
+        self,
+        grant: GrantReceived,
+        blocks: ScratchBlocks | None,
+        keep: bool,
+        computed_tokens: int,
+        pull_s: float = 0.0,
     ) -> GrantedBlocks:
-        memory = self.memory if self._scratch is None else self._scratch.memory
+        memory = self.memory if self._copying is None else self._copying.scratch.memory
         if memory is None:
             raise RuntimeError("granted without memory")
         self._push_states[grant.ref] = _PushState(grant.cached_tokens // memory.layout.block_size)
@@ -247,13 +300,14 @@ class Peer:
             key=grant.ref.key,
             memory=memory,
             block_table=list(grant.block_ids) if blocks is None else blocks.block_ids,
-            computed_tokens=grant.cached_tokens if blocks is None else blocks.cached_tokens,
+            computed_tokens=computed_tokens,
             cached_tokens=grant.cached_tokens,
             ref=grant.ref,
             scratch=blocks,
             target_table=grant.block_ids,
             transport=self._transport,
             keep=keep,
+            pull_s=pull_s,
         )
 
     def _push(self, granted: GrantedBlocks, upto_block: int) -> None:
@@ -274,8 +328,8 @@ class Peer:
         self._actions.run(self._sender.push(ref, first, len(digests), digests))
 
     def _release_scratch(self, granted: GrantedBlocks, *, keep: bool) -> None:
-        if granted.scratch is not None and self._scratch is not None:
-            self._scratch.release(granted.scratch, keep=keep)
+        if granted.scratch is not None and self._copying is not None:
+            self._copying.scratch.release(granted.scratch, keep=keep)
 
     def _handle(self, response: Response) -> None:
         match response.WhichOneof("message"):
@@ -289,6 +343,10 @@ class Peer:
                 self._actions.run(self._sender.denied(key_of(denied.id), reason, denied.failure.message))
             case "abort":
                 self._actions.run(self._sender.abort(ref_of(response.abort.grant)))
+            case "forgotten":
+                self._forgotten = response.forgotten.count
+                if self._copying is not None:
+                    self._copying.scratch.forget(self.address, response.forgotten.keys)
             case _:
                 pass  # heartbeats are the client's; other messages are from a newer peer
 

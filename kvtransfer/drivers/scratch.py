@@ -2,12 +2,15 @@
 
 First come, first served: an ask to a decode worker is made only once there is room here, so that no decode
 memory is pinned by a prompt that waits for scratch.
+
+What is pulled from a decode worker enters the prefix cache as soon as it is verified, what is computed once
+it is committed. A flush, or distrust here or at the decode worker, voids all that has not entered by then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from diptych.engine.kv.block_pool import BlockPool
@@ -23,8 +26,8 @@ class ScratchBlocks:
     block_ids: list[int]
     cached_tokens: int
     keys: Sequence[bytes]
-    distrusted: int
-    """Count of the pool's invalidations when the blocks were acquired."""
+    epoch: int
+    """Count of the events that voided blocks, when these were acquired."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +38,21 @@ class _Waiting:
 
 
 class Scratch:
-    """Blocks of one pool and its prefix cache."""
+    """Blocks of one pool and its prefix cache; `changed(added, removed)` gets the keys that came and went."""
 
-    def __init__(self, memory: KVMemory, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        pool: BlockPool,
+        changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
+    ) -> None:
         self.memory = memory
         self._pool = pool
+        self._changed = changed
         self._queue: list[_Waiting] = []
+        self._epoch = 0
+        self._pulled: dict[str, set[bytes]] = {}
+        """Keys that were pulled, by the decode worker's address; some may have left the cache since."""
 
     async def acquire(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
         """Wait for blocks for `num_tokens` tokens. Raises GrantDeniedError if they can never fit."""
@@ -61,21 +73,65 @@ class Scratch:
 
     def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
         """Return the blocks to the pool; `keep` enters the full, complete ones into the prefix cache."""
-        if keep and blocks.distrusted == self._pool.distrusted:
-            parent = b""
-            for block, key in zip(blocks.block_ids, blocks.keys, strict=False):
-                self._pool.insert(block, key, parent)  # False: another copy is there already
-                parent = key
+        if keep:
+            self._insert(blocks, len(blocks.keys))
         self._pool.release(blocks.block_ids)
         self._serve()
+        self._report()
+
+    def keep_pulled(self, blocks: ScratchBlocks, upto: int, source: str) -> None:
+        """Enter the first `upto` blocks, verified copies from the decode worker at `source`."""
+        if self._insert(blocks, upto):
+            pulled = self._pulled.setdefault(source, set())
+            pulled.update(blocks.keys[blocks.cached_tokens // self.memory.layout.block_size : upto])
+            if len(pulled) > 2 * self._pool.total:
+                pulled.intersection_update(self._pool.cached_keys())
+            self._report()
 
     def invalidate(self, blocks: ScratchBlocks) -> None:
         """Remove blocks that a failed row read, and what was built on them, from the prefix cache."""
-        self._pool.forget(blocks.keys[:1])
+        self._forget(blocks.keys[:1])
+
+    def forget(self, source: str, keys: Sequence[bytes]) -> None:
+        """Remove what the decode worker at `source` has forgotten: these keys and all that continues them.
+
+        No keys stand for all that was pulled from there.
+        """
+        self._forget(keys or sorted(self._pulled.pop(source, ())))
 
     def flush(self) -> int:
         """Remove every cached prefix; return the number of keys that went."""
-        return self._pool.clear_cache()
+        self._epoch += 1
+        self._pulled.clear()
+        forgotten = self._pool.clear_cache()
+        self._serve()
+        self._report()
+        return forgotten
+
+    def cached_keys(self) -> Collection[bytes]:
+        """Return the keys of all cached blocks."""
+        return self._pool.cached_keys()
+
+    def _insert(self, blocks: ScratchBlocks, count: int) -> bool:
+        """Enter the first `count` blocks into the cache; False if they were voided."""
+        if blocks.epoch != self._epoch:
+            return False
+        parent = b""
+        for block, key in zip(blocks.block_ids[:count], blocks.keys, strict=False):
+            self._pool.insert(block, key, parent)  # False: another copy is there already
+            parent = key
+        return True
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self._epoch += 1
+        self._pool.forget(keys)
+        self._serve()
+        self._report()
+
+    def _report(self) -> None:
+        added, removed = self._pool.drain_events()
+        if added or removed:
+            self._changed(added, removed)
 
     def _serve(self) -> None:
         while self._queue:
@@ -105,4 +161,5 @@ class Scratch:
             self._pool.release(pins)
             return None
         blocks = pins + self._pool.allocate(fresh)
-        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._pool.distrusted)
+        self._report()  # keys that made room
+        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._epoch)

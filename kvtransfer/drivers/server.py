@@ -10,18 +10,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.runtime.failpoints import ARMED
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
 from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
 from kvtransfer.drivers.handshake import Fingerprint, Handshake
 from kvtransfer.drivers.links import ServerLink, read_hello
+from kvtransfer.drivers.local_writer import NAME as LOCAL
+from kvtransfer.drivers.local_writer import CommitNote, LocalWriter
 from kvtransfer.drivers.types import HandoffStats, Heartbeat, Ready
 from kvtransfer.drivers.writer_registry import WriterRegistry
 from kvtransfer.protocol.lease import LeaseTimes, RunningTime
@@ -44,7 +46,8 @@ from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.failpoints import damage_blocks
 from kvtransfer.transports.pool_memory import PoolMemory
-from kvtransfer.transports.registry import make_receiver
+from kvtransfer.transports.pull_frames import PullServer
+from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED, make_receiver
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +88,8 @@ class HandoffServer:
         self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts)
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
+        self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions)
+        """Writer that stands for this worker itself."""
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
@@ -96,15 +101,20 @@ class HandoffServer:
             corrupt=self._on_corrupt,
         )
         made = [make_receiver(name, memory, host, hooks) for name in transports]
-        self._handshake = Handshake(
-            WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
-        )
+        self._pulls: PullServer | None = None
+        if not PULLS_FRAMES.isdisjoint(transports):
+            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
+        self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
+        self._forgotten = 0
+        pool.on_forgotten = self._on_forgotten
         self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:
         """Listen for the transports' registrations. Call it before the gRPC server starts. Raises OSError."""
         for transport in self._handshake.transports:
             await transport.start()
+        if self._pulls is not None:
+            await self._pulls.start()
         self._tick_task = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
@@ -116,6 +126,8 @@ class HandoffServer:
         self._writers.close_links()
         for transport in self._handshake.transports:
             await transport.close()
+        if self._pulls is not None:
+            await self._pulls.close()
 
     # -- the owner's side
 
@@ -166,6 +178,8 @@ class HandoffServer:
         if hello is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         writer_id = WriterId(hello.worker_id, hello.incarnation)
+        if writer_id == self.local.id:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "worker_id, incarnation: those of this worker")
         if self._writers.is_fenced(writer_id):
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
         transport = self._handshake.choose_transport(hello)
@@ -173,13 +187,18 @@ class HandoffServer:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
         link = ServerLink(writer_id, stream)
         writer = self._writers.link_up(link, transport)
-        link.put(self._handshake.make_welcome(hello, transport))
-        self._actions.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
+        link.put(self._handshake.make_welcome(hello, transport, self._forgotten))
+        reads_prefix = transport.name in PULLS_MAPPED
+        self._actions.run(
+            self._receiver.link_up(writer_id, in_place=transport.in_place, reads_prefix=reads_prefix)
+        )
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
         try:
             await link.run(self._handle)
         finally:
             self._writers.link_lost(writer, link)
+            if self._pulls is not None and not self._writers.is_linked(writer_id):
+                self._pulls.end(writer_id)
 
     def _handle(self, link: ServerLink, request: Request) -> None:
         writer = self._writers.writer_of(link)
@@ -217,7 +236,7 @@ class HandoffServer:
             case "commit":
                 commit = request.commit
                 ref = ref_of(commit.grant)
-                note = _CommitNote(commit.times, now)
+                note = CommitNote(commit.times, now)
                 first_tokens = tuple(commit.first_tokens)
                 return self._receiver.commit(writer, ref, commit.num_tokens, first_tokens, note)
             case "stopped":
@@ -236,6 +255,12 @@ class HandoffServer:
     def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
         self._actions.run(self._receiver.corrupt(writer, ref))
+
+    def _on_forgotten(self, keys: Sequence[bytes]) -> None:
+        """Tell the writers that copy what they must not keep; those in place share the pool's own cache."""
+        self._forgotten += 1
+        message = handoff_pb2.PrefixForgotten(keys=keys, count=self._forgotten)
+        self._writers.send_to_copying(Response(forgotten=message))
 
     # -- time
 
@@ -256,6 +281,8 @@ class HandoffServer:
 
     def _perform(self, action: ReceiverAction) -> None:
         match action:
+            case SendGrant() | SendDenied() | SendAbort() | FenceWriter() if action.writer == self.local.id:
+                self.local.perform(action)
             case SendGrant() | SendDenied() | SendAbort():
                 self._writers.send(action.writer, response_of(action))
             case Handoff():
@@ -267,11 +294,12 @@ class HandoffServer:
                 self._writers.fence(writer_id, why)
 
     def _handoff(self, done: Handoff) -> None:
-        if not isinstance(done.note, _CommitNote):
+        if not isinstance(done.note, CommitNote):
             raise TypeError("a commit without times")
         times = done.note.times
         times.kv_receive.FromNanoseconds(int((time.monotonic() - done.note.received_at) * 1e9))
-        damage_blocks(self._memory, done.block_ids, done.num_tokens)
+        if ARMED:
+            damage_blocks(self._memory, done.block_ids, done.num_tokens)
         self._on_ready(
             Ready(
                 key=done.ref.key,
@@ -281,12 +309,6 @@ class HandoffServer:
                 first_tokens=cast("tuple[work_pb2.SampledToken, ...]", done.first_tokens),
                 times=times,
                 in_place=done.in_place,
-                transport=self._writers.transport_of(done.writer),
+                transport=LOCAL if done.writer == self.local.id else self._writers.transport_of(done.writer),
             )
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _CommitNote:
-    times: work_pb2.PhaseTimes
-    received_at: float

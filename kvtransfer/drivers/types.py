@@ -94,3 +94,5 @@ class GrantedBlocks:
     """Name of the transport."""
     keep: bool
     """True if the scratch blocks may enter the prefix cache once they are complete."""
+    pull_s: float = 0.0
+    """Seconds for which cached blocks were pulled from the decode worker."""

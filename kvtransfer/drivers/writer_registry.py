@@ -51,6 +51,11 @@ class WriterRegistry:
         known = self._known.get(writer)
         return known is not None and known.lease.phase is LeasePhase.FENCED
 
+    def is_linked(self, writer_id: WriterId) -> bool:
+        """Return True if this process has a stream."""
+        writer = self._known.get(writer_id)
+        return writer is not None and writer.link is not None
+
     def writer_of(self, link: ServerLink) -> Writer | None:
         """Return the writer whose stream this is; None if another stream of the same process took over."""
         writer = self._known.get(link.writer)
@@ -66,6 +71,12 @@ class WriterRegistry:
         writer = self._known.get(writer_id)
         if writer is not None and writer.link is not None:
             writer.link.put(response)
+
+    def send_to_copying(self, response: Response) -> None:
+        """Send a message to every linked writer that copies blocks."""
+        for writer in self._known.values():
+            if writer.link is not None and not writer.transport.in_place:
+                writer.link.put(response)
 
     def close_links(self) -> None:
         """End every stream from this side."""

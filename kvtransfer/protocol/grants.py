@@ -32,6 +32,8 @@ class Grant:
     num_blocks: int
     num_tokens: int
     """Tokens whose KV the writer must deliver."""
+    reads_prefix: bool = False
+    """True if the writer may read the cached prefix in this pool: its pins last as long as the writer."""
     first_tokens: FirstTokens = ()
     """Set by the commit; empty before."""
     note: object = None

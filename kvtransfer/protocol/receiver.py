@@ -1,8 +1,9 @@
 """State machine of the decode side: events in, actions out, no I/O, no clock.
 
 Blocks have two lifetimes, the attempt's and the writer's, and return to the pool at the end of the later one.
-Pins on the cached prefix end with the attempt: no writer writes to those blocks. A message counts only when
-it comes from the writer of the grant that it names, generation included; any other is counted as stale.
+Pins on the cached prefix end with the attempt, as no writer writes to those blocks; where the writer copies
+them out of the mapped pool they last as long as the writer. A message counts only when it comes from the
+writer of the grant that it names, generation included; any other is counted as stale.
 Timers escalate, they never free a block. The phases of an attempt and its transitions stand at the head of
 `transfer_table`.
 """
@@ -52,6 +53,7 @@ class Receiver:
         self._transfers = TransferTable(pool, self._allocator)
         # Writers with a stream, True where they write in place.
         self._links: dict[WriterId, bool] = {}
+        self._readers: set[WriterId] = set()
         self._now = 0.0
 
     # -- the gateway's side
@@ -80,7 +82,8 @@ class Receiver:
         """Serve waiting asks after the pool gained room or fewer sequences run."""
         actions: list[ReceiverAction] = []
         while (attempt := self._transfers.next_waiting()) is not None:
-            grant = self._transfers.try_grant(attempt)
+            reads = attempt.requester in self._readers
+            grant = self._transfers.try_grant(attempt, reads_prefix=reads)
             if grant is None:
                 break
             actions.append(grant)
@@ -95,15 +98,23 @@ class Receiver:
 
     # -- the writer's side
 
-    def link_up(self, writer: WriterId, *, in_place: bool) -> list[ReceiverAction]:
-        """Record a writer's stream, and send Abort again for each of its quarantined grants."""
+    def link_up(
+        self, writer: WriterId, *, in_place: bool, reads_prefix: bool = False
+    ) -> list[ReceiverAction]:
+        """Record a writer's stream, and send Abort again for each of its quarantined grants.
+
+        `reads_prefix`: the writer copies the cached prefix of its grants out of the mapped pool.
+        """
         self._links[writer] = in_place
+        if reads_prefix:
+            self._readers.add(writer)
         return [SendAbort(writer, grant.ref) for grant in self._transfers.quarantined_by(writer)]
 
     def link_lost(self, writer: WriterId) -> list[ReceiverAction]:
         """Fail the attempts of a writer whose stream broke; as that proves nothing, quarantine its grants."""
         if self._links.pop(writer, None) is None:
             return []
+        self._readers.discard(writer)
         actions: list[ReceiverAction] = []
         for attempt in [a for a in self._transfers.attempts.values() if a.writer == writer]:
             actions += self._fail(
@@ -171,6 +182,19 @@ class Receiver:
         if attempt is None or not attempt.open_grant.may_write(indices):
             return None
         return attempt.open_grant.block_ids[indices.start : indices.stop]
+
+    def prefix_block(
+        self, writer: WriterId, slot: int, generation: int, index: int
+    ) -> tuple[GrantRef, int] | None:
+        """Return the full name of a writer's grant and the block at `index`, which it may read now.
+
+        None unless the grant is being filled and the block is of its cached prefix.
+        """
+        attempt = self._transfers.grants.find(slot, generation)
+        if attempt is None or attempt.writer != writer or attempt.phase is not Phase.GRANTED:
+            return None
+        grant = attempt.open_grant
+        return (grant.ref, grant.block_ids[index]) if index < grant.cached_blocks else None
 
     def arrived(
         self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]

@@ -4,7 +4,7 @@ Phases of an attempt:
 
     ASKED      blocks were asked for
     GRANTED    blocks were granted; the owner has not started to write
-    WRITING    the owner computes into the blocks, or pushes copies
+    WRITING    the owner computes into the blocks, or pushes copies; before that it may pull their prefix
     REVOKED    the decode worker sent Abort; the owner knows and may still be writing
     ORPHANED   the link broke; the owner knows and may still be writing
     OVER       committed, stopped, denied or withdrawn; nothing of the attempt is kept

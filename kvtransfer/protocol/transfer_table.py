@@ -141,7 +141,7 @@ class TransferTable:
         """
         return max(self.waiting.values(), key=lambda attempt: attempt.attached.priority, default=None)
 
-    def try_grant(self, attempt: ReceivingAttempt) -> SendGrant | None:
+    def try_grant(self, attempt: ReceivingAttempt, *, reads_prefix: bool = False) -> SendGrant | None:
         """Grant blocks to a waiting attempt; None while there is no room."""
         allocation = self._allocator.allocate(attempt.attached)
         if allocation is None:
@@ -153,6 +153,7 @@ class TransferTable:
             allocation.cached_blocks,
             allocation.writable_blocks,
             attempt.attached.num_tokens,
+            reads_prefix,
         )
         attempt.grant = grant
         del self.waiting[attempt.key]
@@ -168,10 +169,12 @@ class TransferTable:
     def quarantine(self, attempt: ReceivingAttempt) -> None:
         """End an attempt whose writer may still write.
 
-        The prefix is unpinned at once, the rest is quarantined until there is proof that the writer stopped.
+        The prefix is unpinned at once unless the writer reads it there. The rest is quarantined until there
+        is proof that the writer stopped.
         """
         grant = attempt.open_grant
-        self._pool.release(grant.pinned)
+        if not grant.reads_prefix:
+            self._pool.release(grant.pinned)
         self._pool.quarantine(grant.allocated)
         del self.attempts[attempt.key]
         attempt.move(ReceiverPhase.QUARANTINED)
@@ -181,6 +184,8 @@ class TransferTable:
         grant = attempt.open_grant
         self.grants.close(grant.ref)
         if attempt.phase is ReceiverPhase.QUARANTINED:
+            if grant.reads_prefix:
+                self._pool.release(grant.pinned)
             self._pool.release_quarantined(grant.allocated)
             attempt.move(ReceiverPhase.OVER)
         else:

@@ -17,6 +17,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
+from kvtransfer.protocol.pull_table import Pull
 
 
 class TransportError(Exception):
@@ -112,6 +113,27 @@ class Run:
 StillGranted = Callable[[GrantRef], bool]
 
 
+class PullChannel(Protocol):
+    """End of the prefill worker for pulls from one decode worker. When it breaks, it cuts them."""
+
+    @property
+    def broken(self) -> bool:
+        """True once nothing more comes by it."""
+        ...
+
+    def request(self, pull: Pull) -> None:
+        """Ask for the blocks of a pull, which is open; what comes changes it."""
+        ...
+
+    async def withdraw(self, pull: Pull) -> None:
+        """Ask for no more blocks of a pull; ends, cancelled or not, once none is copied but by its table."""
+        ...
+
+    def close(self) -> None:
+        """Read nothing more; nothing is copied from this moment on."""
+        ...
+
+
 class PushChannel(Protocol):
     """End of the prefill worker in a copying transport."""
 
@@ -153,6 +175,9 @@ class Welcome:
     token: bytes
     layout: KVLayout
     num_blocks: int
+    pull_endpoint: str = ""
+    """Address where the cached prefix of grants can be read; empty where it cannot."""
+    pull_token: bytes = b""
 
 
 def host_id() -> str:

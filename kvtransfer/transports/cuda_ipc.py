@@ -22,6 +22,7 @@ from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.pull_mapped import MappedPullChannel
 
 NAME = "cuda_ipc"
 _NO_GRANT = GrantRef(("", 0), 0, 0)
@@ -151,6 +152,10 @@ class CudaIpcChannel:
                 raise TransportError(f"the decode worker's pool cannot be reached: {error}") from error
             raise
         return channel
+
+    def open_pulls(self, scratch: KVMemory) -> MappedPullChannel:
+        """Return a channel that reads the mapped pool into `scratch`."""
+        return MappedPullChannel(self._target, scratch, self._mapping)
 
     @property
     def sent(self) -> int:

@@ -93,6 +93,15 @@ class CudaMapping:
 
         return finish
 
+    def copy(self, run: Run, target: KVMemory) -> list[bytes]:
+        """Copy on the side stream, and wait for it."""
+        stream = self._side_stream()
+        copy = DigestedCopy(run.memory, run.block_ids, target, run.target_ids, run.ref, run.first)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            copy.launch()
+            stream.synchronize()
+        return copy.digests()
+
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the digests of blocks in the pool: the copy kernel reads them and writes nothing.
 

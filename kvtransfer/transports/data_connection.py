@@ -11,9 +11,9 @@ from kvtransfer.transports.data_listener import COUNT, REGISTRATION_S
 
 
 class DataConnection:
-    """Data socket to one decode worker."""
+    """Data socket to one decode worker; `counts`: the other end sends counts, and the owner reads nothing."""
 
-    def __init__(self, connection: socket.socket, greeting: bytes) -> None:
+    def __init__(self, connection: socket.socket, greeting: bytes, *, counts: bool = True) -> None:
         self.greeting = greeting
         self.acknowledged = 0
         """Number of blocks that the other end has taken or dropped."""
@@ -21,10 +21,10 @@ class DataConnection:
         """True if the other end is gone."""
         self._connection = connection
         self._changed = asyncio.Event()
-        self._reader = asyncio.create_task(self._read_counts())
+        self._reader = asyncio.create_task(self._read_counts()) if counts else None
 
     @classmethod
-    async def open(cls, welcome: Welcome, greeting_bytes: int) -> DataConnection:
+    async def open(cls, welcome: Welcome, greeting_bytes: int, *, counts: bool = True) -> DataConnection:
         """Connect and register. Raises TransportError."""
         host, port = endpoint_address(welcome)
         loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class DataConnection:
             if isinstance(error, (OSError, TimeoutError)):
                 raise TransportError(f"no data connection to the decode worker: {error}") from error
             raise
-        return cls(connection, greeting)
+        return cls(connection, greeting, counts=counts)
 
     def local_host(self) -> str:
         """Return the address of this end."""
@@ -56,6 +56,18 @@ class DataConnection:
         """Send bytes; returns when the kernel has taken them. Raises TransportError."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._connection, data)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"the data connection broke: {error}") from error
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        """Fill `buffer`. Raises TransportError."""
+        loop, filled = asyncio.get_running_loop(), 0
+        try:
+            while filled < buffer.nbytes:
+                received = await loop.sock_recv_into(self._connection, buffer[filled:])
+                if not received:
+                    raise TransportError("the decode worker closed the data connection")
+                filled += received
         except (OSError, ValueError) as error:
             raise TransportError(f"the data connection broke: {error}") from error
 
@@ -69,9 +81,12 @@ class DataConnection:
 
     def close(self) -> None:
         """End the connection. Call it when no `send` runs."""
-        self._reader.cancel()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        if self._reader is None:
+            self._connection.close()
+            return
+        self._reader.cancel()
         # Not before the reader has left it: its number could be another socket's by then.
         self._reader.add_done_callback(lambda _: self._connection.close())
 

@@ -54,10 +54,13 @@ class DataListener:
         host: str,
         open_reader: Callable[[WriterId, DataSocket], FrameReader],
         dead: Callable[[WriterId], None],
+        *,
+        reusable_tokens: bool = False,
     ) -> None:
         self.host = host
         self.open_reader = open_reader
         self._dead = dead
+        self._reusable_tokens = reusable_tokens
         self._server: asyncio.Server | None = None
         self._admitted: dict[bytes, WriterId] = {}
         self._sockets: dict[WriterId, DataSocket] = {}
@@ -76,12 +79,16 @@ class DataListener:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def admit(self, writer: WriterId) -> bytes:
-        """Let the process that shows the returned token, once, write as `writer`."""
+        """Let the process that shows the returned token, once unless tokens are reusable, act as `writer`."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
-            del self._admitted[old]
+        self._expire_tokens(writer)
         self._admitted[token] = writer
         return token
+
+    def expel(self, writer: WriterId) -> None:
+        """Admit this writer no more, and close its data socket, if it has one."""
+        self._expire_tokens(writer)
+        self.end_socket(writer)
 
     def registered(self, writer: WriterId) -> bool:
         """Return True while the data socket of the writer is open."""
@@ -107,11 +114,16 @@ class DataListener:
         """Return the writer whose token this is, None for an unknown token."""
         for known, writer in self._admitted.items():
             if hmac.compare_digest(known, token):
-                del self._admitted[known]
+                if not self._reusable_tokens:
+                    del self._admitted[known]
                 self.end_socket(writer)
                 self._sockets[writer] = connection
                 return writer
         return None
+
+    def _expire_tokens(self, writer: WriterId) -> None:
+        for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
+            del self._admitted[old]
 
     def ended(self, writer: WriterId, connection: DataSocket) -> None:
         """Report the writer of a closed data socket dead."""
@@ -132,6 +144,8 @@ class DataSocket(asyncio.BufferedProtocol):
         self._target = memoryview(bytearray(TOKEN_BYTES))
         self._filled = 0
         self._taken = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.closed = False
         """True once nothing that it brought may be copied any more."""
 
@@ -140,6 +154,20 @@ class DataSocket(asyncio.BufferedProtocol):
         self._taken += blocks
         if self._transport is not None and not self.closed:
             self._transport.write(COUNT.pack(self._taken))
+
+    async def send(self, *parts: bytes) -> None:
+        """Send bytes, once the other end has read enough of those before. Raises TransportError if closed."""
+        await self._writable.wait()
+        if self.closed or self._transport is None:
+            raise TransportError("the data socket is closed")
+        for part in parts:
+            self._transport.write(part)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def local_host(self) -> str:
         """Return the address of this end."""
@@ -182,6 +210,7 @@ class DataSocket(asyncio.BufferedProtocol):
         self.closed = True
         if self._deadline is not None:
             self._deadline.cancel()
+        self._writable.set()
         if self._transport is not None:
             self._transport.abort()
         if self._reader is not None:

@@ -18,13 +18,25 @@ from kvtransfer.protocol.messages import GrantRef
 
 DIGEST_BYTES = 16
 _PLACE = struct.Struct("<IQIII")
+_PUSHED, _PULLED = 0, 1
+"""Directions; seeds of the digests."""
 
 
 def block_digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """Return 16 bytes that bind `payload` to block `index` of the grant's table."""
+    """Return 16 bytes that bind `payload` to block `index` of the grant's table, pushed to its pool."""
+    return _digest(ref, index, payload, _PUSHED)
+
+
+def pulled_block_digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryview) -> bytes:
+    """Return 16 bytes that bind `payload` to block `index` of the grant's table, pulled from its pool."""
+    return _digest(ref, index, payload, _PULLED)
+
+
+def _digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryview, direction: int) -> bytes:
     request_id, attempt = ref.key
     name = request_id.encode()
-    hasher = xxhash.xxh3_128(_PLACE.pack(ref.slot, ref.generation, attempt, index, len(name)))
+    place = _PLACE.pack(ref.slot, ref.generation, attempt, index, len(name))
+    hasher = xxhash.xxh3_128(place, seed=direction)
     hasher.update(name)
     hasher.update(payload)
     return hasher.digest()

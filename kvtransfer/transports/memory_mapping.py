@@ -63,6 +63,10 @@ class MemoryMapping(Protocol):
         """
         ...
 
+    def copy(self, run: Run, target: KVMemory) -> list[bytes]:
+        """Copy a run to its blocks in `target` and return the digest of each block that was read."""
+        ...
+
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the digests of blocks in `memory` as they are now; `first` is the index of the first."""
         ...
@@ -187,18 +191,21 @@ class HostMapping:
     def start_copy(self, run: Run, target: KVMemory, flag: FlagWord) -> Callable[[], list[bytes]]:
         """Return a call that copies on the thread of its caller."""
 
-        def copy() -> list[bytes]:
-            digests = []
-            for index, (source, block) in enumerate(
-                zip(run.block_ids, run.target_ids, strict=True), run.first
-            ):
-                payload = run.memory.block_bytes(source)
-                digests.append(block_digest(run.ref, index, payload))
-                target.block_bytes(block)[:] = damage_payload(payload)
+        def finish() -> list[bytes]:
+            digests = self.copy(run, target)
             flag.set()
             return digests
 
-        return copy
+        return finish
+
+    def copy(self, run: Run, target: KVMemory) -> list[bytes]:
+        """Copy on the thread of the caller."""
+        digests = []
+        for index, (source, block) in enumerate(zip(run.block_ids, run.target_ids, strict=True), run.first):
+            payload = run.memory.block_bytes(source)
+            digests.append(block_digest(run.ref, index, payload))
+            target.block_bytes(block)[:] = damage_payload(payload)
+        return digests
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the xxh3 digest of each block in place."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.settings import StartupError
-from kvtransfer.transports import cuda_ipc, nccl, process_group, shared_memory, tcp
+from kvtransfer.protocol.pull_table import PullTable
+from kvtransfer.transports import (
+    cuda_ipc,
+    nccl,
+    process_group,
+    pull_frames,
+    pull_mapped,
+    shared_memory,
+    tcp,
+)
 from kvtransfer.transports.base import (
+    PullChannel,
     PushChannel,
     ReceiverHooks,
     ReceivingTransport,
     TransportError,
     Welcome,
+    gpu_uuid,
     host_id,
 )
 from kvtransfer.transports.cuda_mapping import CudaMapping
@@ -21,6 +34,10 @@ from kvtransfer.transports.pool_memory import PoolMemory
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
+PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
+"""Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
+PULLS_MAPPED = frozenset({cuda_ipc.NAME})
+"""Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
@@ -44,6 +61,16 @@ def transports_for(flag: str, device: torch.device) -> tuple[str, ...]:
     if flag == process_group.NCCL and (why := process_group.nccl_unusable_reason(device)) is not None:
         raise UnusableTransport(f"--transport nccl: {why}")
     return (shared_memory.ON_GPU, flag) if flag == cuda_ipc.NAME else (flag,)
+
+
+def memory_domain(transports: Sequence[str], device: torch.device, worker_id: str) -> str:
+    """Return a name that is equal for workers that compute in one memory.
+
+    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own.
+    """
+    if IN_PLACE.isdisjoint(transports):
+        return f"copies/{worker_id}"
+    return f"{host_id()}/{gpu_uuid(device)}"
 
 
 def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
@@ -75,6 +102,21 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
         case cuda_ipc.NAME:
             return await cuda_ipc.CudaIpcChannel.open(welcome, mapping_for(scratch.data.device))
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
+
+
+async def open_pulls(
+    welcome: Welcome, channel: PushChannel, scratch: KVMemory, table: PullTable
+) -> PullChannel:
+    """Open the prefill worker's end for pulls into `scratch`, which `table` lists. Raises TransportError.
+
+    Args:
+        channel: the open channel of the same link.
+    """
+    if welcome.pull_endpoint != pull_mapped.ENDPOINT:
+        return await pull_frames.FramePullChannel.open(welcome, scratch, table)
+    if not isinstance(channel, cuda_ipc.CudaIpcChannel):
+        raise TransportError("the decode worker offers to read a pool that is not mapped here")
+    return channel.open_pulls(scratch)
 
 
 def mapping_for(device: torch.device) -> MemoryMapping:

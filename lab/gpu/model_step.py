@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import ModelShape, Rotation
 from diptych.engine.sampling import SampleRow, SamplingParams
-from diptych.engine.step_output import Launched
 from lab.gpu.ceilings import COPY, GEMM, READ
 from lab.gpu.random_model import LLAMA_3_8B, QWEN3_8B, matrix_elements, random_weights
 from lab.gpu.section import Context, Figure, device_of, figure
@@ -80,8 +79,8 @@ def model_step(context: Context) -> Iterator[Figure]:
 
 def tiny(shape: ModelShape) -> ModelShape:
     return replace(
-        shape, vocab_size=99, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
-        intermediate_size=48, max_context=64,
+        shape, vocab_size=99, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16,
+        intermediate_size=48, max_context=64, layers=shape.layers[:1], rotations=(Rotation(1e4, 16),),
     )  # fmt: skip
 
 

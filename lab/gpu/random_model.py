@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import torch
 
-from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights import LayerWeights, Weights
-from diptych.engine.weights.canonical import layer_shapes
+from diptych.engine.models.shape import LayerShape, ModelShape, Rotation
+from diptych.engine.weights import Weights
+from diptych.engine.weights.canonical import layer_shapes, layer_weights
 
 LLAMA_3_8B = ModelShape(
     family="llama",
     vocab_size=128_256,
     hidden_size=4096,
-    num_layers=32,
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
     intermediate_size=14_336,
     rms_eps=1e-5,
-    rope_theta=500_000.0,
     max_context=8192,
+    layers=(LayerShape(),) * 32,
+    rotations=(Rotation(500_000.0, 128),),
 )
 QWEN3_8B = ModelShape(
     family="qwen3",
     vocab_size=151_936,
     hidden_size=4096,
-    num_layers=36,
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
     intermediate_size=12_288,
     rms_eps=1e-6,
-    rope_theta=1_000_000.0,
     max_context=8192,
-    qk_norm=True,
+    layers=(LayerShape(),) * 36,
+    rotations=(Rotation(1_000_000.0, 128),),
+    qk_norm="head",
 )
 
 
@@ -47,8 +47,8 @@ def random_weights(shape: ModelShape, device: torch.device, dtype: torch.dtype) 
 
     matrix = (shape.vocab_size, shape.hidden_size)
     layers = tuple(
-        LayerWeights(**{name: tensor(name, size) for name, size in layer_shapes(shape)})
-        for _ in range(shape.num_layers)
+        layer_weights(shape, {name: tensor(name, size) for name, size in layer_shapes(shape, layer)})
+        for layer in range(shape.num_layers)
     )
     return Weights(
         embed=tensor("embed", matrix),
@@ -60,5 +60,10 @@ def random_weights(shape: ModelShape, device: torch.device, dtype: torch.dtype) 
 
 def matrix_elements(shape: ModelShape) -> int:
     """Numbers in the matrices that a step reads: those of the layers and the head, not the embedding."""
-    layer = sum(size[0] * size[1] for _, size in layer_shapes(shape) if len(size) == 2)
-    return shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+    layers = sum(
+        size[0] * size[1]
+        for layer in range(shape.num_layers)
+        for _, size in layer_shapes(shape, layer)
+        if len(size) == 2
+    )
+    return layers + shape.vocab_size * shape.hidden_size

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from decode_worker.pipeline import StepEvents
-from diptych.engine.step_output import StepOutput
+from diptych.engine.batch import StepOutput
 
 ROUNDS = 10  # of the event loop: more than a wakeup takes
 

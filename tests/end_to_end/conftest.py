@@ -21,20 +21,21 @@ CHUNKS = {"shared_memory": 48, "tcp": 512}
 """Tokens of a prefill step: several and a partial one for most prompts, and one for nearly all."""
 
 
-def _bundled(transport: str) -> Iterator[Stack]:
-    flags = ["--dtype", "fp32", "--transport", transport, "--prefill-chunk", str(CHUNKS[transport])]
+def _bundled(transport: str, local: str) -> Iterator[Stack]:
+    flags = ["--set", f"gateway.local-prefill={local}", "--dtype", "fp32", "--transport", transport]
+    flags += ["--prefill-chunk", str(CHUNKS[transport])]
     with running_stack(*flags, "--kv-blocks", KV_BLOCKS) as stack:
         yield stack
 
 
 @pytest.fixture(scope="package")
 def started_in_place() -> Iterator[Stack]:
-    yield from _bundled("shared_memory")
+    yield from _bundled("shared_memory", "auto")
 
 
 @pytest.fixture(scope="package")
 def started_over_tcp() -> Iterator[Stack]:
-    yield from _bundled("tcp")
+    yield from _bundled("tcp", "never")
 
 
 @pytest.fixture(scope="package")
@@ -52,7 +53,7 @@ def bundled(started_in_place: Stack) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def bundled_tcp(started_over_tcp: Stack) -> Iterator[Stack]:
-    """The same, but the bytes of blocks travel."""
+    """The same, but the bytes of blocks travel, those of short prompts too."""
     yield started_over_tcp
     started_over_tcp.wait_idle()
 

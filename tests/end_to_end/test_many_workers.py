@@ -29,7 +29,9 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     flags = ("--dtype", "fp32", "--prefill-workers", "2", "--decode-workers", "2", "--kv-memory-mib", "256")
-    with running_stack(*flags, "--set", "decode.links=grpc") as running:
+    with running_stack(
+        *flags, "--set", "gateway.local-prefill=never", "--set", "decode.links=grpc"
+    ) as running:
         yield running
 
 

@@ -55,7 +55,7 @@ def traced() -> Iterator[Traced]:
     collector = OtlpCollector()
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
     try:
-        with running_stack(env=env) as stack:
+        with running_stack("--set", "gateway.local-prefill=never", env=env) as stack:
             yield Traced(stack, collector)
     finally:
         collector.stop()

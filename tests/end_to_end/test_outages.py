@@ -25,7 +25,8 @@ PATIENCE_S = 60.0  # for what takes well below three seconds on a machine that d
 def stack() -> Iterator[Stack]:
     """Damaged by every test, and whole again after each but the last."""
     # A gateway that waits for another worker would take the streams up again when the killed one is back.
-    with running_stack("--dtype", "fp32", "--set", "gateway.worker-wait-timeout=0") as running:
+    flags = ("--dtype", "fp32", "--set", "gateway.local-prefill=never")
+    with running_stack(*flags, "--set", "gateway.worker-wait-timeout=0") as running:
         yield running
 
 

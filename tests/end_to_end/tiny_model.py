@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diptych.engine.kv.block_pool import BlockPool
@@ -19,9 +20,15 @@ from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folde
 CONTEXT = 768
 
 
-def write(folder: Path) -> Path:
-    """A Hugging Face folder. The end of sequence is likely enough to occur in short answers."""
+def write(folder: Path, added: Sequence[str] = ()) -> Path:
+    """A Hugging Face folder. The end of sequence is likely enough to occur in short answers.
+
+    `added` are more tokens, control tokens if they begin as those of gpt-oss or Mistral do.
+    """
     tokenizer = byte_level(vocab_size=320)
+    for text in added:
+        special = text.startswith(("<|", "["))
+        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False)])
     write_folder(folder, tokenizer)
     torch.manual_seed(11)
     config = LlamaConfig(

@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token, stopped_writer
+from tests.faults import (
+    corruptions,
+    disconnects,
+    group_kill,
+    kill_matrix,
+    next_token,
+    pull_kills,
+    stopped_writer,
+)
 from tests.faults.figures import add_output
 
-CAMPAIGNS = (kill_matrix, next_token, stopped_writer, group_kill, corruptions, disconnects)
+CAMPAIGNS = (kill_matrix, pull_kills, next_token, stopped_writer, group_kill, corruptions, disconnects)
 
 
 def main() -> int:

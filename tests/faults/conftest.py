@@ -27,8 +27,10 @@ class Breakable:
         return self.stack.address
 
 
-def breakable(tmp_path_factory: pytest.TempPathFactory, model: Path, *flags: str) -> Iterator[Breakable]:
-    armory = Armory(tmp_path_factory.mktemp("failpoints"))
+def breakable(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, *flags: str, local_prefill: str = "never"
+) -> Iterator[Breakable]:
+    armory = Armory(tmp_path_factory.mktemp("failpoints"), local_prefill)
     # At a load of 30 on two cores a worker takes more than 100 s to start again.
     env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "500"}
     with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
@@ -51,3 +53,10 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Bre
 def pairs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
     """Two workers a role."""
     yield from breakable(tmp_path_factory, tiny, "--prefill-workers", "2", "--decode-workers", "2")
+
+
+@pytest.fixture(scope="module")
+def local_pairs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
+    """Two workers a role; decode workers compute the prompts themselves."""
+    flags = ("--prefill-workers", "2", "--decode-workers", "2")
+    yield from breakable(tmp_path_factory, tiny, *flags, local_prefill="always")

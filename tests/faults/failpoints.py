@@ -13,13 +13,17 @@ TAKEN_WITHIN_S = 60.0
 class Armory:
     """The folder in which failpoints are armed. Start the system with `environment`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, local_prefill: str = "never") -> None:
         self._folder = folder
+        self._local_prefill = local_prefill
         self._freezing: set[str] = set()
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"DIPTYCH_FAILPOINTS_DIR": str(self._folder)}
+        return {
+            "DIPTYCH_FAILPOINTS_DIR": str(self._folder),
+            "DIPTYCH_LOCAL_PREFILL": self._local_prefill,
+        }
 
     def arm(self, name: str, action: str, *, after: int = 0) -> None:
         """The next process that passes `name` does `action`, once it passed `after` times; only one does."""

@@ -35,7 +35,7 @@ from tests.faults.failpoints import kill
 from tests.faults.figures import Figure, Result, add_output, count, seconds, tell
 from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of
 from tests.faults.second_gateway import second_gateway
-from tests.faults.states import STATES, VICTIMS, Role, State, Victim
+from tests.faults.states import LOCAL_STATES, STATES, VICTIMS, Role, State, Victim
 from tests.faults.system import (
     PAIRS,
     alive,
@@ -82,7 +82,7 @@ class Matrix:
 
     def table(self) -> str:
         lines = [f"| state | {' | '.join(VICTIMS)} |", "|---" * (1 + len(VICTIMS)) + "|"]
-        for state in STATES:
+        for state in (*STATES, *LOCAL_STATES):
             row = [str(self.cells.get((state.name, victim), Cell())) for victim in VICTIMS]
             lines.append(f"| {state.name} {state.what} | {' | '.join(row)} |")
         return "\n".join(lines)
@@ -220,9 +220,10 @@ def run(
     model: Path,
     plan: Sequence[tuple[State, Victim]],
     say: bool = True,
+    matrix: Matrix | None = None,
 ) -> Matrix:
-    """Carry out the kills of `plan` in its order."""
-    matrix = Matrix()
+    """Carry out the kills of `plan` in its order; the cells of `matrix`, if given, gather them."""
+    matrix = Matrix() if matrix is None else matrix
     for state, victim in plan:
         cell = matrix.cells.setdefault((state.name, victim), Cell())
         cell.kills += 1
@@ -255,7 +256,7 @@ def _last_end(system: Breakable) -> str:
 
 def plan(kills: int, states: Sequence[str], victims: Sequence[str]) -> Iterator[tuple[State, Victim]]:
     """Victims by turns: who dies too often in a row is started again later each time."""
-    for _, state, victim in itertools.product(range(kills), STATES, VICTIMS):
+    for _, state, victim in itertools.product(range(kills), (*STATES, *LOCAL_STATES), VICTIMS):
         if state.name in states and victim in victims:
             yield state, victim
 
@@ -263,12 +264,16 @@ def plan(kills: int, states: Sequence[str], victims: Sequence[str]) -> Iterator[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kill_matrix", description=__doc__)
     parser.add_argument("--kills", type=int, default=5, help="in each cell")
-    parser.add_argument("--state", nargs="*", default=[state.name for state in STATES])
+    parser.add_argument("--state", nargs="*", default=[state.name for state in (*STATES, *LOCAL_STATES)])
     parser.add_argument("--victim", nargs="*", default=list(VICTIMS))
     add_output(parser)
     options = parser.parse_args(argv)
-    with breakable_system(*PAIRS) as (system, model):
-        matrix = run(system, model, list(plan(options.kills, options.state, options.victim)))
+    matrix, local = Matrix(), {state.name for state in LOCAL_STATES}
+    for mode, names in (("never", set(options.state) - local), ("always", set(options.state) & local)):
+        cells = list(plan(options.kills, sorted(names), options.victim))
+        if cells:
+            with breakable_system(*PAIRS, local_prefill=mode) as (system, model):
+                run(system, model, cells, matrix=matrix)
     return tell(matrix.result(), options.output)
 
 

@@ -35,3 +35,11 @@ STATES = (
     State("S8", "decoding", "decode.step", "decode", after=12),
     State("S9", "finishing", "decode.finishing", "decode"),
 )
+LOCAL_STATES = (
+    State("L1", "attached, local", "decode.attached", "decode"),
+    State("L2", "granted to itself", "decode.local_granted", "decode"),
+    State("L3", "computing a local chunk", "decode.local_chunk", "decode"),
+    State("L4", "about to commit locally", "decode.local_commit", "decode"),
+    State("L5", "decoding", "decode.step", "decode", after=12),
+)
+"""Those of a request whose decode worker computes the prompt itself."""

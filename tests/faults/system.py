@@ -26,13 +26,13 @@ SETTLED_WITHIN_S = 120.0  # a starved machine takes its time to start a worker a
 
 
 @contextlib.contextmanager
-def breakable_system(*flags: str) -> Iterator[tuple[Breakable, Path]]:
+def breakable_system(*flags: str, local_prefill: str = "never") -> Iterator[tuple[Breakable, Path]]:
     """A system over the tiny model, which is in the folder; later flags win."""
     with tempfile.TemporaryDirectory(prefix="diptych-faults-") as folder:
         model, points = Path(folder, "model"), Path(folder, "failpoints")
         points.mkdir()
         tiny_model.write(model)
-        armory = Armory(points)
+        armory = Armory(points, local_prefill)
         env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
         with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
             yield Breakable(stack, armory), model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token
+from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token, pull_kills
 from tests.faults.conftest import Breakable
-from tests.faults.states import STATES
+from tests.faults.states import LOCAL_STATES, STATES, Victim
 from tests.faults.system import breakable_system
 
 CELLS = [
@@ -18,10 +18,13 @@ CELLS = [
     *(("S4", "pair"), ("S8", "all decode")),
 ]
 
+LOCAL_CELLS = [("L2", "decode"), ("L3", "gateway"), ("L3", "decode"), ("L4", "prefill")]
+
 
 @pytest.fixture(scope="module")
 def over_tcp() -> Iterator[Breakable]:
-    with breakable_system("--transport", "tcp") as (system, _):
+    flags = ("--transport", "tcp", "--set", "prefill.pull-prefixes=always")
+    with breakable_system(*flags) as (system, _):
         yield system
 
 
@@ -31,6 +34,13 @@ def test_no_token_is_lost_whoever_is_killed(pairs: Breakable, tiny: Path) -> Non
     assert len(matrix.cells) == len(CELLS)
     wrong = [one for one in matrix.failures if "clean after" not in one]
     assert not wrong
+
+
+def test_no_token_of_a_local_prompt_is_lost_whoever_is_killed(local_pairs: Breakable, tiny: Path) -> None:
+    states = {state.name: state for state in LOCAL_STATES}
+    matrix = kill_matrix.run(local_pairs, tiny, [(states[name], victim) for name, victim in LOCAL_CELLS])  # type: ignore[misc]
+    assert len(matrix.cells) == len(LOCAL_CELLS)
+    assert not [one for one in matrix.failures if "clean after" not in one]
 
 
 def test_streams_that_are_hit_go_on(pairs: Breakable) -> None:
@@ -44,6 +54,11 @@ def test_damaged_blocks_are_never_read(over_tcp: Breakable) -> None:
     assert not measured.failures
     assert all(measured.damaged[kind] >= 10 for kind in corruptions.KINDS)
     assert measured.ended["exact"] + measured.ended["exact after a retry"]
+
+
+@pytest.mark.parametrize(("number", "victim"), [(0, "prefill"), (1, "decode")])
+def test_pull_whose_either_side_dies_costs_no_token(over_tcp: Breakable, number: int, victim: Victim) -> None:
+    pull_kills.strike(over_tcp, pull_kills.STATES[number], victim, "killed")
 
 
 def test_clients_that_leave_take_nothing_with_them(over_tcp: Breakable) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import LayerShape, ModelShape, Rotation
 from diptych.runtime.settings import resolve_model
 from lab.precisions import load_precision, matrix_bytes
 from lab.roofline import record
@@ -24,14 +24,14 @@ SHAPE = ModelShape(
     family="llama",
     vocab_size=11,
     hidden_size=6,
-    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=4,
     intermediate_size=10,
     rms_eps=1e-5,
-    rope_theta=10000.0,
     max_context=64,
+    layers=(LayerShape(),) * 2,
+    rotations=(Rotation(10000.0, 4),),
 )
 # q, k, v, o, gate, up, down as [rows, columns]
 MATRICES = [(16, 6), (8, 6), (8, 6), (6, 16), (10, 6), (10, 6), (6, 10)]

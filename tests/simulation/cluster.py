@@ -28,7 +28,13 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
-from tests.simulation.watched_pool import WatchedPool, check_granted_write, check_own_write, check_pool
+from tests.simulation.watched_pool import (
+    WatchedPool,
+    check_granted_write,
+    check_own_write,
+    check_pool,
+    is_granted,
+)
 
 RESTART_S = 0.4
 EARLY_SHARE = 0.3
@@ -172,6 +178,7 @@ class Cluster:
                 "max_inflight": self.scenario.max_inflight,
                 "max_queued_tokens": self.scenario.max_queued_tokens,
                 "worker_wait_timeout": 4.0,
+                "local_prefill": self.scenario.local_prefill,
             }
         )
         gateway = Gateway(settings, served_model(), model.DIGEST)
@@ -210,6 +217,9 @@ class Cluster:
                 "kv_blocks": shape.blocks,
                 "max_batch": shape.max_batch,
                 "transport": shape.transport,
+                "max_local_prefill_tokens": self.scenario.local_bounds[0],
+                "max_fallback_prefill_tokens": self.scenario.local_bounds[1],
+                "local_prefill_chunk": max(self.scenario.chunk // 2, 1),
                 "speculative_tokens": 3 * (self.scenario.network % 5 < 2),
             }
         )
@@ -225,7 +235,11 @@ class Cluster:
             self.kill(machine.host, "poison")
 
         return model.SimulatedEngine(
-            model.SimulatedRunner(lambda sequence: self._check_write(machine, sequence), poisoned),
+            model.SimulatedRunner(
+                lambda sequence: self._check_write(machine, sequence),
+                poisoned,
+                mixes_chunks=self.scenario.mixed_steps,
+            ),
             model._Model(),
         )
 
@@ -293,6 +307,8 @@ class Cluster:
     def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
         try:
             if machine.pool is not None:
+                if is_granted(machine.receiver, machine.host, sequence):
+                    return  # a prompt that this worker computes itself
                 check_own_write(machine.pool, sequence)
                 return
             for other in self.machines.values():

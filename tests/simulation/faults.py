@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.simulation.cluster import Cluster
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tests.simulation.cluster import Cluster, Machine
 from tests.simulation.network import LinkConditions
 from tests.simulation.scenario import Fault
 from tests.simulation.sockets import Damage
@@ -91,14 +94,30 @@ class Faults:
         """Wake the loop of the process, as a signal does."""
 
     def _flush_cache(self, fault: Fault) -> bool:
-        """Flush the prefix cache of every decode worker, as an operator does."""
+        """Flush the prefix cache of every worker, as an operator does."""
         for machine in list(self._cluster.machines.values()):
-            if machine.pool is not None and not machine.host.dead and not machine.host.stopped:
-                self._cluster.loop.start(machine.host, lambda m=machine: self._flush(m))  # type: ignore[misc]
+            if machine.pool is not None or machine.scratch:
+                self._on_host(machine, self._flush)
         return True
 
-    async def _flush(self, machine: object) -> None:
-        machine.program._loop.flush_prefix_cache()  # type: ignore[attr-defined]
+    def _distrust(self, fault: Fault) -> bool:
+        """Let every decode worker distrust a cached prefix, as after a step that was not finite."""
+        for machine in list(self._cluster.machines.values()):
+            if machine.pool is not None:
+                self._on_host(machine, self._forget)
+        return True
+
+    def _on_host(self, machine: Machine, act: Callable[[Machine], Coroutine[Any, Any, None]]) -> None:
+        if not machine.host.dead and not machine.host.stopped and machine.program is not None:
+            self._cluster.loop.start(machine.host, lambda: act(machine))
+
+    async def _forget(self, machine: Machine) -> None:
+        if machine.pool is not None:
+            machine.pool.forget(machine.pool.cached_keys()[:1])
+            machine.program._loop.requests.prefixes.report_changes()
+
+    async def _flush(self, machine: Machine) -> None:
+        machine.program._loop.flush_prefix_cache()
 
     # ---- links
 

@@ -18,11 +18,10 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.backend import Backend
-from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
-from diptych.engine.step_output import StepOutput
 from diptych.runtime.block_hash import HASH_VERSION
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU
@@ -75,6 +74,14 @@ class _Model:
         return KVMemory(layout, num_blocks)
 
 
+class Rows(list[int]):
+    """Rows of logits, of which some can be taken, as of a tensor."""
+
+    def __getitem__(self, places: Any) -> Any:
+        """Return one, a slice, or those at a list of places."""
+        return [self[place] for place in places] if isinstance(places, list) else super().__getitem__(places)
+
+
 class SimulatedRunner:
     """Stand-in for `diptych.engine.runner.Runner`; logits are integers, one a row."""
 
@@ -82,7 +89,14 @@ class SimulatedRunner:
     launches = False
     completions = None
 
-    def __init__(self, watch: Callable[[SequenceStep], None], poisoned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        watch: Callable[[SequenceStep], None],
+        poisoned: Callable[[], None],
+        *,
+        mixes_chunks: bool = True,
+    ) -> None:
+        self.mixes_chunks = mixes_chunks
         self.on_step: Callable[[float, int], None] | None = None
         self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
         self._watch = watch
@@ -92,8 +106,8 @@ class SimulatedRunner:
         self, sequences: Sequence[SequenceStep], sample_rows: object, abort: AbortWords | None = None
     ) -> StepOutput:
         """Return the rows as logits; nothing is sampled here."""
-        rows = self.step(sequences, abort)
-        return StepOutput([None] * len(rows), rows)
+        rows = Rows(self.step(sequences, abort))
+        return StepOutput([None] * len(rows), rows)  # type: ignore[arg-type]
 
     def samples_on_device(self, row: object) -> bool:
         """Return False: nothing is launched here."""

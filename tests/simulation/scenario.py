@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling
+from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
@@ -73,6 +73,9 @@ class Scenario:
     step_s: float
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
+    local_prefill: str = "auto"
+    local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
+    mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
 
     @property
     def workers(self) -> list[str]:
@@ -91,6 +94,8 @@ class Theme:
     burst_s: float = 1.5  # in which all requests come
     leave: float = 0.33  # share of clients that go before the end
     at_prefill: bool = False  # processes and links of prefill workers only
+    requests: tuple[int, int] = (4, 9)  # least and most
+    turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
 
 
 _EVERYTHING = {
@@ -135,6 +140,30 @@ THEMES = {
         burst_s=0.5,
         at_prefill=True,
     ),
+    "pulls": Theme(  # prefixes that only the decode worker has, while both sides die, hang and forget
+        {
+            "kill": 3,
+            "stop": 3,
+            "hang": 1,
+            "slow": 2,
+            "drain": 1,
+            "reset": 3,
+            "partition": 2,
+            "delay": 2,
+            "flip": 4,
+            "flip_header": 2,
+            "cut": 2,
+            "twice": 2,
+            "flush_cache": 2,
+            "distrust": 3,
+        },
+        transports=("tcp",),
+        blocks=(24, 32, 40),
+        step_s=(0.005, 0.015, 0.03),
+        leave=0.1,
+        requests=(8, 14),
+        turns=0.8,
+    ),
     "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
@@ -142,7 +171,7 @@ THEMES = {
         leave=0.15,
     ),
 }
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "crowd": 1}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1}
 
 
 def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
@@ -154,7 +183,11 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
     )
+    local = random.Random(f"local prefill {seed}")
     shape = Scenario(
+        local_prefill=local.choice(["auto", "always", "always", "never"]),
+        local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
+        mixed_steps=local.random() < 0.5,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -174,11 +207,41 @@ def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[R
     families = [_words(rng, rng.choice([4, 8, 16])) for _ in range(2)]
     smallest = min(d.blocks for d in shape.decodes) * BLOCK_SIZE
     poisoned = rng.random() < 0.06
-    requests = [_plan_request(rng, shape, theme, families, smallest) for _ in range(rng.randint(4, 9))]
+    requests = [
+        _plan_request(rng, shape, theme, families, smallest) for _ in range(rng.randint(*theme.requests))
+    ]
+    if theme.turns:
+        requests = _make_turns(rng, theme, requests, smallest)
     if poisoned:
         requests[0] = replace(requests[0], prompt=(POISON, *requests[0].prompt))
     requests.sort(key=lambda plan: plan.at)
     return tuple(replace(plan, name=f"r{number}") for number, plan in enumerate(requests))
+
+
+def _make_turns(
+    rng: random.Random, theme: Theme, requests: list[RequestPlan], room: int
+) -> list[RequestPlan]:
+    """Let some requests continue an earlier one, with its answer, some time after it came."""
+    turns: list[RequestPlan] = requests[:1]
+    for plan in requests[1:]:
+        before = rng.choice(turns)
+        limits = before.min_tokens, before.max_tokens
+        answer = oracle(before.prompt, before.sampling, 0, frozenset(before.stop_ids), limits)
+        prompt = (*before.prompt, *answer, *_words(rng, rng.randint(1, 4)))
+        most = min(plan.max_tokens, room - len(prompt) - 2)
+        if rng.random() < theme.turns and most > 0:
+            at = round(before.at + rng.uniform(0.1, 0.5), 3)
+            stop_after = None if plan.stop_after is None or plan.stop_after >= most else plan.stop_after
+            plan = replace(
+                plan,
+                at=at,
+                prompt=prompt,
+                max_tokens=most,
+                min_tokens=min(plan.min_tokens, most),
+                stop_after=stop_after,
+            )
+        turns.append(plan)
+    return turns
 
 
 def _plan_request(

@@ -30,6 +30,7 @@ class Connection:
         self._down = Pipe(network, name + "/down", self.ends, client)
         self.broken = False  # as the client knows
         self.received: asyncio.Queue[bytes] = asyncio.Queue()
+        self._written = b""
         self.protocol: Any = None
         self._listener = listener
         self._up.send(self._open)
@@ -46,7 +47,9 @@ class Connection:
         self.protocol.connection_made(self)
 
     def write(self, data: bytes) -> None:
-        self._down.send(self.received.put_nowait, data)
+        sent = self.sockets.damaged(self, data, self._written)
+        self._written = data
+        self._down.send(self.received.put_nowait, sent)
 
     def abort(self) -> None:
         self._listener.open.pop(self, None)

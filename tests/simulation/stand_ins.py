@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from kvtransfer.transports import registry, shared_memory
 from kvtransfer.transports.pool_memory import PoolMemory
+from prefill_worker.scratch_memory import ScratchPlan
 from tests.simulation import model
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
@@ -91,8 +92,9 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
+        "prefill_worker.worker.plan_scratch": _small_scratch,
         "decode_worker.choices.sample": model.sample,
-        "prefill_worker.chunk_step.sample": model.sample,
+        "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
         "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
@@ -154,6 +156,11 @@ def _pid() -> int:
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
     return PoolMemory(KVMemory(layout, num_blocks), None)
+
+
+def _small_scratch(configured: int, transports: Sequence[str], *_: object) -> ScratchPlan:
+    """Plan scratch that holds less than a context: decode pools bound the prompts, and room gets short."""
+    return ScratchPlan(configured, tuple(transports))
 
 
 def _receiver_maker(cluster: Cluster) -> Callable[..., Any]:

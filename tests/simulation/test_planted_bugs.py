@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_worker.choices import Choice
+from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from diptych.engine.kv.block_pool import BlockPool
@@ -19,8 +20,9 @@ from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
-from kvtransfer.transports import tcp
+from kvtransfer.transports import pull_frames, tcp
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
+from tests.simulation.model import BLOCK_SIZE
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -68,6 +70,15 @@ def digests_are_not_checked(patch: Patch) -> None:
         return b"0" * 16
 
     patch.setattr(tcp, "block_digest", believed)
+
+
+def pulled_blocks_are_not_verified(patch: Patch) -> None:
+    """Blocks that are pulled enter scratch as they come."""
+
+    def believed(ref: Any, index: int, payload: Any) -> bytes:
+        return b"0" * 16
+
+    patch.setattr(pull_frames, "pulled_block_digest", believed)
 
 
 def drafts_are_not_verified(patch: Patch) -> None:
@@ -155,6 +166,33 @@ def blocks_are_released_during_the_step(patch: Patch) -> None:
     patch.setattr(RequestManager, "finish", finish)
 
 
+def local_prompt_stops_during_its_step(patch: Patch) -> None:
+    """A decode worker promises to write no more of its own prompt while a step still does."""
+
+    def revoked(self: LocalPrefills, ref: Any) -> None:
+        prompt = self._prompts.get(ref.key)
+        if prompt is None or not self._writes(prompt):
+            real(self, ref)
+            return
+        prompt.revoked = True
+        self._grants.stop(ref)
+
+    real = LocalPrefills._revoked
+    patch.setattr(LocalPrefills, "_revoked", revoked)
+
+
+def local_prompt_skips_a_block(patch: Patch) -> None:
+    """A decode worker takes a block for cached that nothing was written to."""
+
+    def granted(self: LocalPrefills, ref: Any, block_ids: list[int], cached: int) -> None:
+        prompt = self._prompts.get(ref.key)
+        more = prompt is not None and cached + BLOCK_SIZE < len(prompt.token_ids)
+        real(self, ref, block_ids, cached + BLOCK_SIZE * more)
+
+    real = LocalPrefills._granted
+    patch.setattr(LocalPrefills, "_granted", granted)
+
+
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     """Blocks enter the prefix cache when they are granted, before they are verified."""
 
@@ -199,6 +237,7 @@ PLANTED: list[Any] = [
     (quarantine_ends_by_the_clock, "writers", 250),
     pytest.param(lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),
     (digests_are_not_checked, "copies", 40),
+    (pulled_blocks_are_not_verified, "pulls", 60),
     (tokens_are_delivered_twice, "everything", 40),
     (token_gap_is_ignored, "everything", 10),
     (retry_counts_output_as_prompt, "crowd", 40),
@@ -208,6 +247,8 @@ PLANTED: list[Any] = [
     (quarantined_blocks_stay_in_the_cache, "everything", 10),
     (queued_tokens_are_not_released, "everything", 60),
     (shared_block_is_not_released, "everything", 10),
+    (local_prompt_stops_during_its_step, "writers", 60),
+    (local_prompt_skips_a_block, "everything", 10),
 ]
 
 

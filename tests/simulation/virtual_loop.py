@@ -212,6 +212,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     async def sock_recv(self, sock: Any, n: int) -> bytes:
         return await sock.receive(n)  # type: ignore[no-any-return]
 
+    async def sock_recv_into(self, sock: Any, buffer: Any) -> int:
+        data = await sock.receive(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._closed:
             self._failed(context)

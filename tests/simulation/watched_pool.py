@@ -87,12 +87,22 @@ def check_own_write(pool: WatchedPool, sequence: SequenceStep) -> None:
 
 def check_granted_write(receiver: Receiver, writer: Host, sequence: SequenceStep) -> None:
     """Check that a prefill step in place writes only blocks that were granted to this process."""
+    mine = _granted_to(receiver, writer)
+    for block in _written(sequence):
+        _require(block in mine, f"{writer} writes block {block}, which is not granted to it")
+
+
+def is_granted(receiver: Receiver, writer: Host, sequence: SequenceStep) -> bool:
+    """Return whether a step writes only blocks that were granted to this process."""
+    return set(_written(sequence)) <= _granted_to(receiver, writer)
+
+
+def _granted_to(receiver: Receiver, writer: Host) -> set[int]:
     mine: set[int] = set()
     for who, grant in receiver.open_grants():
         if (who.worker_id, who.incarnation) == (writer.worker_id, writer.incarnation):
             mine.update(grant.allocated)
-    for block in _written(sequence):
-        _require(block in mine, f"{writer} writes block {block}, which is not granted to it")
+    return mine
 
 
 def _written(sequence: SequenceStep) -> Iterable[int]:

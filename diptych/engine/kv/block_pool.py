@@ -50,6 +50,8 @@ class BlockPool:
         """Number of times that keys were forgotten because their content cannot be trusted."""
         self.on_released: Callable[[], None] | None = None
         """Told when blocks come back from quarantine."""
+        self.on_forgotten: Callable[[Sequence[bytes]], None] | None = None
+        """Called with the keys that `forget` was given, and with none when the whole cache is cleared."""
 
     # -- counts
 
@@ -172,11 +174,18 @@ class BlockPool:
         went.
         """
         self.distrusted += 1
-        return sum(self._uncache(self._cache.discard(key)) for key in keys)
+        keys = list(keys)
+        gone = sum(self._uncache(self._cache.discard(key)) for key in keys)
+        if self.on_forgotten is not None and keys:
+            self.on_forgotten(keys)
+        return gone
 
     def clear_cache(self) -> int:
         """Uncache everything. Held blocks stay held. Returns how many keys went."""
-        return self._uncache(self._cache.clear())
+        gone = self._uncache(self._cache.clear())
+        if self.on_forgotten is not None:
+            self.on_forgotten(())
+        return gone
 
     def cached_keys(self) -> list[bytes]:
         """Return all cached keys, parents before children."""

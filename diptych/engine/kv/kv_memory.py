@@ -3,7 +3,8 @@
 Block-major: one block is one contiguous region over all layers, so that a handoff moves (or grants) one
 region per block whatever the depth of the model. Inside it, per layer and KV head, keys lie transposed
 `[head_dim, block_size]` (the lanes of a dot product over the head are tokens, so a score kernel reads them
-contiguously) and values lie `[block_size, head_dim]`.
+contiguously) and values lie `[block_size, head_dim]`. A model with latent attention keeps one vector a token
+and layer for all its heads, keys and values: `[block_size, width]`.
 
 Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer,
 and the memory of a GPU, this process' or one mapped from another, is just a tensor.
@@ -11,12 +12,14 @@ and the memory of a GPU, this process' or one mapped from another, is just a ten
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 
 import torch
 
 LAYOUT_NAME = "block-major/k-transposed/1"
+LATENT_LAYOUT_NAME = "block-major/latent/1"
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,32 @@ class KVLayout:
     block_size: int
     """Tokens a block."""
     dtype: torch.dtype
+    latent: bool = False
+    """True if a token keeps one vector of `head_dim` numbers for keys and values; `num_kv_heads` is 1 then
+    (kernels/latent_attention.py).
+    """
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1")
+        if self.latent and self.num_kv_heads != 1:
+            raise ValueError("latents are kept once for all heads: num_kv_heads must be 1")
 
     @property
     def name(self) -> str:
         """The arrangement inside a block; changes when its meaning changes."""
-        return LAYOUT_NAME
+        return LATENT_LAYOUT_NAME if self.latent else LAYOUT_NAME
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
-        """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`."""
-        return (self.num_layers, 2, self.num_kv_heads, self.head_dim * self.block_size)
+        """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`; of latents 1 instead of 2."""
+        return (self.num_layers, 1 if self.latent else 2, self.num_kv_heads, self.head_dim * self.block_size)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+        """Bytes of one block over all layers."""
+        return math.prod(self.block_shape) * self.dtype.itemsize
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
@@ -58,8 +67,8 @@ class KVLayout:
 class KVMemory:
     """`num_blocks` blocks of one layout over one writable buffer, or over memory of a device.
 
-    `data` is a tensor `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]` that aliases the
-    buffer. The buffer stays exported while this object lives: an mmap given here can be closed only after it.
+    `data` is a tensor `[num_blocks, *block_shape]` that aliases the buffer. The buffer stays exported while
+    this object lives: an mmap given here can be closed only after it.
     """
 
     layout: KVLayout

@@ -20,7 +20,6 @@ that is resumed elsewhere after any fault continues with the same tokens, and a 
 around it.
 """
 
-from diptych.engine.sampling.params import SamplingParams
 from diptych.engine.sampling.random import choice_seed, distribution, uniform
 from diptych.engine.sampling.sample import candidates, sample
 from diptych.engine.sampling.sample_row import (
@@ -28,6 +27,7 @@ from diptych.engine.sampling.sample_row import (
     Sampled,
     SampleFailure,
     SampleRow,
+    SamplingParams,
     TokenLogprob,
     TokenMask,
 )

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.engine.sampling.logits_processor import Scores
-from diptych.engine.sampling.params import SamplingParams
-from diptych.engine.sampling.sample_row import SampleRow
+from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
 from diptych.engine.sampling.topk import topk_candidates
 
 Weights = npt.NDArray[np.float64]

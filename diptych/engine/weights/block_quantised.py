@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import gguf
 import torch
 
@@ -10,13 +12,21 @@ from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
-_MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
+_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
 _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
     gguf.GGMLQuantizationType.Q4_0: "q4_0",
     gguf.GGMLQuantizationType.Q4_1: "q4_1",
     gguf.GGMLQuantizationType.Q8_0: "q8_0",
+    gguf.GGMLQuantizationType.Q2_K: "q2_k",
+    gguf.GGMLQuantizationType.Q3_K: "q3_k",
+    gguf.GGMLQuantizationType.Q4_K: "q4_k",
+    gguf.GGMLQuantizationType.Q5_K: "q5_k",
+    gguf.GGMLQuantizationType.Q6_K: "q6_k",
+    gguf.GGMLQuantizationType.IQ4_XS: "iq4_xs",
 }
+_JOINED_ROWS = 32
+"""Columns of a packed block, which has one format (kernels/cpu/blocks.h)."""
 
 
 def is_matrix(name: str) -> bool:
@@ -33,9 +43,21 @@ def multiplied_together(name: str) -> list[str]:
     return [name]
 
 
-def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
-    """Return the format in which matrices of these types are kept together, None if they cannot be."""
-    return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
+def kept_format(kind: gguf.GGMLQuantizationType) -> BlockFormat | None:
+    """Return the format in which a matrix of this type is kept, None if it cannot be."""
+    return _KEPT.get(kind)
+
+
+def kept_together(name: str, kinds: set[gguf.GGMLQuantizationType], rows: Iterable[int]) -> bool:
+    """Return whether the matrices that one product joins with `name`, of these types and rows, can be kept.
+
+    llama.cpp gives the values of half the layers more bits than queries and keys. Queries, keys and values
+    lie one after another; gate and up take turns, so that they must have one format.
+    """
+    if any(kind not in _KEPT for kind in kinds):
+        return False
+    joined = name.rsplit(".", 1)[-1] in _FUSED[0] and all(count % _JOINED_ROWS == 0 for count in rows)
+    return len(kinds) == 1 or joined
 
 
 def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | None:
@@ -45,11 +67,16 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
-def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
-    """Return a tensor of full numbers as `precision` stores it, in memory of its own.
+_FLOAT32 = frozenset({"router", "router_bias", "correction_bias", "shared_router", "sinks"})
+
+
+def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float32: bool = False) -> Matrix:
+    """Return a tensor of full numbers as `precision` stores it, or as `float32`, in memory of its own.
 
     `tensor` may be the mapped file itself: a model that is written over it must not change one in use.
     """
+    if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
+        return tensor.to(torch.float32, copy=True)
     if precision in PLAIN:
         return tensor.to(PLAIN[precision], copy=True)
     if is_matrix(name):

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.models.shape import (
+    BadModelFile,
+    ExpertsShape,
+    LatentShape,
+    ModelShape,
+    UnsupportedModel,
+)
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix
+
+__all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matrix", "Storage", "Weights"]
 
 Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes
 
 Storage = Literal["dense", "blocks", "bytes"]
 """Kind of all matrices of a model: plain tensors, BlockMatrix, or ByteMatrix and CodedBytes."""
 
+EXPERT = "experts.{}."
+"""Beginning of the canonical names of an expert's tensors, below the layer's."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each expert in their order."""
+
+    router: torch.Tensor
+    """`[experts, hidden]`, float32 in every precision."""
+    gates: tuple[Matrix, ...]
+    ups: tuple[Matrix, ...]
+    downs: tuple[Matrix, ...]
+    router_bias: torch.Tensor | None = None
+    correction_bias: torch.Tensor | None = None
+    gate_biases: tuple[torch.Tensor, ...] = ()
+    up_biases: tuple[torch.Tensor, ...] = ()
+    down_biases: tuple[torch.Tensor, ...] = ()
+    shared_gate: Matrix | None = None
+    shared_up: Matrix | None = None
+    shared_down: Matrix | None = None
+    shared_router: torch.Tensor | None = None
+    """`[1, hidden]`, float32: the gate of the shared expert's output."""
+
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one layer."""
+    """The tensors of one layer; None is what its shape has not."""
 
-    input_norm: torch.Tensor
     q: Matrix
     k: Matrix
     v: Matrix
     o: Matrix
-    post_norm: torch.Tensor
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    input_norm: torch.Tensor | None = None
+    """Norm before attention, and before the feed-forward too where both read the same input."""
+    post_norm: torch.Tensor | None = None
+    """Norm before the feed-forward."""
+    attention_out_norm: torch.Tensor | None = None
+    """Norm of what attention adds to the residual."""
+    feed_forward_out_norm: torch.Tensor | None = None
+    """Norm of what the feed-forward adds to the residual."""
+    gate: Matrix | None = None
+    up: Matrix | None = None
+    down: Matrix | None = None
+    experts: ExpertWeights | None = None
+    """The feed-forward of a layer whose shape says `experts`, in place of gate, up and down."""
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
     v_bias: torch.Tensor | None = None
@@ -41,6 +81,18 @@ class LayerWeights:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    input_norm_bias: torch.Tensor | None = None
+    post_norm_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    """`[heads]`, float32: a logit beside each head's scores."""
+    q_a: Matrix | None = None
+    """Makes the queries' latent, where attention is over latents: `q` is made from that then, `k` makes a
+    token's latent, `k_b` keys of it and `v` values.
+    """
+    k_b: Matrix | None = None
+    q_a_bias: torch.Tensor | None = None
+    q_a_norm: torch.Tensor | None = None
+    latent_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +104,7 @@ class Weights:
     final_norm: torch.Tensor
     head: Matrix | None
     """None: the output matrix is `embed`."""
+    final_norm_bias: torch.Tensor | None = None
 
     @property
     def storage(self) -> Storage:
@@ -79,36 +132,100 @@ class Checkpoint:
     """Scales of FP8 keys and values, float32 `[layers, 2, kv_heads]` (kernels/fp8_cache.py), or None."""
 
 
-class BadModelFile(ValueError):
-    """A file that is damaged, incomplete or not what it says it is."""
+Sizes = Iterator[tuple[str, tuple[int, ...]]]
+"""Canonical names, below their layer's, with the shape of each tensor."""
 
 
-def layer_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a layer of `shape` has."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
+    """Name and shape of every tensor that layer number `layer` of `shape` has."""
+    hidden = shape.hidden_size
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield "input_norm", (hidden,)
-    yield "q", (queries, hidden)
-    yield "k", (pairs, hidden)
-    yield "v", (pairs, hidden)
-    yield "o", (hidden, queries)
-    yield "post_norm", (hidden,)
-    yield "gate", (inner, hidden)
-    yield "up", (inner, hidden)
-    yield "down", (hidden, inner)
-    if shape.qkv_bias:
+    yield from _norm_shapes(shape)
+    if shape.latent is not None:
+        yield from _latent_shapes(shape, shape.latent)
+    else:
+        yield "q", (queries, hidden)
+        yield "k", (pairs, hidden)
+        yield "v", (pairs, hidden)
+        yield "o", (hidden, queries)
+    if shape.qkv_bias and shape.latent is None:
         yield "q_bias", (queries,)
         yield "k_bias", (pairs,)
         yield "v_bias", (pairs,)
     if shape.output_bias:
         yield "o_bias", (hidden,)
-    if shape.qk_norm:
+    if shape.qk_norm == "head":
         yield "q_norm", (shape.head_dim,)
         yield "k_norm", (shape.head_dim,)
-    if shape.mlp_bias:
-        yield "gate_bias", (inner,)
-        yield "up_bias", (inner,)
-        yield "down_bias", (hidden,)
+    if shape.qk_norm == "width":
+        yield "q_norm", (queries,)
+        yield "k_norm", (pairs,)
+    if shape.sinks:
+        yield "sinks", (shape.num_heads,)
+    if shape.experts is not None and shape.layers[layer].experts:
+        yield from _experts_shapes(shape.experts, hidden)
+    else:
+        yield from _feed_forward_shapes(shape)
+
+
+def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
+    heads, hidden, kept = shape.num_heads, shape.hidden_size, latent.rank + shape.head_dim
+    if latent.query_rank is not None:
+        yield "q_a", (latent.query_rank, hidden)
+        yield "q_a_norm", (latent.query_rank,)
+        if shape.qkv_bias:
+            yield "q_a_bias", (latent.query_rank,)
+    queries = heads * (latent.plain + shape.head_dim)
+    yield ("q", (queries, hidden)) if latent.query_rank is None else ("q_b", (queries, latent.query_rank))
+    yield "k", (kept, hidden)
+    yield "latent_norm", (latent.rank,)
+    yield "k_b", (heads * latent.plain, latent.rank)
+    yield "v", (heads * latent.value, latent.rank)
+    yield "o", (hidden, heads * latent.value)
+    if shape.qkv_bias:
+        yield "k_bias", (kept,)
+
+
+def _norm_shapes(shape: ModelShape) -> Sizes:
+    names = []
+    if shape.norms != "after":
+        names += ["input_norm"] if shape.parallel_residual else ["input_norm", "post_norm"]
+    if shape.norms != "before":
+        names += ["attention_out_norm", "feed_forward_out_norm"]
+    for name in names:
+        yield name, (shape.hidden_size,)
+        if shape.norm_bias:
+            yield f"{name}_bias", (shape.hidden_size,)
+
+
+def _feed_forward_shapes(shape: ModelShape) -> Sizes:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    matrices = [("gate", (inner, hidden))] if shape.gated else []
+    for name, size in [*matrices, ("up", (inner, hidden)), ("down", (hidden, inner))]:
+        yield name, size
+        if shape.mlp_bias:
+            yield f"{name}_bias", size[:1]
+
+
+def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
+    def matrices(prefix: str, inner: int) -> Sizes:
+        for name, size in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            yield f"{prefix}{name}", size
+
+    yield "router", (experts.num_experts, hidden)
+    if experts.router_bias:
+        yield "router_bias", (experts.num_experts,)
+    if experts.correction_bias:
+        yield "correction_bias", (experts.num_experts,)
+    for number in range(experts.num_experts):
+        for name, size in matrices(EXPERT.format(number), experts.intermediate_size):
+            yield name, size
+            if experts.bias:
+                yield f"{name}_bias", size[:1]
+    if experts.shared_size:
+        yield from matrices("shared.", experts.shared_size)
+    if experts.shared_gate:
+        yield "shared_router", (1, hidden)
 
 
 def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -> Weights:
@@ -126,14 +243,48 @@ def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -
             )
         return tensor.contiguous()
 
-    matrix = (shape.vocab_size, shape.hidden_size)
+    matrix, width = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
     layers = []
     for layer in range(shape.num_layers):
-        tensors = {name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape)}
-        layers.append(LayerWeights(**tensors))
+        tensors = {name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape, layer)}
+        layers.append(layer_weights(shape, tensors))
     return Weights(
         embed=checked("embed", matrix),
         layers=tuple(layers),
-        final_norm=checked("final_norm", (shape.hidden_size,)),
+        final_norm=checked("final_norm", width),
         head=checked("head", matrix) if own_head else None,
+        final_norm_bias=checked("final_norm_bias", width) if shape.norm_bias else None,
     )
+
+
+def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights:
+    """Return the record of a layer's tensors, given by the names of `layer_shapes`."""
+    if "q_b" in tensors:  # queries made from a latent of their own
+        tensors = {"q" if name == "q_b" else name: tensor for name, tensor in tensors.items()}
+    if "router" not in tensors:
+        return LayerWeights(**tensors)
+    assert shape.experts is not None
+    beside = ("router", "router_bias", "correction_bias", "shared_router")
+    numbers = range(shape.experts.num_experts)
+    lists: dict[str, Any] = {
+        plural: tuple(tensors[EXPERT.format(number) + name] for number in numbers)
+        for name, plural in _PLURALS.items()
+        if EXPERT.format(0) + name in tensors
+    }
+    experts = ExpertWeights(
+        **{name: tensors[name] for name in beside if name in tensors},
+        **{name.replace(".", "_"): value for name, value in tensors.items() if name.startswith("shared.")},
+        **lists,
+    )
+    own = {n: t for n, t in tensors.items() if n not in beside and not n.startswith(("experts.", "shared."))}
+    return LayerWeights(**own, experts=experts)
+
+
+_PLURALS = {
+    "gate": "gates",
+    "up": "ups",
+    "down": "downs",
+    "gate_bias": "gate_biases",
+    "up_bias": "up_biases",
+    "down_bias": "down_biases",
+}

@@ -7,6 +7,7 @@ from pathlib import Path
 from diptych.engine.dtype import Precision
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import Checkpoint
+from diptych.engine.weights.gguf_parts import all_parts
 
 
 def is_quantised(path: Path) -> bool:
@@ -31,7 +32,7 @@ def weight_bytes(path: Path) -> int:
         from diptych.engine.weights import safetensors_folder
 
         return safetensors_folder.weight_bytes(path)
-    return path.stat().st_size if path.is_file() else 0
+    return sum(part.stat().st_size for part in all_parts(path) if part.is_file())
 
 
 def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -9,45 +10,26 @@ import numpy as np
 import torch
 
 from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.models.family import GgufFamily, Stored, stored_at
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
     blocks_in_precision,
     in_precision,
     is_matrix,
     kept_format,
+    kept_together,
     multiplied_together,
 )
-from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
-from diptych.engine.weights.gguf_header import GgufTensor, read_header
-from diptych.engine.weights.gguf_shape import shape_from_header
+from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
+from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
+from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
+from diptych.engine.weights.rows import rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
-from kernels.quantised_linear import BlockMatrix, dequantise
+from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
 
-_MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
-_LAYER_NAMES = {
-    "input_norm": "attn_norm.weight",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "o": "attn_output.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "post_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "gate_bias": "ffn_gate.bias",
-    "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
+_ANGLES = ".attn_rot_embd"
+"""Part of the names of tensors with the angles of a layer, which old converters left."""
 _LAYER_PREFIX = "blk."
-_INTERLEAVED = ("llama", "mistral")
-"""Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
 
 
 def has_quantised_matrices(path: Path) -> bool:
@@ -62,47 +44,105 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
     header = read_header(path)
     tensors = header.tensors
-    factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist() if _ROPE_FACTORS in tensors else None
-    shape = shape_from_header(header, factors)
-    refuse_unexpected_tensors(filter(_only_shape_decides, tensors), shape, _LAYER_PREFIX, _LAYER_NAMES)
+    factors = {
+        name: _dequantised(tensors[name]).flatten().tolist() for name in ROPE_FACTORS if name in tensors
+    }
+    family, shape = shape_from_header(header, factors)
+    own = {*_model_names(family, shape), *ROPE_FACTORS}
+    behind = _layers_behind(family, header, shape)
+    decided = (
+        name for name in tensors if name not in own and _ANGLES not in name and not name.startswith(behind)
+    )
+    refuse_unexpected_tensors(decided, shape, _LAYER_PREFIX, family.layer)
+
+    def place(name: str) -> Stored:
+        return _place(family, "embed" if name == "head" and shape.tied_embeddings else name)
 
     def find(name: str) -> GgufTensor:
-        stored = _stored_name("embed" if name == "head" and shape.tied_embeddings else name)
+        stored = place(name).name
         if stored not in tensors:
             raise BadModelFile(f"tensor {stored} is missing")
         return tensors[stored]
 
+    def kept_as(name: str) -> BlockFormat | None:
+        """Return the format of a matrix' blocks, if all that one product joins with it can be kept."""
+        counts = {other: _rows(shape, other) for other in multiplied_together(name)}
+        present = {other: count for other, count in counts.items() if count is not None}
+        kinds = {find(other).kind for other in present}
+        return kept_format(find(name).kind) if kept_together(name, kinds, present.values()) else None
+
+    def part(name: str) -> GgufTensor:
+        """Return the tensor, of one of all experts that expert's part."""
+        tensor, expert = find(name), place(name).expert
+        return tensor if expert is None else _of_expert(tensor, expert)
+
     def read(name: str) -> Matrix:
-        tensor = find(name)
-        if precision not in PLAIN and is_matrix(name):
-            kept = kept_format({find(other).kind for other in multiplied_together(name)})
+        tensor, stored = part(name), place(name)
+        rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
+        if precision not in PLAIN and is_matrix(name) and stored.make is None:
+            kept = kept_as(name)
             if kept is not None:
-                rows = torch.from_numpy(np.array(tensor.data))
-                blocks = BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, rows, shape))
+                data = torch.from_numpy(np.array(tensor.data))
+                blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
                 if (found := blocks_in_precision(blocks, precision)) is not None:
                     return found
-        return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
+        numbers = _dequantised(tensor)
+        if rows is not None:
+            numbers = numbers[rows]
+        if stored.make is not None:
+            numbers = stored.make(numbers, name.split(".", 2)[-1], shape)
+        if stored.plus:
+            numbers = numbers + stored.plus
+        return in_precision(name, numbers, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not shape.tied_embeddings or precision not in PLAIN
     return Checkpoint(shape, assemble(shape, read, own_head=own_head))
 
 
-def _only_shape_decides(name: str) -> bool:
-    """Return whether only the shape can say that a tensor is read. Old converters left the angles of each
-    layer.
-    """
-    return name not in {*_MODEL_NAMES.values(), _ROPE_FACTORS} and ".attn_rot_embd" not in name
+def _layers_behind(family: GgufFamily, header: GgufHeader, shape: ModelShape) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors in layers behind the model's."""
+    if family.layers_behind is None:
+        return ()
+    count = header.metadata.get(f"{family.architecture}.{family.layers_behind}")
+    numbers = range(shape.num_layers, shape.num_layers + (count if isinstance(count, int) else 0))
+    return tuple(f"{_LAYER_PREFIX}{number}." for number in numbers)
 
 
-def _stored_name(name: str) -> str:
-    if name in _MODEL_NAMES:
-        return _MODEL_NAMES[name]
-    _, layer, field = name.split(".")
-    return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES[field]}"
+def _model_names(family: GgufFamily, shape: ModelShape) -> set[str]:
+    fields = (field for field in family.model if field != "final_norm_bias" or shape.norm_bias)
+    return {_place(family, field).name for field in fields}
+
+
+def _place(family: GgufFamily, name: str) -> Stored:
+    """Return the place of a canonical tensor, its whole name in the file."""
+    if not name.startswith("layers."):
+        stored, prefix = stored_at(family.model, name), ""
+    else:
+        _, layer, field = name.split(".", 2)
+        stored, prefix = stored_at(family.layer, field), f"{_LAYER_PREFIX}{layer}."
+    if stored is None:
+        raise UnsupportedModel(f"{name}: a {family.architecture} has no such tensor")
+    return replace(stored, name=prefix + stored.name)
+
+
+def _rows(shape: ModelShape, name: str) -> int | None:
+    """Return the rows of the canonical matrix, None if a model of `shape` has none of that name."""
+    if not name.startswith("layers."):
+        return shape.vocab_size
+    _, layer, field = name.split(".", 2)
+    size = dict(layer_shapes(shape, int(layer))).get(field)
+    return None if size is None else size[0]
+
+
+def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
+    """Return one expert's part of a tensor of all experts. Raises BadModelFile."""
+    if expert >= tensor.shape[0]:
+        raise BadModelFile(f"tensor {tensor.name} has {tensor.shape[0]} experts")
+    return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:
-    kept = kept_format({tensor.kind})
+    kept = kept_format(tensor.kind)
     if kept is not None:  # the same numbers, in a tenth of the time
         rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])
         return dequantise(BlockMatrix(kept, tensor.shape[-1], rows)).view(tensor.shape)
@@ -112,15 +152,3 @@ def _dequantised(tensor: GgufTensor) -> torch.Tensor:
         raise UnsupportedModel(f"tensor {tensor.name}: {error}") from error
     # A float32 tensor comes back as a read-only view of the file.
     return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable))
-
-
-def _canonical_order(name: str, tensor: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """Undo llama.cpp's interleaving of the rotated rows; other tensors are as they should be."""
-    field = name.rsplit(".", 1)[-1]
-    if shape.family not in _INTERLEAVED or field not in ("q", "k", "q_bias", "k_bias"):
-        return tensor
-    heads = shape.num_heads if field.startswith("q") else shape.num_kv_heads
-    if tensor.shape[0] != heads * shape.head_dim:
-        raise BadModelFile(f"tensor {_stored_name(name)} is {tuple(tensor.shape)}")
-    pairs = tensor.reshape(heads, shape.head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)

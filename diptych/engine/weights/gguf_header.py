@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.engine.weights.canonical import BadModelFile
+from diptych.engine.weights.gguf_parts import all_parts
 
 Scalar = int | float | bool | str
 
@@ -88,9 +89,27 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of `path`; the tensors' data stays in the file, mapped. Raises BadModelFile."""
+    """Read the header of `path`, with the tensors of all parts where it is a part of a split file.
+
+    The tensors' data stays in the files, mapped. Raises BadModelFile.
+    """
+    first, *others = (_read_part(part) for part in all_parts(path))
+    tensors = dict(first.tensors)
+    for number, part in enumerate(others, start=1):
+        if part.metadata.get("split.no") != number or not tensors.keys().isdisjoint(part.tensors):
+            raise BadModelFile(f"{all_parts(path)[number].name}: not the part that its name says")
+        tensors |= part.tensors
+    count = first.metadata.get("split.tensors.count", len(tensors))
+    if count != len(tensors):
+        raise BadModelFile(f"{path.name}: {len(tensors)} tensors in its parts, {count} in its header")
+    return GgufHeader(first.metadata, first.arrays, tensors)
+
+
+def _read_part(path: Path) -> GgufHeader:
     try:
         return _read(path)
+    except FileNotFoundError:
+        raise BadModelFile(f"{path.name}: this part of the split file is missing") from None
     except BadModelFile as error:
         raise BadModelFile(f"{path.name}: {error}") from error
 

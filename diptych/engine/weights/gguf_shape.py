@@ -10,12 +10,22 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from diptych.engine.models.family import GgufFamily
+from diptych.engine.models.registry import gguf_family_of
 from diptych.engine.models.rope import yarn_magnitude
-from diptych.engine.models.shape import ModelShape, RopeScaling, UnsupportedModel
+from diptych.engine.models.shape import (
+    LayerShape,
+    ModelShape,
+    RopeScaling,
+    Rotation,
+    UnsupportedModel,
+    check_layer_count,
+)
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, Scalar
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors of divisors of the rotary frequencies: of every context, or of longrope's."""
 _READ = frozenset(
     {
         "attention.head_count",
@@ -36,34 +46,44 @@ _READ = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
+_LATENTS = "attention.kv_lora_rank"
+"""Key of families with attention over latents."""
 _WATCHED_BEGIN = ("attention.", "rope.")
 _WATCHED_END = ("_scale", "_softcapping", "use_parallel_residual")
 
 
-def shape_from_header(header: GgufHeader, rope_factors: Sequence[float] | None) -> ModelShape:
-    """Return the shape that a header describes; `rope_factors` are the numbers of rope_freqs.weight, if
-    present.
+def shape_from_header(
+    header: GgufHeader, rope_factors: Mapping[str, Sequence[float]]
+) -> tuple[GgufFamily, ModelShape]:
+    """Return the family and the shape that a header describes; `rope_factors` are the numbers of those of
+    `ROPE_FACTORS` that are present.
 
     Raises UnsupportedModel or BadModelFile, naming the key or tensor.
     """
-    family = str(_required(header.metadata.get("general.architecture"), "general.architecture"))
-    if family not in _FAMILIES:
-        raise UnsupportedModel(f"architecture {family!r}: supported are {', '.join(_FAMILIES)}")
-    metadata = _Metadata(family, header.metadata, header.arrays)
-    shape = _shape(metadata, header.tensors, rope_factors)
-    _refuse_what_is_not_computed(metadata, shape)
-    return shape
+    name = str(_required(header.metadata.get("general.architecture"), "general.architecture"))
+    family = gguf_family_of(name)
+    metadata = _Metadata(name, header)
+    if metadata.get("expert_count") and "expert_count" not in family.read:
+        raise UnsupportedModel("expert_count: mixtures of experts are not supported")
+    shape = family.switches(
+        metadata, _shape(metadata, header.tensors, rope_factors, latents=_LATENTS in family.read)
+    )
+    _refuse_what_is_not_computed(metadata, shape, family.read)
+    return family, shape
 
 
 class _Metadata:
     """The values below one family's prefix, by the rest of the key and by type."""
 
-    def __init__(self, family: str, values: Mapping[str, Scalar], arrays: Collection[str]) -> None:
+    def __init__(self, family: str, header: GgufHeader) -> None:
         self.family = family
-        self._values = values
-        for key in arrays:
+        self._values, self._tensors = header.metadata, header.tensors
+        for key in header.arrays:
             if key.startswith(f"{family}."):
                 raise UnsupportedModel(f"metadata {key} is an array: layers that differ are not computed")
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self._tensors
 
     def key(self, name: str) -> str:
         return f"{self.family}.{name}"
@@ -107,72 +127,107 @@ def _required(value: _T | None, key: str) -> _T:
 
 
 def _shape(
-    metadata: _Metadata, tensors: Mapping[str, GgufTensor], rope_factors: Sequence[float] | None
+    metadata: _Metadata,
+    tensors: Mapping[str, GgufTensor],
+    rope_factors: Mapping[str, Sequence[float]],
+    *,
+    latents: bool,
 ) -> ModelShape:
-    if metadata.get("expert_count"):
-        raise UnsupportedModel("expert_count: mixtures of experts are not supported")
+    """Return the shape that Llama's keys describe; with `latents` keys and values may differ in length."""
     heads, hidden, layers = (
         metadata.size(name) for name in ("attention.head_count", "embedding_length", "block_count")
     )
     if heads < 1 or hidden < 1:
         raise BadModelFile("a model without heads or width")
+    check_layer_count(layers)
     width = metadata.integer("attention.key_length") or hidden // heads
-    if metadata.integer("attention.value_length") not in (None, width):
+    if metadata.integer("attention.value_length") not in (None, width) and not latents:
         raise UnsupportedModel("keys and values of different length")
-    if metadata.integer("rope.dimension_count") not in (None, width):
-        raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
+    rotated = metadata.integer("rope.dimension_count") or width
     window = metadata.integer("attention.sliding_window")
-    scaling, context = (
-        _rope_scaling(metadata, _checked(rope_factors, width // 2)),
-        metadata.size("context_length"),
-    )
+    context = metadata.size("context_length")
+    scaling = _rope_scaling(metadata, _checked(rope_factors, rotated // 2), context)
     if "token_embd.weight" not in tensors:
         raise BadModelFile("tensor token_embd.weight is missing")
-    epsilon = "attention.layer_norm_rms_epsilon"
+    theta = metadata.number("rope.freq_base") or 10000.0
     return ModelShape(
         family=metadata.family,
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        num_layers=layers,
         num_heads=heads,
         num_kv_heads=metadata.integer("attention.head_count_kv") or heads,
         head_dim=width,
         intermediate_size=metadata.size("feed_forward_length"),
-        rms_eps=_required(metadata.number(epsilon), metadata.key(epsilon)),
-        rope_theta=metadata.number("rope.freq_base") or 10000.0,
+        rms_eps=_epsilon(metadata),
         max_context=context if scaling is None else scaling.stretched_context(context),
-        rope_scaling=scaling,
+        layers=(LayerShape(window or None),) * layers,
+        rotations=(Rotation(theta, rotated, scaling),),
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=metadata.family == "qwen3" or "blk.0.attn_q_norm.weight" in tensors,
-        windows=(window,) * layers if window else (),
+        qk_norm="head" if "blk.0.attn_q_norm.weight" in tensors else "none",
     )
 
 
-def _checked(factors: Sequence[float] | None, pairs: int) -> Sequence[float] | None:
-    if factors is not None and len(factors) != pairs:
-        raise BadModelFile(f"tensor rope_freqs.weight has {len(factors)} factors for {pairs} pairs of lanes")
-    if factors is not None and not all(0 < factor < math.inf for factor in factors):
-        raise BadModelFile("tensor rope_freqs.weight has factors that are not positive numbers")
-    return factors
+def _epsilon(metadata: _Metadata) -> float:
+    names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    given = [found for name in names if (found := metadata.number(name)) is not None]
+    return _required(given[0] if given else None, metadata.key(names[0]))
 
 
-def _rope_scaling(metadata: _Metadata, factors: Sequence[float] | None) -> RopeScaling | None:
+def _checked(given: Mapping[str, Sequence[float]], pairs: int) -> Mapping[str, tuple[float, ...]]:
+    for name, factors in given.items():
+        if len(factors) != pairs:
+            raise BadModelFile(f"tensor {name} has {len(factors)} factors for {pairs} pairs of lanes")
+        if not all(0 < factor < math.inf for factor in factors):
+            raise BadModelFile(f"tensor {name} has factors that are not positive numbers")
+    return {name: tuple(factors) for name, factors in given.items()}
+
+
+def _rope_scaling(
+    metadata: _Metadata, given: Mapping[str, tuple[float, ...]], context: int
+) -> RopeScaling | None:
     kind = metadata.get("rope.scaling.type")
+    factors, *longrope = (given.get(name) for name in ROPE_FACTORS)
+    if kind == "longrope" or any(longrope):
+        return _longrope(metadata, factors, *longrope, context=context)
     if kind == "yarn":
         if factors is not None:
             raise UnsupportedModel("rope.scaling.type 'yarn' together with rope_freqs.weight")
         return _yarn(metadata)
     if kind not in (None, "none", "linear"):
-        raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear and yarn")
+        raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear, yarn and longrope")
     if metadata.number("rope.scaling.attn_factor") not in (None, 1.0):
         raise UnsupportedModel(f"metadata {metadata.key('rope.scaling.attn_factor')}: only yarn has one")
     stretch = 1.0 if kind == "none" else _stretch(metadata)
     if factors is not None:
         return RopeScaling("factors", factors=tuple(factor * stretch for factor in factors))
     return None if stretch == 1.0 else RopeScaling("linear", stretch)
+
+
+def _longrope(
+    metadata: _Metadata,
+    factors: tuple[float, ...] | None,
+    short: tuple[float, ...] | None,
+    long: tuple[float, ...] | None,
+    *,
+    context: int,
+) -> RopeScaling:
+    if factors is not None:
+        raise UnsupportedModel("longrope together with rope_freqs.weight")
+    if short is None or long is None:
+        raise BadModelFile(f"longrope without tensor {ROPE_FACTORS[1] if short is None else ROPE_FACTORS[2]}")
+    original = metadata.size("rope.scaling.original_context_length")
+    sharper = metadata.positive("rope.scaling.attn_factor") or 1.0
+    return RopeScaling(
+        "longrope",
+        context / original,
+        original,
+        attention_factor=sharper,
+        factors=short,
+        long_factors=long,
+    )
 
 
 def _stretch(metadata: _Metadata) -> float:
@@ -201,10 +256,14 @@ def _yarn(metadata: _Metadata) -> RopeScaling:
     )
 
 
-def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape) -> None:
+def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape, read: Collection[str]) -> None:
     """Raise UnsupportedModel for a key that would change the numbers and is not read."""
     for name, value in metadata.items():
-        if name in _READ or not (name.startswith(_WATCHED_BEGIN) or name.endswith(_WATCHED_END)):
+        if (
+            name in _READ
+            or name in read
+            or not (name.startswith(_WATCHED_BEGIN) or name.endswith(_WATCHED_END))
+        ):
             continue
         neutral = _neutral(name, shape)
         if isinstance(value, str) or not any(math.isclose(value, one, rel_tol=1e-5) for one in neutral):
@@ -213,7 +272,7 @@ def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape) -> None
 
 def _neutral(name: str, shape: ModelShape) -> tuple[float, ...]:
     """Return the values of a key that change nothing."""
-    scaling = shape.rope_scaling
+    scaling = shape.rotations[0].scaling
     yarn = scaling is not None and scaling.kind == "yarn"
     match name:
         case "attention.causal":
@@ -223,7 +282,7 @@ def _neutral(name: str, shape: ModelShape) -> tuple[float, ...]:
         case "attention.key_length_swa" | "attention.value_length_swa" | "rope.dimension_count_swa":
             return (0, shape.head_dim)
         case "rope.freq_base_swa":
-            return (0.0, shape.rope_theta)
+            return (0.0, shape.rotations[0].theta)
         case "rope.scaling.yarn_ext_factor":
             return (-1.0, 1.0 if yarn else 0.0)
         case "rope.scaling.yarn_attn_factor":

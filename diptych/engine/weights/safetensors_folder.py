@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +13,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diptych.engine.dtype import PLAIN, Precision
-from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.models.family import Family, Stored, stored_at
+from diptych.engine.models.registry import family_of
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
     blocks_in_precision,
     in_precision,
     is_matrix,
     multiplied_together,
 )
-from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
+from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
 from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
-from diptych.engine.weights.quantised import Codes, Scheme, scheme_of
+from diptych.engine.weights.quantised import Codes, Scheme, Tensors, scheme_of
+from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
-
-_MODEL_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-}
-_LAYER_PREFIX = "model.layers."
-_MATRICES = tuple(
-    name.removesuffix(".weight")
-    for field, name in {**_MODEL_NAMES, **_LAYER_NAMES}.items()
-    if is_matrix(field)
-)
+from diptych.model_families import WRAPPERS
 
 
 def keeps_blocks(folder: Path) -> bool:
@@ -79,42 +53,129 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     scheme = scheme_of(config)
     if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
         raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")
-    tensors = _TensorFiles(folder)
+    family = family_of(config["model_type"])
+    wrapped = _json_object(folder / "config.json").get("model_type") in WRAPPERS
+    tensors = _TensorFiles(folder, wrapped=wrapped)
     dtypes = tensors.dtypes()
     refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
-    tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors, scheme)
+    tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
     shape = shape_from_config(config, tied=tied)
-    names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors)
-    refuse_unexpected_tensors(filter(_only_shape_decides, names), shape, _LAYER_PREFIX, _LAYER_NAMES)
-    matrices = _Matrices(tensors, scheme, precision, tied=tied)
+    behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0
+    places = _Places(family, shape, behind)
+    names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors, places)
+    refuse_unexpected_tensors(filter(places.only_shape_decides, names), shape, _LAYER_PREFIX, family.layer)
+    matrices = _Matrices(tensors, scheme, precision, places, tied=tied)
 
     def read(name: str) -> Matrix:
         if is_matrix(name) and (quantised := matrices.read(name)) is not None:
             return quantised
-        stored = "embed" if name == "head" and tied else name
-        return in_precision(name, tensors.read(_stored_name(stored)), precision)
+        stored = places.of("embed" if name == "head" and tied else name)
+        tensor = _of_expert(tensors, stored).read(stored.name)
+        if (rows := places.rows(name, stored, tensor)) is not None:
+            tensor = tensor[rows]
+        if stored.make is not None:
+            tensor = stored.make(tensor, _field(name), shape)
+        if stored.plus:
+            tensor = tensor.float() + stored.plus
+        return in_precision(name, tensor, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not tied or precision not in PLAIN
     weights = assemble(shape, read, own_head=own_head)
     return Checkpoint(shape, weights, read_kv_scales(shape, tensors.has, tensors.read))
 
 
-def _only_shape_decides(name: str) -> bool:
-    """Return whether only the shape can say that a tensor is read.
-
-    Angles are computed here, and tensors beside the model (a value head, say) are no part of it.
-    """
-    if not name.startswith(("model.", "lm_head.")) or name in _MODEL_NAMES.values():
-        return False
-    return not name.endswith("rotary_emb.inv_freq") and not is_kv_scale(name)
+_LAYER_PREFIX = "model.layers."
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+"""Beginnings of the names of a wrapper's text model, and what they are in the text model by itself."""
 
 
-def _of_full_numbers(names: Iterable[str], scheme: Scheme, tensors: _TensorFiles) -> Iterator[str]:
+def _field(name: str) -> str:
+    """Return a canonical name below its layer's."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
+def _endings(names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of names that end so; `{}` stands for an expert's number."""
+    patterns = (re.escape(name).replace(r"\{\}", "[0-9]+") for name in sorted(names))
+    return re.compile(f".*(?:{'|'.join(patterns) or '(?!)'})")
+
+
+class _Places:
+    """Places of the canonical tensors of one model in its folder."""
+
+    def __init__(self, family: Family, shape: ModelShape, layers_behind: int = 0) -> None:
+        self._family, self.shape = family, shape
+        self._behind = tuple(
+            f"{_LAYER_PREFIX}{shape.num_layers + number}." for number in range(layers_behind)
+        )
+        own = {
+            field: at for field, at in family.model.items() if field != "final_norm_bias" or shape.norm_bias
+        }
+        self._model_names = {stored.name for field in own if (stored := stored_at(own, field)) is not None}
+        names = {
+            at if isinstance(at, str) else at.name
+            for table in (own, family.layer)
+            for field, at in table.items()
+            if is_matrix(field)
+        }
+        self._matrices = _endings(name.removesuffix(".weight") for name in names)
+        self._bare = _endings(name for name in names if not name.endswith(".weight"))
+
+    def of(self, name: str) -> Stored:
+        """Return the place of a canonical tensor, its whole name in the file."""
+        if not name.startswith("layers."):
+            stored, prefix = stored_at(self._family.model, name), ""
+        else:
+            layer = name.split(".", 2)[1]
+            stored, prefix = stored_at(self._family.layer, _field(name)), f"{_LAYER_PREFIX}{layer}."
+        if stored is None:
+            raise UnsupportedModel(f"{name}: a {self._family.name} has no such tensor")
+        return replace(stored, name=prefix + stored.name)
+
+    def matrix(self, name: str) -> str:
+        """Return the name of a canonical matrix in the file, without `.weight`."""
+        return self.of(name).name.removesuffix(".weight")
+
+    def of_full_numbers(self, matrix: str) -> str | None:
+        """Return the tensor that a matrix would be if it were not quantised, None for a name of no matrix."""
+        if self._matrices.fullmatch(matrix) is None:
+            return None
+        return matrix if self._bare.fullmatch(matrix) else f"{matrix}.weight"
+
+    def together(self, name: str) -> list[str]:
+        """Return all matrices of the model that one product joins with `name`, itself included."""
+        if not name.startswith("layers."):
+            return [name]
+        known = dict(layer_shapes(self.shape, int(name.split(".", 2)[1])))
+        return [other for other in multiplied_together(name) if _field(other) in known]
+
+    def rows(self, name: str, stored: Stored, tensor: torch.Tensor | Codes) -> Rows:
+        """Return the rows of the file's tensor that are the canonical one."""
+        size = tuple(tensor.codes.shape if isinstance(tensor, Codes) else tensor.shape)
+        return rows_of(stored, name, self.shape, size, interleaved=self._family.interleaved)
+
+    def only_shape_decides(self, name: str) -> bool:
+        """Return whether only the shape can say that a tensor is read.
+
+        Angles are computed here, and tensors beside the model (a value head, say) or behind it are no part of
+        it.
+        """
+        if not name.startswith(("model.", "lm_head.")) or name in self._model_names:
+            return False
+        if name.startswith(self._behind):
+            return False
+        return not name.endswith("rotary_emb.inv_freq") and not is_kv_scale(name)
+
+
+def _of_full_numbers(
+    names: Iterable[str], scheme: Scheme, tensors: _TensorFiles, places: _Places
+) -> Iterator[str]:
     """Yield the tensors that the folder would have if it were not quantised."""
     for name in names:
         matrix = scheme.matrix_of(name)
-        if matrix is not None and matrix.endswith(_MATRICES):
-            yield f"{matrix}.weight"
+        full = None if matrix is None else places.of_full_numbers(matrix)
+        if full is not None:
+            yield full
         # Old exports give every matrix a bias, and those that had none get zeros.
         elif not (name.endswith(".bias") and not bool(tensors.read(name).any())):
             yield name
@@ -124,19 +185,32 @@ class _Matrices:
     """A folder's quantised matrices by canonical name."""
 
     def __init__(
-        self, tensors: _TensorFiles, scheme: Scheme | None, precision: Precision, *, tied: bool
+        self,
+        tensors: _TensorFiles,
+        scheme: Scheme | None,
+        precision: Precision,
+        places: _Places,
+        *,
+        tied: bool,
     ) -> None:
-        self._tensors, self._scheme, self._precision, self._tied = tensors, scheme, precision, tied
+        self._tensors, self._scheme, self._precision = tensors, scheme, precision
+        self._places, self._shape, self._tied = places, places.shape, tied
 
     def read(self, name: str) -> Matrix | None:
         """Read a matrix as the precision stores it; None if it is not quantised."""
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
-        matrix = _matrix_of(name)
+        stored, matrix = self._places.of(name), self._places.matrix(name)
         try:
-            found = self._scheme.read(matrix, self._tensors)
+            found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
+        if (rows := self._places.rows(name, stored, found)) is not None:
+            found = found.rows(rows) if isinstance(found, Codes) else found[rows]
+        if stored.make is not None:
+            if isinstance(found, Codes):
+                raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
+            found = stored.make(found, _field(name), self._shape)
         if isinstance(found, Codes):
             return self._kept(name, found, self._scheme) or in_precision(
                 name, found.numbers(), self._precision
@@ -147,22 +221,23 @@ class _Matrices:
         """Return the file's own codes, if the precision has them and all that is multiplied together can."""
         if self._precision in PLAIN or not scheme.keeps_codes:
             return None
-        if not all(self._is_quantised(other, scheme) for other in multiplied_together(name)):
+        if not all(self._is_quantised(other, scheme) for other in self._places.together(name)):
             return None
         return blocks_in_precision(codes.in_blocks(), self._precision)
 
     def _is_quantised(self, name: str, scheme: Scheme) -> bool:
         tied_head = name == "head" and self._tied
-        return not tied_head and scheme.is_quantised(_matrix_of(name), self._tensors)
+        return not tied_head and scheme.is_quantised(self._places.matrix(name), self._tensors)
 
 
-def _own_head(tensors: _TensorFiles, scheme: Scheme | None) -> bool:
+def _own_head(family: Family, tensors: _TensorFiles, scheme: Scheme | None) -> bool:
     """Return whether there is an output matrix that is not the embedding once more.
 
     It counts then, as it does for transformers, though the config ties them.
     """
-    head, embed = _MODEL_NAMES["head"], _MODEL_NAMES["embed"]
-    if scheme is not None and scheme.is_quantised(_matrix_of("head"), tensors):
+    places = (stored_at(family.model, field) for field in ("head", "embed"))
+    head, embed = (place.name for place in places if place is not None)
+    if scheme is not None and scheme.is_quantised(head.removesuffix(".weight"), tensors):
         return True
     if not tensors.has(head):
         return False
@@ -170,41 +245,68 @@ def _own_head(tensors: _TensorFiles, scheme: Scheme | None) -> bool:
     return own.dtype != tied.dtype or not torch.equal(own, tied)
 
 
-def _stored_name(name: str) -> str:
-    if name in _MODEL_NAMES:
-        return _MODEL_NAMES[name]
-    _, layer, field = name.split(".")
-    return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES[field]}"
-
-
-def _matrix_of(name: str) -> str:
-    return _stored_name(name).removesuffix(".weight")
-
-
 class _TensorFiles:
     """The tensors of a folder by name, each read when asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Any] = {}
+    def __init__(self, folder: Path, *, wrapped: bool = False) -> None:
+        """Open the files; of a model that is `wrapped`, the text model's tensors, by its own names."""
+        self._files: dict[str, tuple[Any, str]] = {}
         for path in _weight_files(folder):
             try:
                 handle: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise BadModelFile(f"{path.name}: {error}") from error
-            self._files |= dict.fromkeys(handle.keys(), handle)
+            for stored in handle.keys():  # noqa: SIM118 -- safetensors' handle is no dictionary
+                if (name := _name_of_text(stored) if wrapped else stored) is not None:
+                    self._files[name] = handle, stored
 
     def dtypes(self) -> dict[str, str]:
         """Return the type of each tensor, as safetensors names it, from the headers alone."""
-        return {name: handle.get_slice(name).get_dtype() for name, handle in self._files.items()}
+        return {name: handle.get_slice(of).get_dtype() for name, (handle, of) in self._files.items()}
 
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor, or `expert`'s part of one of all experts. Raises BadModelFile."""
         if name not in self._files:
             raise BadModelFile(f"tensor {name} is missing")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
+        handle, stored = self._files[name]
+        if expert is None:
+            tensor: torch.Tensor = handle.get_tensor(stored)
+            return tensor
+        part = handle.get_slice(stored)
+        if expert >= part.get_shape()[0]:
+            raise BadModelFile(f"tensor {name} has {part.get_shape()[0]} experts")
+        one: torch.Tensor = part[expert : expert + 1]
+        return one[0]
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """Part of one expert in tensors of all experts."""
+
+    tensors: _TensorFiles
+    expert: int
+
+    def has(self, name: str) -> bool:
+        return self.tensors.has(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors.read(name, self.expert)
+
+
+def _of_expert(tensors: _TensorFiles, stored: Stored) -> Tensors:
+    """Return the tensors that `stored` is read from."""
+    return tensors if stored.expert is None else _OfExpert(tensors, stored.expert)
+
+
+def _name_of_text(stored: str) -> str | None:
+    """Return the name that a wrapper's tensor has in its text model, None if it is not part of that."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return None
 
 
 def _weight_files(folder: Path) -> list[Path]:

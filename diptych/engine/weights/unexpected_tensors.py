@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.models.family import Names, stored_at
+from diptych.engine.models.shape import LayerShape, ModelShape, UnsupportedModel
 from diptych.engine.weights.canonical import layer_shapes
 from diptych.engine.weights.kv_scales import is_kv_scale
 from diptych.engine.weights.quantised import Scheme, Tensors
@@ -20,7 +21,7 @@ _QUANTISED_NAMES = ("_scale", "_scale_inv", ".qweight")
 
 
 def refuse_unexpected_tensors(
-    names: Iterable[str], shape: ModelShape, layer_prefix: str, layer_names: Mapping[str, str]
+    names: Iterable[str], shape: ModelShape, layer_prefix: str, layer_names: Names
 ) -> None:
     """Raise UnsupportedModel for the first of `names` that is not a layer's tensor of a model of `shape`.
 
@@ -29,12 +30,18 @@ def refuse_unexpected_tensors(
     the canonical field. The file's names decide: how many layers the shape counts may come from a damaged
     file.
     """
-    fields = {layer_names[field] for field, _ in layer_shapes(shape)}
+    known: dict[LayerShape, frozenset[str]] = {}
     for name in names:
         number, _, field = name.removeprefix(layer_prefix).partition(".")
         layer = int(number) if name.startswith(layer_prefix) and _NUMBER.fullmatch(number) else None
-        if layer is None or layer >= shape.num_layers or field not in fields:
-            raise UnsupportedModel(f"tensor {name} is not computed: the model's shape has no such tensor")
+        if layer is not None and layer < shape.num_layers:
+            of = shape.layers[layer]
+            if of not in known:
+                places = (stored_at(layer_names, wanted) for wanted, _ in layer_shapes(shape, layer))
+                known[of] = frozenset(place.name for place in places if place is not None)
+            if field in known[of]:
+                continue
+        raise UnsupportedModel(f"tensor {name} is not computed: the model's shape has no such tensor")
 
 
 def refuse_quantised(

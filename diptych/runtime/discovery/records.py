@@ -34,7 +34,8 @@ class WorkerRecord:
     """A worker as the router sees it. `address` is host:port of its gRPC services.
 
     `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context`
-    is in tokens. `replaces`: ids of dead workers, by comma, in whose place it was started.
+    is in tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks.
+    `replaces`: ids of dead workers, by comma, in whose place it was started.
     """
 
     worker_id: str
@@ -56,6 +57,7 @@ class WorkerRecord:
     waiting_tokens: int = 0
     free_blocks: int = 0
     replaces: str = ""
+    memory_domain: str = ""
 
     @property
     def dead(self) -> list[str]:

@@ -15,6 +15,7 @@ UTF-8 out, empty if the grammar is fine.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import struct
@@ -28,6 +29,7 @@ from diptych.runtime.grammar.matcher import new_matcher
 
 CPU_SECONDS: Final = 0.5
 MEMORY_BYTES: Final = 2 << 30  # of address space
+_CONTROL_TOKEN: Final = re.compile(r"<\[[0-9]+\]>")
 LENGTH: Final = struct.Struct("<I")
 
 
@@ -49,6 +51,9 @@ def main() -> None:
 
 
 def _fault(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    if grammar.kind is Kind.LARK:
+        # Control tokens of the model's, which the vocabulary of bytes has not: any other one will do.
+        grammar = Grammar(grammar.kind, _CONTROL_TOKEN.sub("<[0]>", grammar.text))
     try:
         new_matcher(grammar, tokenizer)
     except BadGrammar as error:

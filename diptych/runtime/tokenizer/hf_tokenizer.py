@@ -1,7 +1,8 @@
 """The tokenizer of a Hugging Face model folder: ``tokenizer.json`` and the small files beside it.
 
-Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json, special_tokens_map.json,
-chat_template.jinja and additional_chat_templates/tool_use.jinja.
+Reads tokenizer.json or another form of the vocabulary (folder_files.py), config.json, generation_config.json,
+tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
+additional_chat_templates/tool_use.jinja.
 Byte-level BPE (Llama 3, Qwen, GPT-2, SmolLM) and SentencePiece-style BPE with byte fallback (Llama 2,
 Mistral) are understood; what else a tokenizer.json may hold is refused by name.
 """
@@ -12,26 +13,28 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import tokenizers
 
 from diptych.runtime.model_context import folder_context
 from diptych.runtime.tokenizer.end_tokens import declared_ids, turn_end_ids, union
+from diptych.runtime.tokenizer.folder_files import TOKENIZER_JSON, json_object, read_vocabulary
 from diptych.runtime.tokenizer.source import AddedToken, TokenizerSource, UnusableTokenizer
 
 Json = dict[str, Any]
 
+_TURN_BEGINNINGS: Final = frozenset({"<｜User｜>", "<｜Assistant｜>"})
+"""DeepSeek's, which its tokenizer.json does not call special; a caller's text must not begin a turn."""
+
 
 def read(folder: Path) -> TokenizerSource:
     """Return the tokenizer of the model in ``folder``. Raises `UnusableTokenizer` or `OSError`."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UnusableTokenizer(f"{folder} has no tokenizer.json")
-    data = path.read_bytes()
-    spec = _object(path.name, data)
     config = _optional(folder / "config.json")
     tokenizer_config = _optional(folder / "tokenizer_config.json")
+    data, own_names = read_vocabulary(folder, tokenizer_config)
+    tokenizer_config = own_names | tokenizer_config
+    spec = json_object(TOKENIZER_JSON, data)
     special_tokens = _optional(folder / "special_tokens_map.json")
     ends = [tokenizer_config.get("eos_token"), special_tokens.get("eos_token")]
     if "added_tokens_decoder" not in tokenizer_config:
@@ -66,18 +69,8 @@ def read(folder: Path) -> TokenizerSource:
     )
 
 
-def _object(name: str, data: bytes) -> Json:
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise UnusableTokenizer(f"{name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UnusableTokenizer(f"{name} holds no object")
-    return value
-
-
 def _optional(path: Path) -> Json:
-    return _object(path.name, path.read_bytes()) if path.is_file() else {}
+    return json_object(path.name, path.read_bytes()) if path.is_file() else {}
 
 
 def _backend(text: str) -> tokenizers.Tokenizer:
@@ -92,10 +85,11 @@ def _backend(text: str) -> tokenizers.Tokenizer:
 
 
 def _added(entry: Json) -> AddedToken:
+    text = str(entry["content"])
     return AddedToken(
         int(entry["id"]),
-        str(entry["content"]),
-        control=bool(entry.get("special")),
+        text,
+        control=bool(entry.get("special")) or text in _TURN_BEGINNINGS,
         takes_left_space=bool(entry.get("lstrip")),
         takes_right_space=bool(entry.get("rstrip")),
     )

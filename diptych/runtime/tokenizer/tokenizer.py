@@ -8,13 +8,17 @@ Control tokens enter a prompt only through `encode_parts`, whose parts a chat te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import tokenizers
 
 from diptych.runtime.tokenizer import gguf_tokenizer, hf_tokenizer
+from diptych.runtime.tokenizer.byte_level import read_bytes
 from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from diptych.runtime.tokenizer.end_tokens import turn_end_ids, union
+from diptych.runtime.tokenizer.sentencepiece import SPACE
 from diptych.runtime.tokenizer.source import TokenizerSource, UnusableTokenizer
 
 __all__ = ["Encoding", "Tokenizer", "UnusableTokenizer"]
@@ -49,6 +53,16 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Load from a ``.gguf`` file or a Hugging Face folder. Raises `UnusableTokenizer` or `OSError`."""
         return cls(hf_tokenizer.read(path) if path.is_dir() else gguf_tokenizer.read(path))
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """Return the same tokenizer with `template` in place of the model's own.
+
+        The tokens that `template` ends a turn with end an output, too.
+        """
+        ends = union([*self.eos_token_ids, *turn_end_ids(self._source.added, [template])], self.vocab_size)
+        return Tokenizer(
+            replace(self._source, chat_template=template, tool_template=None, eos_token_ids=ends)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -160,13 +174,13 @@ class Tokenizer:
     def _spell(self, token_id: int) -> bytes:
         added = self._added_text.get(token_id)
         if added is not None:
-            return added.encode("utf-8")
+            # Gemma's runs of spaces are such tokens, spelled as in the vocabulary.
+            spaces = self._source.alphabet == "byte_fallback"
+            return (added.replace(SPACE, " ") if spaces else added).encode("utf-8")
         token = self._source.backend.id_to_token(token_id)
         if token is None:
             return b""
-        return (
-            _from_byte_level(token) if self._source.alphabet == "byte_level" else _from_byte_fallback(token)
-        )
+        return read_bytes(token) if self._source.alphabet == "byte_level" else _from_byte_fallback(token)
 
     def _longest_token(self) -> int:
         """Longest token in bytes: byte-level tokens have one character a byte, others at most four."""
@@ -183,24 +197,7 @@ def _ids(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[in
     return ids
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the rest as characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
-
-
-_BYTE_OF: Final = _byte_alphabet()
-
-
-def _from_byte_level(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF[char] for char in token])
-    except KeyError:
-        return token.encode("utf-8")  # as tokenizers does: a token outside the alphabet stands for itself
-
-
 def _from_byte_fallback(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
-    return token.replace("\u2581", " ").encode("utf-8")
+    return token.replace(SPACE, " ").encode("utf-8")

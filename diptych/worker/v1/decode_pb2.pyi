@@ -24,16 +24,18 @@ class DecodeServiceLinkRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ...) -> None: ...
 
 class DecodeServiceLinkResponse(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat", "flushed")
+    __slots__ = ("hello", "step", "heartbeat", "flushed", "prompt_scores")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.WorkerHello
     step: StepBatch
     heartbeat: _work_pb2.Heartbeat
     flushed: _work_pb2.PrefixCacheFlushed
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ...) -> None: ...
+    prompt_scores: _work_pb2.PromptScores
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., prompt_scores: _Optional[_Union[_work_pb2.PromptScores, _Mapping]] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("tokens", "ended")

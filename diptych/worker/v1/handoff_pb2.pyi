@@ -58,18 +58,20 @@ class HandoffServiceLinkRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., ask: _Optional[_Union[GrantAsk, _Mapping]] = ..., pushed: _Optional[_Union[Pushed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class HandoffServiceLinkResponse(_message.Message):
-    __slots__ = ("welcome", "grant", "denied", "abort", "heartbeat")
+    __slots__ = ("welcome", "grant", "denied", "abort", "heartbeat", "forgotten")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     DENIED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     welcome: HandoffWelcome
     grant: Grant
     denied: GrantDenied
     abort: Abort
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    forgotten: PrefixForgotten
+    def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., forgotten: _Optional[_Union[PrefixForgotten, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device")
@@ -90,7 +92,7 @@ class HandoffHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks")
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +100,9 @@ class HandoffWelcome(_message.Message):
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PULL_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    PULL_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     fingerprint: Fingerprint
@@ -105,7 +110,10 @@ class HandoffWelcome(_message.Message):
     endpoint: str
     token: bytes
     num_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    pull_endpoint: str
+    pull_token: bytes
+    forgotten: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class GrantAsk(_message.Message):
     __slots__ = ("id",)
@@ -168,3 +176,11 @@ class Stopped(_message.Message):
     grant: GrantId
     failure: _work_pb2.Failure
     def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class PrefixForgotten(_message.Message):
+    __slots__ = ("keys", "count")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    count: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., count: _Optional[int] = ...) -> None: ...

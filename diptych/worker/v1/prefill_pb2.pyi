@@ -46,26 +46,16 @@ class PrefillServiceLinkResponse(_message.Message):
     hello: _work_pb2.WorkerHello
     ended: PrefillEnded
     heartbeat: _work_pb2.Heartbeat
-    prompt_scores: PromptScores
+    prompt_scores: _work_pb2.PromptScores
     flushed: _work_pb2.PrefixCacheFlushed
     first_tokens: FirstTokens
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[_work_pb2.PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("tokens",)
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[_work_pb2.Tokens]
     def __init__(self, tokens: _Optional[_Iterable[_Union[_work_pb2.Tokens, _Mapping]]] = ...) -> None: ...
-
-class PromptScores(_message.Message):
-    __slots__ = ("id", "first_position", "scores")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
-    SCORES_FIELD_NUMBER: _ClassVar[int]
-    id: _work_pb2.AttemptId
-    first_position: int
-    scores: _containers.RepeatedCompositeFieldContainer[_work_pb2.Score]
-    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., first_position: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[_work_pb2.Score, _Mapping]]] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
     __slots__ = ("id", "committed", "failure")

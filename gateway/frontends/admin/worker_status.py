@@ -93,4 +93,5 @@ def _load(load: Load) -> pb.WorkerLoad:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         quarantined_blocks=load.quarantined_blocks,
+        local_prefills=load.local_prefills,
     )

@@ -72,12 +72,55 @@ _FINISH: Final = {
 
 
 class Answer(ABC):
-    """Answer to one HTTP request.
+    """Answer to one HTTP request, as one JSON object or as server-sent events.
 
     Args:
         model: the served name, which the client may have called otherwise.
-        fingerprint: of model and program.
         created: Unix time in seconds.
+    """
+
+    def __init__(self, asked: HttpGenerateRequest, *, model: str, created: int) -> None:
+        self._asked = asked
+        self._model = model
+        self._created = created
+        self._usage = pb.Usage()
+
+    @abstractmethod
+    def id_of(self, request_id: str) -> str:
+        """Return the answer's id."""
+
+    @abstractmethod
+    def begin(self, request_id: str) -> None:
+        """Name the answer, before its first event."""
+
+    @abstractmethod
+    async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
+        """Return the events of a message of the ``prompt``-th prompt, each in pieces; may be none."""
+
+    @abstractmethod
+    def last_events(self) -> str:
+        """Return the events after all messages of all prompts."""
+
+    @abstractmethod
+    async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
+        """Return the one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
+
+    def error_event(self, error: dict[str, Any]) -> str:
+        """Return the event of an error after others; ``error`` is the object with the member of that name."""
+        return f"data: {json.dumps(error)}\n\n"
+
+    def _add(self, more: pb.Usage) -> None:
+        self._usage.prompt_tokens += more.prompt_tokens
+        self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
+        self._usage.cached_prompt_tokens += more.cached_prompt_tokens
+        self._usage.reasoning_tokens += more.reasoning_tokens
+
+
+class ChoicesAnswer(Answer):
+    """Answer whose output is a list of choices.
+
+    Args:
+        fingerprint: of model and program.
     """
 
     id_prefix: ClassVar[str]
@@ -85,21 +128,14 @@ class Answer(ABC):
     event_object: ClassVar[str]
 
     def __init__(self, asked: HttpGenerateRequest, *, model: str, fingerprint: str, created: int) -> None:
-        self._asked = asked
-        self._model = model
+        super().__init__(asked, model=model, created=created)
         self._fingerprint = fingerprint
-        self._created = created
-        self._usage = pb.Usage()
         self._running = pb.Usage()  # so far, of a stream that shows it
         self._head = self._tail = ""
         # The same for all prompts.
         self._stop_token_ids = frozenset(asked.builders[0].request.stopping.stop_token_ids)
 
     async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
-        """Return the server-sent events of a message of the ``prompt``-th prompt; may be none.
-
-        An event is a list of its pieces.
-        """
         if message.HasField("usage"):
             self._add(message.usage)
         self._running.prompt_tokens += message.prompt.token_count
@@ -123,23 +159,19 @@ class Answer(ABC):
         return f'],"usage":{json.dumps(usage(self._running))}}}\n\n'
 
     def begin(self, request_id: str) -> None:
-        """Name the answer, before its first event."""
         opened = json.dumps(self._envelope(self.event_object, request_id))
         self._head = f'data: {opened[:-1]}, "choices":['
         self._tail = '],"usage":null}\n\n' if self._asked.usage.last else "]}\n\n"
 
     def id_of(self, request_id: str) -> str:
-        """Return the answer's id."""
         return f"{self.id_prefix}-{request_id}"
 
     def last_events(self) -> str:
-        """Return the events after all choices of all prompts."""
         if not self._asked.usage.last:
             return DONE
         return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
 
     async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
-        """Return the one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
         turns = Yielder()
         pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
         between = ""
@@ -184,11 +216,6 @@ class Answer(ABC):
     def _number(self, prompt: int, index: int) -> int:
         return prompt * self._asked.choices + index
 
-    def _add(self, more: pb.Usage) -> None:
-        self._usage.prompt_tokens += more.prompt_tokens
-        self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
-        self._usage.cached_prompt_tokens += more.cached_prompt_tokens
-
     def _envelope(self, kind: str, request_id: str) -> dict[str, Any]:
         return {
             "id": self.id_of(request_id),
@@ -200,9 +227,12 @@ class Answer(ABC):
 
 
 def usage(total: pb.Usage) -> dict[str, Any]:
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": total.prompt_tokens,
         "completion_tokens": total.completion_tokens,
         "total_tokens": total.prompt_tokens + total.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
     }
+    if total.reasoning_tokens:
+        counts["completion_tokens_details"] = {"reasoning_tokens": total.reasoning_tokens}
+    return counts

@@ -51,7 +51,7 @@ CONSTRAINTS: Final[Mapping[str, dict[str, Any]]] = {
 """Members of vLLM's ``structured_outputs``; with ``guided_`` before them its older ones."""
 
 
-_NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
+NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
 
 
 def _constraint(name: str) -> WithJsonSchema:
@@ -261,6 +261,7 @@ class ChatMembers(CommonMembers):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Raw | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out of the answer.")
     # Of OpenAI's API, and beyond a server of text.
     modalities: Annotated[Any, absent(["text"])] = None
     audio: Annotated[Any, absent()] = None
@@ -272,7 +273,6 @@ class ChatMembers(CommonMembers):
     thinking: Annotated[Any, absent({"type": "disabled"})] = None
     think: Annotated[Any, absent(False)] = None
     reasoning: Annotated[Any, absent({}, {"effort": "none"}, {"enabled": False})] = None
-    include_reasoning: Annotated[Any, absent(True)] = None
     separate_reasoning: Annotated[Any, absent(True)] = None
     stream_reasoning: Annotated[Any, absent(True)] = None
     documents: Annotated[Any, absent([])] = None
@@ -312,7 +312,7 @@ _SHARED: Final[dict[str, Any]] = {
     **{name: (Annotated[Any, absent(*values)], None) for name, values in NOTHING_ASKED.items()},
     **parameter_fields(ROWS),
     **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
-    **dict.fromkeys(IGNORED, (Annotated[Any, _NO_EFFECT], None)),
+    **dict.fromkeys(IGNORED, (Annotated[Any, NO_EFFECT], None)),
 }
 CompletionsBody: Final = create_model("CompletionsBody", __base__=CompletionsMembers, **_SHARED)
 ChatBody: Final = create_model("ChatBody", __base__=ChatMembers, **_SHARED)

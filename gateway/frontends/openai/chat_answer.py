@@ -1,18 +1,24 @@
-"""Answers of ``/v1/chat/completions``: a message, or its pieces; of a tool call its name and id first."""
+"""Answers of ``/v1/chat/completions``: a message, or its pieces; of a tool call its name and id first.
+
+Reasoning has the two names that clients read: ``reasoning_content``, which DeepSeek began with and most
+servers have, and ``reasoning``, which OpenAI recommends and vLLM has instead since 2026.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer, ids_inside, inside
+from gateway.frontends.openai.answer import ChoicesAnswer, ids_inside, inside
 from gateway.frontends.openai.logprobs import chat_logprobs_json
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
+_REASONING: Final = ("reasoning_content", "reasoning")
 
-class ChatAnswer(Answer):
+
+class ChatAnswer(ChoicesAnswer):
     """Answer whose first piece of each choice has the role."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -29,6 +35,8 @@ class ChatAnswer(Answer):
         return []
 
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
+        if not self._asked.reasoning:
+            output.ClearField("reasoning_content")
         opens = number not in self._calls
         extra = ""
         if self._asked.token_ids:
@@ -44,9 +52,13 @@ class ChatAnswer(Answer):
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
-        # With calls and no text the content is null, as OpenAI has it.
-        content = output.text if output.text or not output.tool_calls else None
+        if not self._asked.reasoning:
+            output.ClearField("reasoning_content")
+        # With calls and no text the content is null, as OpenAI has it; likewise with reasoning alone.
+        content = output.text if output.text or not (output.tool_calls or output.reasoning_content) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if output.reasoning_content:
+            message |= dict.fromkeys(_REASONING, output.reasoning_content)
         if output.tool_calls:
             message["tool_calls"] = [_call(call) for call in output.tool_calls]
         logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
@@ -61,9 +73,13 @@ class ChatAnswer(Answer):
 
     def _delta(self, number: int, output: pb.OutputDelta, opens: bool) -> str:
         content = json.dumps(output.text)
-        if not opens and not output.tool_calls:
+        if not opens and not output.tool_calls and not output.reasoning_content:
             return f'{{"content":{content}}}' if output.text or not output.finish_reason else "{}"
-        members = [f'"content":{content}'] if output.text or not output.tool_calls else []
+        alone = not (output.tool_calls or output.reasoning_content)
+        members = [f'"content":{content}'] if output.text or alone else []
+        if output.reasoning_content:
+            thoughts = json.dumps(output.reasoning_content)
+            members[:0] = [f'"{name}":{thoughts}' for name in _REASONING]
         if opens:
             members.insert(0, '"role":"assistant"')
         sent = self._calls.get(number, 0)

@@ -47,7 +47,12 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
         request.response.token_ids = True
         request.response.echo_prompt = True
     return HttpGenerateRequest(
-        (builder,), bool(body.stream), usage, logprobs, token_ids=bool(body.return_token_ids)
+        (builder,),
+        bool(body.stream),
+        usage,
+        logprobs,
+        token_ids=bool(body.return_token_ids),
+        reasoning=body.include_reasoning is not False,
     )
 
 

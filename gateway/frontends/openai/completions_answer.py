@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer, ids_inside, inside
+from gateway.frontends.openai.answer import ChoicesAnswer, ids_inside, inside
 from gateway.frontends.openai.logprobs import LISTS, TextOffsets, completion_lists, prompt_offsets
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.output.detokenizer import Utf8Text
@@ -29,7 +29,7 @@ class _Echo:
     offsets: TextOffsets = field(default_factory=TextOffsets)
 
 
-class CompletionsAnswer(Answer):
+class CompletionsAnswer(ChoicesAnswer):
     """
     Args:
         decode: the text of token ids, for prompts that came as ids and are to be echoed.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
@@ -104,7 +103,7 @@ class EventStream:
 
     async def fail(self, error: DiptychError, names: Mapping[str, str] | None) -> web.StreamResponse:
         """End the stream with an error, after output went out; disconnect a client that does not take it."""
-        event = f"data: {json.dumps(error_object(error, names))}\n\n"
+        event = self._answer.error_event(error_object(error, names))
         try:
             async with asyncio.timeout(LAST_EVENT_S):
                 return await self._finish(event)

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from diptych import __version__
 from gateway.frontends.openai.bodies import ChatBody, CompletionsBody
+from gateway.frontends.openai.responses_bodies import ResponsesBody
 
 _REFERENCE: Final = "#/components/schemas/"
 _ERROR: Final = {
@@ -39,7 +40,8 @@ _JSON: Final = "application/json"
 def build_openapi() -> dict[str, Any]:
     """Return the description of the HTTP API."""
     _, defined = models_json_schema(
-        [(ChatBody, "validation"), (CompletionsBody, "validation")], ref_template=f"{_REFERENCE}{{model}}"
+        [(body, "validation") for body in (ChatBody, CompletionsBody, ResponsesBody)],
+        ref_template=f"{_REFERENCE}{{model}}",
     )
     schemas = {name: _tidied(schema) for name, schema in defined["$defs"].items()}
     return {
@@ -53,6 +55,7 @@ def build_openapi() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generation("Continue a conversation", "ChatBody")},
             "/v1/completions": {"post": _generation("Continue one or several prompts", "CompletionsBody")},
+            "/v1/responses": {"post": _generation("Continue a conversation, as items", "ResponsesBody")},
             "/v1/models": {"get": _operation("List the served model")},
             "/v1/models/{model}": {
                 "get": {

@@ -90,6 +90,7 @@ class HttpGenerateRequest:
         echo: the prompt comes before the output.
         prompt_only: no output was asked for (``max_tokens`` of 0): the token that was made is not shown.
         token_ids: show them too (an extension of vLLM's).
+        reasoning: show it (an extension of vLLM's).
     """
 
     builders: tuple[RequestBuilder, ...]
@@ -99,6 +100,7 @@ class HttpGenerateRequest:
     echo: bool = False
     prompt_only: bool = False
     token_ids: bool = False
+    reasoning: bool = True
 
     @property
     def choices(self) -> int:

@@ -11,7 +11,6 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Final
@@ -34,6 +33,8 @@ from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
+from gateway.frontends.openai.responses_answer import ResponsesAnswer
+from gateway.frontends.openai.responses_request import read_responses
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
@@ -47,12 +48,8 @@ _MODELS: Final = "/v1/models"
 Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Kind of generation: how its body is read and its answer made."""
-
-    read: Callable[[dict[str, object]], HttpGenerateRequest]
-    answer: Callable[[HttpGenerateRequest], Answer]
+_Read = Callable[[dict[str, object]], tuple[HttpGenerateRequest, Answer]]
+"""Reads the body of a kind of generation, and makes the answer to it."""
 
 
 class OpenAIRoutes:
@@ -79,11 +76,10 @@ class OpenAIRoutes:
         self._model = model
         self._fingerprint = f"fp_{digest[:12]}"
         self._started = int(time.time())
-        chat = _Kind(read_chat, self._chat_answer)
-        completions = _Kind(read_completions, self._completions_answer)
         self._routes: Mapping[str, Mapping[str, Respond]] = {
-            "/v1/completions": {"POST": lambda request: self._generate(request, completions)},
-            "/v1/chat/completions": {"POST": lambda request: self._generate(request, chat)},
+            "/v1/completions": {"POST": partial(self._generate, self._read_completions)},
+            "/v1/chat/completions": {"POST": partial(self._generate, self._read_chat)},
+            "/v1/responses": {"POST": partial(self._generate, self._read_responses)},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
             **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
@@ -119,7 +115,7 @@ class OpenAIRoutes:
             return refused
         return await handler(request)
 
-    async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
+    async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
         data = await _body(request) if self._calls.admits(call) else b""
@@ -128,8 +124,8 @@ class OpenAIRoutes:
         try:
             with self._calls.account(call):
                 call.start_deadline()
-                asked = kind.read(parse_body(data))
-                return await self._answer(request, call, asked, kind.answer(asked))
+                asked, answer = read(parse_body(data))
+                return await self._answer(request, call, asked, answer)
         except DiptychError as error:
             return await call.fail(error)
 
@@ -207,10 +203,11 @@ class OpenAIRoutes:
             raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
         return BatchQuota(meter, prompts, self._calls.clock())
 
-    def _completions_answer(self, asked: HttpGenerateRequest) -> Answer:
-        return CompletionsAnswer(
+    def _read_completions(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        asked = read_completions(members)
+        return asked, CompletionsAnswer(
             asked,
-            model=self._model.card.shown_name(asked.builders[0].request.model),
+            model=self._shown_name(asked),
             fingerprint=self._fingerprint,
             created=int(time.time()),
             decode=lambda ids: self._model.tokenizer.decode(ids, False),
@@ -218,13 +215,21 @@ class OpenAIRoutes:
             special=self._model.tokenizer.is_special,
         )
 
-    def _chat_answer(self, asked: HttpGenerateRequest) -> Answer:
-        return ChatAnswer(
+    def _read_chat(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        asked = read_chat(members)
+        return asked, ChatAnswer(
             asked,
-            model=self._model.card.shown_name(asked.builders[0].request.model),
+            model=self._shown_name(asked),
             fingerprint=self._fingerprint,
             created=int(time.time()),
         )
+
+    def _read_responses(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        asked, body = read_responses(members)
+        return asked, ResponsesAnswer(asked, body, model=self._shown_name(asked), created=int(time.time()))
+
+    def _shown_name(self, asked: HttpGenerateRequest) -> str:
+        return self._model.card.shown_name(asked.builders[0].request.model)
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())
@@ -256,6 +261,7 @@ class OpenAIRoutes:
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
             "tool_calls": model.capabilities.tool_calls or None,
+            "reasoning": model.capabilities.reasoning or None,
         }
 
 

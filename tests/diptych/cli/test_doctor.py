@@ -1,10 +1,12 @@
 import socket
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from diptych.cli import doctor
+from tests.diptych.runtime.odd_models import WHOLE, folder
 
 
 def test_a_machine_that_runs_this_suite_has_all_that_is_essential(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +54,29 @@ def test_shadowed_names_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "gateway.py").touch()
     (tmp_path / "worker.py").touch()
     assert doctor.shadowed_names() == doctor.Finding("note", f"passed over: {tmp_path / 'gateway.py'}")
+
+
+def test_given_model_is_described_with_the_backend_that_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(folder(tmp_path / "m", {**WHOLE, "config.json": {"model_type": "starcoder2"}}))
+    for why, state, text in (
+        (None, "ok", "the native step on CPUs, the Triton step on GPUs"),
+        (
+            "LayerNorm",
+            "note",
+            "torch on CPUs, for the native step lacks LayerNorm; torch on GPUs",
+        ),
+    ):
+        for backend in ("native", "triton"):
+            module = import_module(f"diptych.engine.backends.{backend}.supports")
+            monkeypatch.setattr(module, "supports", lambda _, why=why: why)
+        found = doctor.given_model(model)
+        assert found.state == state
+        assert "starcoder2, 30 layers, 3.03 billion parameters, 5.6 GiB in bf16" in found.text
+        assert text in found.text
+
+
+def test_given_model_that_is_none_is_missing(tmp_path: Path) -> None:
+    found = doctor.given_model(str(tmp_path))
+    assert (found.state, "is empty" in found.text) == ("missing", True)

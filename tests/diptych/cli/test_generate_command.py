@@ -97,3 +97,25 @@ def test_generate_prints_an_error_on_a_line_of_its_own(capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert shown.out == "The cap\n"
     assert "it broke" in shown.err
+
+
+class Reasoning(rpc.InferenceServiceServicer):
+    """Its answers reason first."""
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        return pb.GenerateResponse(outputs=[pb.OutputDelta(reasoning_content="Hm [1]", text="Yes.")])
+
+    def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        for reasoning, text in (("Hm", ""), (" [1]", ""), ("", ""), ("", "Yes"), ("", ".")):
+            yield pb.GenerateResponse(outputs=[pb.OutputDelta(reasoning_content=reasoning, text=text)])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_generate_prints_reasoning_to_stderr(capsys: pytest.CaptureFixture[str], stream: bool) -> None:
+    question = Question("hello", raw=False, system=None, model="small", timeout_s=30, options={})
+    with served(Reasoning(), calls=1) as address:
+        assert ask(address, question, stream=stream, timings=False) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Yes.\n", "Hm [1]\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.engine.core_lending_tuner import PERIOD, SHARES, TRIES, CoreLendingTuner
+from diptych.engine.step_pacing import PERIOD, SHARES, TRIES, CoreLendingTuner
 
 TRIAL = TRIES * len(SHARES)
 

@@ -193,7 +193,7 @@ def test_sharded_folders_are_read(tmp_path: Path) -> None:
 def test_load_model_names_what_is_not_computed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_model(tmp_path / "nowhere", torch.float32, backend="torch")
-    LlamaConfig(**ODD, hidden_act="gelu").save_pretrained(tmp_path)
+    LlamaConfig(**ODD, hidden_act="tanh").save_pretrained(tmp_path)
     save(CONFIGS["llama"], tmp_path / "weights")
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="hidden_act"):

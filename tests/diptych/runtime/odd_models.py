@@ -92,15 +92,15 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "pickle": (_file("pytorch_model.bin", b"PK\x03\x04"), f"pytorch_model.bin {CONVERT}"),
     "split": (
         _split,
-        "is part 1 of a GGUF file that was split into 3, .* get the missing big-00002",
+        "is one of the 3 parts of a split GGUF file, of which 1 are not in its folder: get big-00002-of-",
     ),
     "split_renamed": (
         lambda path: gguf_file(path / "m.gguf", split__count=2, split__no=1),
-        "m.gguf is part 2 of a GGUF file that was split into 2, .* merge them with llama-gguf-split --merge",
+        "m.gguf is part 2 of a GGUF file that was split into 2, .* rename the parts to m-00001-of-00002.gguf",
     ),
     "architecture": (
-        lambda path: gguf_file(path / "m.gguf", "gemma3", tokenizer__ggml__model="llama"),
-        "m.gguf is a model of architecture 'gemma3', which is not computed: supported are llama, ",
+        lambda path: gguf_file(path / "m.gguf", "bloom", tokenizer__ggml__model="llama"),
+        "m.gguf is a model of architecture 'bloom', which is not computed: supported are llama, ",
     ),
     "mmproj": (lambda path: gguf_file(path / "m.gguf", "clip"), r"m.gguf is the image part \(mmproj\)"),
     "gguf_adapter": (
@@ -166,11 +166,21 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
         _folder(_without(config__json={**CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling.M"}})),
         "is computed by code of its own",
     ),
+    "recurrent architecture": (
+        lambda path: gguf_file(path / "m.gguf", "qwen3next", tokenizer__ggml__model="gpt2"),
+        "architecture 'qwen3next', which is not computed: its layers keep a recurrent state",
+    ),
+    "recurrent layers": (
+        _folder(_without(config__json={**CONFIG, "model_type": "nemotron_h"})),
+        "model_type 'nemotron_h', which is not computed: its layers keep a recurrent state",
+    ),
+    "wrapper of another text model": (
+        _folder(_without(config__json={"model_type": "mistral3", "text_config": {"model_type": "jamba"}})),
+        "is a mistral3 around a text model 'jamba', which is not computed: its layers keep a recurrent state",
+    ),
     "wrapper": (
-        _folder(
-            _without(config__json={"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
-        ),
-        r"is a wrapper of model_type 'gemma3' around a text model \('gemma3_text' in its text_config\)",
+        _folder(_without(config__json={"model_type": "idefics3", "text_config": {"model_type": "llama"}})),
+        r"is a wrapper of model_type 'idefics3' around a text model \('llama' in its text_config\)",
     ),
     "family": (_folder(_without(config__json={"model_type": "mamba"})), "model_type 'mamba', which is not"),
     "classifier": (
@@ -182,9 +192,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"config.json is not JSON \(.*\): get it",
     ),
     "no_tokenizer": (_folder(_without("tokenizer.json")), "m has no tokenizer.json: get it from where"),
-    "sentencepiece": (
-        _folder(_without("tokenizer.json") | {"tokenizer.model": b"x"}),
-        "m has no tokenizer.json: make one of its tokenizer.model with transformers",
+    "no_merges": (
+        _folder(_without("tokenizer.json") | {"vocab.json": b"{}"}),
+        "m has vocab.json but not its merges.txt: get it, or tokenizer.json",
     ),
 }
 """By what it is: how it is written into a folder, and what its refusal says."""

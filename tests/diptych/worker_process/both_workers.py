@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
+from decode_worker.local_schedule import LocalBounds
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
@@ -53,6 +54,7 @@ SHAPE = shape_of(
 TICK_S = 0.02
 MAX_BATCH = 8
 DRAFT_TOKENS = 12
+LOCAL_BOUNDS = LocalBounds(short=16, fallback=200, chunk=3, idle_chunk=8)
 
 
 @cache
@@ -175,13 +177,15 @@ async def house(
     backend: str = "torch",
     stretch: float | None = None,
     drafter: Drafter | None = None,
+    bounds: LocalBounds = LOCAL_BOUNDS,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
     With a `backend` of "device" or "native" all workers sample tokens in their steps, and decode workers
     launch these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each
     worker has a core that it lends to the others; by the stretch decode steps are paced
-    (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
+    (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
+    compute prompts within `bounds` themselves, where a gateway says so.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -193,7 +197,7 @@ async def house(
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
-            made.decodes.append(await _decode(stack, transport, number, blocks, runner, drafter))
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, drafter, bounds))
         for number in range(prefills):
             runner = _runner(backend, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
@@ -227,6 +231,7 @@ async def _decode(
     blocks: int,
     runner: Runner,
     drafter: Drafter | None,
+    bounds: LocalBounds,
 ) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
@@ -257,7 +262,7 @@ async def _decode(
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
     )
-    loop.requests.grants = handoff
+    loop.connect(handoff, bounds)
     await handoff.start()
     server = make_server(internal=True)
     add_links(server, [handoff.service])

@@ -38,6 +38,7 @@ def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> 
         cache_read=changes.pop("cache_read", True),
         cache_write=changes.pop("cache_write", True),
         reserve_worst_case=changes.pop("reserve", False),
+        local_prefill=changes.pop("local", work_pb2.LOCAL_PREFILL_UNSPECIFIED),
     )
     seconds = changes.pop("seconds", None)
     if seconds is not None:
@@ -118,6 +119,12 @@ class Gateway:
         prefill.loop.requests.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
         return heard
 
+    def start_local(self, decode: Decode, message: work_pb2.Work) -> Heard:
+        """Attach only: the decode worker computes the prompt itself, if it may."""
+        heard = self.heard.setdefault(_key(message.id), Heard(tuple(message.choices)))
+        decode.loop.requests.attach(message, self._decode_streams[id(decode)])
+        return heard
+
     def lose(self) -> None:
         """Break the streams: the workers have to cancel the attempts that came over them."""
         self.lost = True
@@ -139,7 +146,14 @@ class Gateway:
         async for message in messages:
             take(message)
 
+    def _take_scores(self, scores: work_pb2.PromptScores) -> None:
+        heard = self.heard[_key(scores.id)]
+        assert scores.first_position == len(heard.prompt_scores) + 1
+        heard.prompt_scores += scores.scores
+
     def _from_decode(self, message: decode_pb2.DecodeServiceLinkResponse) -> None:
+        if message.WhichOneof("message") == "prompt_scores":
+            self._take_scores(message.prompt_scores)
         for tokens in message.step.tokens:
             heard = self.heard[_key(tokens.id)]
             heard.outputs[tokens.choice] += tokens.token_ids
@@ -154,9 +168,7 @@ class Gateway:
 
     def _from_prefill(self, message: prefill_pb2.PrefillServiceLinkResponse) -> None:
         if message.WhichOneof("message") == "prompt_scores":
-            heard = self.heard[_key(message.prompt_scores.id)]
-            assert message.prompt_scores.first_position == len(heard.prompt_scores) + 1
-            heard.prompt_scores += message.prompt_scores.scores
+            self._take_scores(message.prompt_scores)
             return
         for tokens in message.first_tokens.tokens:
             heard = self.heard[_key(tokens.id)]

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from decode_worker.config import DecodeSettings
 from decode_worker.request import DecodeRequest, State
+from decode_worker.request import attempt_span as decode_span
 from decode_worker.worker import DecodeWorker
 from diptych.engine.runner import Runner
 from diptych.runtime.telemetry import Telemetry
@@ -74,6 +75,37 @@ async def test_a_cancelled_attempt_has_its_decode_phase() -> None:
     assert request.outcome == "cancelled"
     assert phases["decode"] == [1, pytest.approx(lasted)]
     assert phases["decode_queue"][0] == 1
+
+
+async def test_local_prefill_has_phases_and_counts_of_its_own() -> None:
+    async with house("shared_memory", blocks=64) as made:
+        gateway, decode = Gateway(made), made.decodes[0]
+        local = work_pb2.LOCAL_PREFILL_SHORT
+        heard = gateway.start_local(decode, work(("r", 1), PROMPT, 4, local=local))
+        await heard.ended.wait()
+        await until(lambda: bool(decode.ended))
+        await gateway.close()
+    request = decode.ended[0]
+    registry = counting(request)
+    assert phases_of(registry).keys() == {"queue", "kv_alloc_wait", "prefill", "decode_queue", "decode"}
+    assert registry.get_sample_value("diptych_local_prefills_total") == 1
+    assert registry.get_sample_value("diptych_local_prefill_tokens_total") == len(PROMPT)
+    span = decode_span(request)
+    assert span is not None
+    assert [child.name for child in span.children] == ["kv_alloc_wait", "prefill.local", "queue", "decode"]
+    assert span.attributes["diptych.prefill.local"] is True
+
+
+async def test_refused_local_prefill_is_counted_and_has_no_span() -> None:
+    async with house("shared_memory", blocks=64) as made:
+        gateway, decode = Gateway(made), made.decodes[0]
+        local = work_pb2.LOCAL_PREFILL_SHORT
+        heard = gateway.start_local(decode, work(("r", 1), PROMPT * 4, 4, local=local))
+        await heard.ended.wait()
+        await gateway.close()
+    (request,) = decode.ended
+    assert counting(request).get_sample_value("diptych_local_prefills_refused_total") == 1
+    assert decode_span(request) is None
 
 
 async def test_a_phase_that_never_ran_is_not_counted() -> None:

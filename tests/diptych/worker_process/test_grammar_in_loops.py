@@ -26,6 +26,7 @@ from tests.kvtransfer.conftest import until
 END = 0
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 COUNT = 12
+LOCAL = work_pb2.LOCAL_PREFILL_FALLBACK
 GRAMMAR = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="([a-f][g-z])*")
 SHORT = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text="[a-f][g-z][0-9]")
 
@@ -59,8 +60,11 @@ class LetterGrammars(Grammars):
 
 
 @cache
-def alone(text: str, count: int) -> tuple[int, ...]:
-    """Return the model's output under the grammar, computed alone and at once."""
+def alone(text: str, count: int, mark: int | None = None) -> tuple[int, ...]:
+    """Return the model's output under the grammar, computed alone and at once.
+
+    With a `mark` the grammar begins after it, and until then all but the end of sequence may come.
+    """
     state = LetterGrammars().start_now(work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text))
     runner, blocks = Runner(model(), 1), layout().blocks_for(len(PROMPT) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
@@ -68,12 +72,15 @@ def alone(text: str, count: int) -> tuple[int, ...]:
     while len(out) < count and not state.complete:
         logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True)])
         start += len(new)
-        (sampled,) = sample(logits, [SampleRow(SamplingParams(temperature=0.0), PROMPT, out, mask=state)])
+        free = mark is not None and mark not in out
+        rules = ((END,), None) if free else ((), state)
+        (sampled,) = sample(logits, [SampleRow(SamplingParams(temperature=0.0), PROMPT, out, *rules)])
         assert isinstance(sampled, Sampled)
         out.append(sampled.token_id)
         if sampled.token_id == END:
             break
-        state.accept(sampled.token_id)
+        if not free:
+            state.accept(sampled.token_id)
         new = [sampled.token_id]
     return tuple(out)
 
@@ -114,6 +121,50 @@ async def test_a_request_waits_for_its_grammar(late: str) -> None:
         assert tuple(heard.tokens) == alone(GRAMMAR.text, COUNT) != tuple(free.tokens)
         await gateway.close()
         assert await made.empty() == []
+
+
+@pytest.mark.parametrize("width", [0, 3])
+async def test_local_prompt_holds_no_blocks_before_its_grammar_is_compiled(width: int) -> None:
+    async with house("shared_memory") as made:
+        (_, for_decode), decode, gateway = grammars_of(made), made.decodes[0], Gateway(made)
+        for_decode.may_compile.clear()
+        rest = {"choices": range(max(width, 1)), "sampling": {"beam_width": width}}
+        heard = gateway.start_local(decode, asked(1, COUNT, local=LOCAL, **rest))
+        free = gateway.start_local(decode, work(("free", 1), PROMPT, COUNT, local=LOCAL))
+        await free.ended.wait()
+        assert tuple(free.tokens) == greedy(PROMPT, COUNT)
+        assert (len(decode.loop.local), decode.handoff.stats().grants) == (1, 0)
+        for_decode.may_compile.set()
+        await heard.ended.wait()
+        assert width or tuple(heard.tokens) == alone(GRAMMAR.text, COUNT)
+        assert set(heard.terminal_messages) == {"decode finished"}
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_local_prompt_fails_with_its_grammar() -> None:
+    async with house("shared_memory") as made:
+        grammars_of(made)[1].broken = True
+        gateway = Gateway(made)
+        heard = gateway.start_local(made.decodes[0], asked(1, COUNT, local=LOCAL))
+        await heard.ended.wait()
+        assert heard.terminal_messages == ["decode FAILURE_REASON_NO_VALID_TOKEN"]
+        assert len(made.decodes[0].loop.local) == 0
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_local_prompt_continues_its_grammar_after_any_token() -> None:
+    whole = alone(GRAMMAR.text, COUNT)
+    async with house("shared_memory", blocks=64) as made:
+        grammars_of(made)
+        gateway = Gateway(made)
+        for delivered in range(COUNT):
+            message = asked(delivered, COUNT, delivered=whole[:delivered], local=LOCAL)
+            heard = gateway.start_local(made.decodes[0], message)
+            await heard.ended.wait()
+            assert tuple(heard.tokens) == whole[delivered:]
+        await gateway.close()
 
 
 async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
@@ -173,6 +224,57 @@ async def test_a_resumed_output_continues_its_grammar_after_any_token() -> None:
             heard = gateway.start(made.decodes[0], made.prefills[0], message)
             await heard.ended.wait()
             assert tuple(heard.tokens) == whole[delivered:]
+        await gateway.close()
+        assert await made.empty() == []
+
+
+def after(mark: int, text: str = SHORT.text, **more: object) -> work_pb2.Grammar:
+    """Return a grammar that begins after the token `mark`."""
+    span = work_pb2.ReasoningSpan(ends=[work_pb2.ReasoningSpan.Mark(ids=[mark])], **({"open": True} | more))
+    return work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text, after=span)
+
+
+def reasoning_mark() -> tuple[int, int]:
+    """Return a token that the free output has, and the length of what that has with its first one."""
+    free = alone(SHORT.text, COUNT, VOCABULARY)  # a mark that never comes
+    at = max(place for place in range(3, 8) if free[place] not in free[:place])
+    return free[at], at + 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "device", "native"])
+async def test_a_grammar_begins_after_reasoning_wherever_the_output_is_resumed(backend: str) -> None:
+    """Before, within and after the reasoning: the rest is what an undisturbed run has."""
+    mark, reasoning = reasoning_mark()
+    whole = alone(SHORT.text, COUNT, mark)
+    assert whole[reasoning - 1] == mark
+    assert len(whole) == reasoning + 3
+    async with house("shared_memory", blocks=64, backend=backend) as made:
+        grammars_of(made)
+        gateway = Gateway(made)
+        for delivered in range(len(whole)):
+            message = asked(delivered, COUNT, after(mark), delivered=whole[:delivered])
+            heard = gateway.start(made.decodes[0], made.prefills[0], message)
+            await heard.ended.wait()
+            assert tuple(heard.tokens) == whole[delivered:], delivered
+            assert heard.reasons == {0: work_pb2.FINISH_REASON_STOP}
+        # Control: a worker that takes the grammar to hold from the first token on writes something else.
+        heard = gateway.start(made.decodes[0], made.prefills[0], asked(99, COUNT, SHORT))
+        await heard.ended.wait()
+        assert tuple(heard.tokens) != whole
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_reasoning_cut_by_its_length_does_not_begin_the_grammar() -> None:
+    mark, reasoning = reasoning_mark()
+    async with house("shared_memory") as made:
+        grammars_of(made)
+        gateway = Gateway(made)
+        for count in (1, 3, reasoning):  # the last token is the mark: nothing is left for the answer
+            heard = gateway.start(made.decodes[0], made.prefills[0], asked(count, count, after(mark)))
+            await heard.ended.wait()
+            assert tuple(heard.tokens) == alone(SHORT.text, COUNT, mark)[:count]
+            assert heard.reasons == {0: work_pb2.FINISH_REASON_LENGTH}
         await gateway.close()
         assert await made.empty() == []
 

@@ -104,6 +104,66 @@ def test_control_tokens_and_padding_are_always_masked(folder: Path) -> None:
     assert tokenizer.id_of("<think>") in found
 
 
+def after(pattern: str, **span: object) -> work_pb2.Grammar:
+    made = message(pattern)
+    made.after.CopyFrom(work_pb2.ReasoningSpan(**span))  # type: ignore[arg-type]
+    return made
+
+
+def test_within_reasoning_all_may_come_and_after_it_what_the_grammar_allows(folder: Path) -> None:
+    tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
+    size, pattern = tokenizer.vocab_size, r"[0-9]{2}"
+    mark, other = tokenizer.id_of("<think>"), tokenizer.encode("a")[-1]
+    assert mark is not None
+    grammar = after(pattern, open=True, ends=[{"ids": [mark, other]}])
+    state = grammars.start_now(grammar)
+    plain = allowed(grammars.start_now(message(pattern)), size)
+    ids = [other, mark, mark, other]
+    for count, token_id in enumerate(ids):
+        assert state.dormant
+        assert not state.complete
+        assert allowed(state, size) == set(range(size))
+        assert allowed(grammars.start_now(grammar, ids[:count]), size) == set(range(size))
+        state.accept(token_id)
+    for ready in (state, state.copy(), grammars.start_now(grammar, ids)):
+        assert not ready.dormant
+        assert allowed(ready, size) == plain
+    digit = next(iter(plain))
+    ahead = state.copy()
+    ahead.accept(digit)
+    assert allowed(ahead, size) == allowed(grammars.start_now(grammar, [*ids, digit]), size)
+    assert not ahead.stuck
+    # Control: one that does not know of the reasoning is stuck with it.
+    assert grammars.start_now(message(pattern), ids).stuck
+
+
+def test_the_first_token_opens_reasoning_or_begins_the_grammar(folder: Path) -> None:
+    tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
+    size, pattern = tokenizer.vocab_size, r"[0-9]{2}"
+    opens, ends = tokenizer.id_of("<think>"), tokenizer.id_of("<|im_start|>")
+    assert opens is not None
+    assert ends is not None
+    lead = tokenizer.encode("a")[-1]
+    grammar = after(pattern, opens=[opens], ends=[{"ids": [ends]}], leads=[lead])
+    plain = allowed(grammars.start_now(message(pattern)), size)
+    state = grammars.start_now(grammar)
+    assert allowed(state, size) == plain | {opens, lead}
+    led = state.copy()
+    led.accept(lead)
+    assert not led.complete
+    assert allowed(led, size) == {opens}
+    led.accept(opens)
+    assert led.dormant
+    answers, reasons = state.copy(), state.copy()
+    digit = next(iter(plain))
+    answers.accept(digit)
+    assert allowed(answers, size) == allowed(grammars.start_now(message(pattern), [digit]), size)
+    reasons.accept(opens)
+    assert reasons.dormant
+    reasons.follow([digit, ends])
+    assert allowed(reasons, size) == plain
+
+
 def test_copies_are_independent_and_a_state_is_rebuilt_from_its_tokens(folder: Path) -> None:
     tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
     size, pattern = tokenizer.vocab_size, r"(ab|ac)[0-9]+"

@@ -19,11 +19,10 @@ import pytest
 from diptych.engine.backends.native import backend as native_backend
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.sampling import SampleRow
 from diptych.engine.shared_cores import SharedCores
-from diptych.engine.step_output import Launched
 from diptych.worker_process.step_thread import InFlight
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house

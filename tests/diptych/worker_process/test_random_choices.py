@@ -14,6 +14,7 @@ from functools import cache
 
 import pytest
 
+from diptych.worker.v1 import work_pb2
 from tests.diptych.worker_process import oracle
 from tests.diptych.worker_process.both_workers import VOCABULARY, House, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
@@ -41,7 +42,9 @@ def beams(prompt: tuple[int, ...], width: int) -> list[list[int]]:
 class Walk:
     """All requests over one decode and two prefill workers."""
 
-    def __init__(self, made: House, seed: int) -> None:
+    def __init__(self, made: House, seed: int, local: float = 0.3) -> None:
+        """Have the decode worker compute a share `local` of the prompts itself."""
+        self.local = local
         self.rng = random.Random(seed)
         self.house = made
         self.gateway = Gateway(made)
@@ -75,9 +78,14 @@ class Walk:
     def start(self, name: str, prompt: tuple[int, ...], **changes: object) -> tuple[Heard, tuple[str, int]]:
         self.attempts[name] += 1
         key = (name, self.attempts[name])
+        decode = self.house.decodes[0]
+        if self.rng.random() < self.local:
+            kind = work_pb2.LOCAL_PREFILL_FALLBACK
+            message = work(key, prompt, MAX_TOKENS, stop=STOP, local=kind, **changes)
+            return self.gateway.start_local(decode, message), key
         message = work(key, prompt, MAX_TOKENS, stop=STOP, **changes)
         prefill = self.rng.choice(self.house.prefills)
-        return self.gateway.start(self.house.decodes[0], prefill, message), key
+        return self.gateway.start(decode, prefill, message), key
 
     def cancel(self, key: tuple[str, int], choices: list[int]) -> None:
         workers = [self.house.decodes[0], *self.house.prefills]

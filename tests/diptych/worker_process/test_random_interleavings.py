@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from diptych.worker.v1 import work_pb2
 from tests.diptych.worker_process.both_workers import VOCABULARY, Decode, House, Prefill, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 
@@ -20,6 +21,7 @@ from tests.diptych.worker_process.scripted_gateway import Gateway, work
 OUR_LOGGERS = {"asyncio", "decode_worker", "diptych", "kvtransfer", "prefill_worker"}
 REQUESTS = 200
 AT_ONCE = 12
+TOO_MANY_NEW = "decode FAILURE_REASON_TOO_MANY_NEW"
 PROMPTS = [tuple(random.Random(n).randrange(VOCABULARY) for _ in range(1 + n % 30)) for n in range(17)]
 
 
@@ -46,7 +48,9 @@ def plan(number: int, rng: random.Random) -> Plan:
 class Walk:
     """200 requests over all workers of a house."""
 
-    def __init__(self, made: House, seed: int) -> None:
+    def __init__(self, made: House, seed: int, local: float = 0.4) -> None:
+        """Have decode workers compute a share `local` of the prompts themselves."""
+        self.local = local
         self.rng = random.Random(seed)
         self.house = made
         self.outcomes: Counter[str] = Counter()
@@ -71,7 +75,9 @@ class Walk:
         """Take grants back, break links, lose a gateway: what the world does to workers now and then."""
         while True:
             await asyncio.sleep(self.rng.expovariate(15))
-            match self.rng.choice(["abort", "abort", "break", "gateway"]):
+            match self.rng.choice(["abort", "abort", "break", "gateway", "forget"]):
+                case "forget":
+                    self.forget()
                 case "abort":
                     loop = self.rng.choice(self.house.decodes).loop
                     if key := loop.requests.grants.abort_newest_grant():
@@ -86,6 +92,17 @@ class Walk:
                     await lost.close()
                     for heard in lost.heard.values():
                         heard.end_all("gateway lost")
+
+    def forget(self) -> None:
+        """Flush the prefix cache of a worker, or let a decode worker distrust a part of it."""
+        decode = self.rng.choice(self.house.decodes)
+        match self.rng.choice(["decode", "prefill", "distrust"]):
+            case "decode":
+                decode.loop.flush_prefix_cache()
+            case "prefill":
+                self.rng.choice(self.house.prefills).loop.flush_prefix_cache()
+            case "distrust":
+                decode.pool.forget(decode.pool.cached_keys()[:1])
 
     async def request(self, planned: Plan, gateways: list[Gateway]) -> None:
         """Act as a gateway: a preempted request comes back with its tokens, others have ended."""
@@ -105,7 +122,13 @@ class Walk:
                 cache_read=self.rng.random() < 0.8,
                 cache_write=self.rng.random() < 0.8,
             )
-            heard = gateway.start(decode, prefill, message)
+            local = self.rng.random() < self.local
+            if local:
+                kinds = work_pb2.LOCAL_PREFILL_SHORT, work_pb2.LOCAL_PREFILL_FALLBACK
+                message.local_prefill = self.rng.choice(kinds)
+                heard = gateway.start_local(decode, message)
+            else:
+                heard = gateway.start(decode, prefill, message)
             cancelling = planned.fate in ("cancel", "leave early")
             try:
                 async with asyncio.timeout(planned.patience_s if cancelling else None):
@@ -121,7 +144,7 @@ class Walk:
             self.outcomes[word] += 1
             if word == "decode finished":
                 assert len(delivered) == planned.max_tokens
-            if word != "decode preempted":
+            if word not in ("decode preempted", TOO_MANY_NEW):
                 return
         raise AssertionError(f"{planned.name} was preempted again and again")
 
@@ -163,3 +186,4 @@ async def test_200_requests_leave_nothing_behind(
     assert walk.outcomes["decode finished"] > 20, walk.outcomes  # two in five on a quiet machine
     assert walk.outcomes["cancelled"] > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
+    assert walk.outcomes[TOO_MANY_NEW] > 5, walk.outcomes

@@ -15,8 +15,7 @@ import pytest
 
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
-from diptych.engine.batch import SequenceStep
-from diptych.engine.step_output import Launched
+from diptych.engine.batch import Launched, SequenceStep
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, work

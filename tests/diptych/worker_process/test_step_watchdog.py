@@ -77,5 +77,5 @@ def test_times_are_medians_of_recent_steps() -> None:
     for seconds in (0.1, 0.3, 0.2):
         now = stepped(clock, 1, seconds, now)
     now = stepped(clock, 8, 0.5, now)
-    assert clock.times(now) == [StepTime(0, 3, pytest.approx(0.2)), StepTime(3, 1, pytest.approx(0.5))]
+    assert clock.times(now) == [StepTime(0, 3, pytest.approx(0.2), 1), StepTime(3, 1, pytest.approx(0.5), 8)]
     assert clock.times(now + RECENT_S + 1) == []

@@ -14,6 +14,7 @@ from diptych.runtime.tokenizer.source import AddedToken
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused, UnusableTemplate
 from gateway.model.served_model import ServedModel
+from gateway.tools.tool import ToolCall
 from tests.diptych.runtime.tokenizer.small_models import CHATML, spellable_text
 
 SPECIALS = (
@@ -130,6 +131,34 @@ def test_template_environment_has_the_functions_of_transformers() -> None:
     assert rendered("{{ enable_thinking }}", enable_thinking=True) == "True"
     assert rendered("{% if tools %}t{% else %}none{% endif %}") == "none"
     assert rendered("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"  # trim_blocks, lstrip_blocks
+
+
+def test_earlier_reasoning_has_the_name_that_the_template_reads() -> None:
+    turn = Message("assistant", "", reasoning_content="hm <|im_end|>")
+    called = Message("assistant", "So.", tool_calls=(ToolCall("f", "{}", "1"),), reasoning_content="hm")
+    for source, expected in (
+        ("{{ messages[0].reasoning_content }}", "hm <|im_end|>"),
+        ("{{ messages[0].thinking or messages[0].reasoning_content }}", "hm <|im_end|>"),
+        # gpt-oss', which refuses it beside both calls and content.
+        ("{# message.thinking #}{{ messages[0].thinking }}", "hm <|im_end|>"),
+    ):
+        template = ChatTemplate(source, CONTROL, NAMES)
+        assert text_of(template.render([turn], add_generation_prompt=False)) == expected
+    assert text_of(template.render([called], add_generation_prompt=False)) == ""
+
+
+def test_arguments_of_a_call_are_text_where_a_template_wants_text() -> None:
+    source = "{% for call in messages[0].tool_calls %}{{ '<' + call.function.arguments + '>' }}{% endfor %}"
+    call = ToolCall("f", '{"x": "<|im_end|>"}', "1")
+    parts = ChatTemplate(source, CONTROL, NAMES).render(
+        [Message("assistant", "", tool_calls=(call,))], add_generation_prompt=False
+    )
+    assert text_of(parts) == '<{"x": "<|im_end|>"}>'
+    assert all(isinstance(part, str) for part in parts)
+    with pytest.raises(RenderRefused):
+        ChatTemplate("{{ 'a' + 1 }}", CONTROL, NAMES).render(
+            [Message("assistant", "", tool_calls=(call,))], add_generation_prompt=False
+        )
 
 
 def test_reads_variable_finds_top_level_variables() -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from diptych.runtime.settings_sources import BadSettings
 from diptych.v1 import inference_pb2 as pb
+from gateway.config import GatewaySettings
+from gateway.model.chat_template import Message
 from gateway.model.served_model import ModelCard, SamplingDefaults, ServedModel
+from gateway.model.template_file import read_template
 from gateway.request.validation import parse_request
 from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
@@ -107,3 +111,35 @@ def test_parsed_request_has_output_budget_and_stop_ids(bundled: ServedModel) -> 
     assert parsed(max_tokens=7, stop_token_ids=[9, 3]) == (7, (2, 3, 9))
     assert parsed(max_tokens=60, ignore_eos=True, stop_token_ids=[9]) == (40, (9,))
     assert parsed(ignore_eos=True) == (40, ())
+
+
+def test_chat_template_of_a_file_replaces_those_of_the_model(tmp_path: Path) -> None:
+    templates = {"chat_template": [{"name": n, "template": n} for n in ("default", "tool_use")]}
+    folder = write_folder(
+        tmp_path / "m", byte_level(), tokenizer_config=templates, generation_config={"eos_token_id": 5}
+    )
+    own = ServedModel.load(folder)
+    end = own.tokenizer.id_of("<|im_end|>")
+    assert own.card.eos_token_ids == (5,)
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages[0].content }}<|im_end|>é", encoding="utf-8")
+    model = ServedModel.load(folder, chat_template=read_template(path))
+    assert model.chat_template is not None
+    parts = model.chat_template.render([Message("user", "hi")], add_generation_prompt=False)
+    assert "".join(one if isinstance(one, str) else one.text for one in parts) == "hi<|im_end|>é"
+    assert model.tokenizer.tool_template is None
+    assert model.card.eos_token_ids == (5, end), "what ends a turn of it ends an output"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(None, "cannot be read: No such file"), (b"\xff\xfe", "is not UTF-8 text"), (b" \n", "is empty")],
+)
+def test_chat_template_file_that_is_none_is_refused_by_its_flag(
+    tmp_path: Path, data: bytes | None, message: str
+) -> None:
+    path = tmp_path / "t.jinja"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(BadSettings, match=rf"(?s)chat.template.*t\.jinja {message}"):
+        GatewaySettings.read_argv(["--chat-template", str(path), "--insecure"])

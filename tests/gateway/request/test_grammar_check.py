@@ -38,6 +38,13 @@ async def test_good_and_bad_grammars_are_told_apart(checker: GrammarCheck) -> No
         await checker.check(Grammar(Kind.REGEX, "["))
 
 
+async def test_control_tokens_of_the_model_are_no_fault(checker: GrammarCheck) -> None:
+    """The child's vocabulary is single bytes: which tokens a model has is not its question."""
+    await checker.check(Grammar(Kind.LARK, 'start: <[200005]> "final" <[200008]>'))
+    with pytest.raises(BadGrammar):
+        await checker.check(Grammar(Kind.LARK, "start: <[200005]> missing"))
+
+
 async def test_a_folder_called_like_our_package_is_not_run(
     checker: GrammarCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,9 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from gateway.output.output_stream import OutputStream
+from gateway.reasoning.harmony import HarmonyReasoning
+from gateway.reasoning.request_reasoning import RequestReasoning
+from gateway.reasoning.splitter import Start
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import LIFETIME_S, ResumeTokens
 from gateway.tools.tool import Tool, Toolbox
@@ -119,6 +122,15 @@ def test_token_is_bound_to_parallel_tool_calls() -> None:
     opened = tokens().open(tokens().issue(one, 77, TENANT))
     tokens().check(opened, one, TENANT)
     assert "another" in fault_of(lambda: tokens().check(opened, several, TENANT))
+
+
+def test_token_is_bound_to_the_place_where_the_output_begins() -> None:
+    form = HarmonyReasoning((1, 2, 3, 4), None)  # type: ignore[arg-type]
+    inside = replace(REQUEST, reasoning=RequestReasoning(form, Start.OPEN))
+    opened = tokens().open(tokens().issue(inside, 77, TENANT))
+    tokens().check(opened, inside, TENANT)
+    for other in (REQUEST, replace(REQUEST, reasoning=RequestReasoning(form, Start.BEFORE))):
+        assert "another" in fault_of(lambda request=other: tokens().check(opened, request, TENANT))
 
 
 def test_token_ignores_fields_without_effect_on_the_output() -> None:

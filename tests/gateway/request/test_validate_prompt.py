@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from tokenizers import AddedToken
 
 from diptych.runtime.errors import ContextLengthExceeded, DiptychError, InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.served_model import ServedModel
+from gateway.reasoning.splitter import Start
 from gateway.request.validate_prompt import ROLES, chat_tools, prompt_ids
 from gateway.request.validate_stopping import TokenBudget
+from gateway.request.validation import parse_request
+from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
 WIDE = TokenBudget(limit=10**9, wanted=1)
 
@@ -295,3 +300,40 @@ def test_a_prompt_that_fits_with_less_output_is_counted(bundled: ServedModel, wa
         assert caught.value.metadata["prompt_tokens"] == str(counted)
         assert f" ({counted} in the messages, {wanted} in the completion)" in caught.value.message
         assert [violation.field for violation in caught.value.violations] == ["stopping.max_tokens"]
+
+
+def test_a_prompt_says_whether_its_answer_begins_with_reasoning(tmp_path: Path) -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}{# [TOOL_CALLS] </think> #}"
+        "{% if enable_thinking %}<think>\n"
+        "{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("</think>", special=False, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
+    ends = {"eos_token_id": tokenizer.token_to_id("</s>")}
+    folder = write_folder(tmp_path, tokenizer, chat_template=template, generation_config=ends)
+    model = ServedModel.load(folder)
+    assert model.reasoning is not None
+    mark = model.tokenizer.id_of("[TOOL_CALLS]")
+
+    def reasoning(forced: bool = False, **values: Any) -> Start | None:
+        asked = chat(("user", "a </think>"), template_kwargs=kwargs(**values))
+        if forced:
+            asked.tools.add(name="f")
+            asked.tool_choice.mode = pb.ToolChoice.MODE_REQUIRED
+        request = pb.GenerateRequest(model=model.card.name, chat=asked)
+        parsed = parse_request(request, model)
+        # Required calls begin in the prompt only where no reasoning comes before them.
+        assert (parsed.prompt_ids[-1] == mark) == (forced and parsed.reasoning is None)
+        assert parsed.constraint is None or forced
+        if parsed.constraint is not None:
+            assert (f"<[{mark}]>" in parsed.constraint.grammar.text) == (parsed.reasoning is not None)
+        return None if parsed.reasoning is None else parsed.reasoning.start
+
+    for forced in (False, True):
+        assert reasoning(forced, enable_thinking=True) is Start.OPEN
+        assert reasoning(forced, enable_thinking=False) is None
+    text = pb.GenerateRequest(model=model.card.name, text="<think>\n")
+    assert parse_request(text, model).reasoning is None

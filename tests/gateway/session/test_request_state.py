@@ -15,6 +15,7 @@ from gateway.attempt.types import (
     Cause,
     DecodeFinished,
     FinishReason,
+    LocalPrefill,
     PrefillCommitted,
     Role,
     TokensArrived,
@@ -405,3 +406,55 @@ class ChoicesMachine(RuleBasedStateMachine):
 
 TestChoicesMachine = ChoicesMachine.TestCase
 TestChoicesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_too_many_new_tokens_route_remotely_without_an_attempt_that_counts() -> None:
+    request = RequestState(PROMPT, 8, 2, now=0.0)
+    (question,) = moment(request, Admitted())
+    assert isinstance(question, ChooseRoute)
+    assert not question.remote
+    (attach,) = moment(request, Routed(None, "d1", question.choices, LocalPrefill.SHORT))
+    assert isinstance(attach, Attach)
+    assert attach.attempt.local is LocalPrefill.SHORT
+    refusals = [AttemptFailed(1, Role.DECODE, Cause.TOO_MANY_NEW, choice) for choice in (0, 1)]
+    (question,) = moment(request, *refusals)
+    assert isinstance(question, ChooseRoute)
+    assert question.remote
+    assert question.choices == (0, 1)
+    assert not question.avoid
+    attach, dispatch = moment(request, Routed("p1", "d1", question.choices))
+    assert isinstance(attach, Attach)
+    assert isinstance(dispatch, Dispatch)
+    assert (attach.attempt.number, attach.attempt.local) == (2, LocalPrefill.NO)
+    assert (request.refused, request.retries.total()) == (1, 0)
+    assert all(choice.retry_context.attempts == 1 for choice in request.choices)
+    assert all(choice.attempts == [2] for choice in request.choices)
+
+
+def test_choice_may_be_local_again_after_a_remote_attempt() -> None:
+    request = RequestState(PROMPT, 8, now=0.0)
+    moment(request, Admitted())
+    moment(request, Routed(None, "d1", (0,), LocalPrefill.SHORT))
+    moment(request, AttemptFailed(1, Role.DECODE, Cause.TOO_MANY_NEW, 0))
+    moment(request, Routed("p1", "d1", (0,)))
+    actions = moment(request, AttemptFailed(2, Role.DECODE, Cause.PREEMPTED, 0))
+    assert [action.remote for action in actions if isinstance(action, ChooseRoute)] == [False]
+    moment(request, Routed(None, "d1", (0,), LocalPrefill.SHORT))
+    assert request.retries == {Cause.PREEMPTED: 1}
+
+
+def test_worker_that_dies_over_a_local_prompt_counts_as_a_death() -> None:
+    request = RequestState(PROMPT, 8, now=0.0)
+    moment(request, Admitted())
+    moment(request, Routed(None, "d1", (0,), LocalPrefill.SHORT))
+    moment(request, WorkerDown("d1"))
+    assert request.limits.failed_workers.deaths == 1
+
+
+def test_local_attempt_that_cannot_be_computed_avoids_its_decode_worker() -> None:
+    request = RequestState(PROMPT, 8, now=0.0)
+    moment(request, Admitted())
+    moment(request, Routed(None, "d1", (0,), LocalPrefill.SHORT))
+    (question,) = moment(request, AttemptFailed(1, Role.DECODE, Cause.COMPUTE_FAILED, 0))
+    assert isinstance(question, ChooseRoute)
+    assert question.avoid == {"d1"}

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
-from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from diptych.worker.v1 import decode_pb2, work_pb2
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, delivered
@@ -278,9 +278,7 @@ async def test_prompt_logprobs_and_echo_come_with_the_first_message(
             for first, last in ((1, 3), (3, count)):
                 await asyncio.sleep(0.1)  # tokens come before
                 scores = [score(-float(i)) for i in range(first, last)]
-                self.say(
-                    prompt_scores=prefill_pb2.PromptScores(id=work.id, first_position=first, scores=scores)
-                )
+                self.say(prompt_scores=work_pb2.PromptScores(id=work.id, first_position=first, scores=scores))
             self.committed(work)
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:

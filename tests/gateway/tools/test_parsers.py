@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.tools import deepseek, glm45, mistral_args, qwen3_coder
+from gateway.tools.harmony import HarmonyCallParser
+from gateway.tools.headed_calls import HeadedCallParser
 from gateway.tools.hermes import HermesParser
 from gateway.tools.llama3_json import Llama3JsonParser
 from gateway.tools.mistral import MistralParser
@@ -20,6 +23,19 @@ Call = tuple[str, object]
 
 BEGUN: Make = lambda: MistralParser(begun=True)  # noqa: E731
 LISTED: Make = lambda: Llama3JsonParser(["a", "b"])  # noqa: E731
+
+
+ARGS: Make = lambda: HeadedCallParser(mistral_args.FORM)  # noqa: E731
+ARGS_BEGUN: Make = lambda: HeadedCallParser(mistral_args.FORM, begun=True)  # noqa: E731
+DEEPSEEK: Make = lambda: HeadedCallParser(deepseek.FORM)  # noqa: E731
+CODER: Make = lambda: qwen3_coder.parser(None)  # noqa: E731
+GLM: Make = lambda: glm45.parser(None)  # noqa: E731
+CODER_CALL = "<tool_call>\n<function=a>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+GLM_CALL = (
+    "<tool_call>a\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>y</arg_key>\n<arg_value> two\n</arg_value>\n</tool_call>"
+)
+HARMONY_CALL = '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": 1}'
 
 
 def read(make: Make, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -116,6 +132,49 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (BEGUN, '[{"name": "a", "arguments": {"x": "]"}}]', "", [("a", {"x": "]"})]),
     (MistralParser, "so: [TOOL_CALLS]none", "so: [TOOL_CALLS]none", []),
     (BEGUN, "none", "none", []),
+    (ARGS, 'Hm. [TOOL_CALLS]a[ARGS]{"x": [1]}[TOOL_CALLS]b[ARGS]{} \n', "Hm.",
+     [("a", {"x": [1]}), ("b", {})]),
+    (ARGS, '[TOOL_CALLS]a[CALL_ID]123456789[ARGS] {"x": "}"}', "", [("a", {"x": "}"})]),
+    (ARGS, "[TOOL_CALLS]none", "[TOOL_CALLS]none", []),
+    (ARGS, "[TOOL_CALLS]a[ARGS]{1}.", "[TOOL_CALLS]a[ARGS]{1}.", []),
+    (ARGS, '[TOOL_CALLS]a[ARGS]{"x', '[TOOL_CALLS]a[ARGS]{"x', []),
+    (ARGS, "[TOOL_CALLS]a[ARGS]{} Done.", " Done.", [("a", {})]),
+    (ARGS_BEGUN, "a[ARGS]{}", "", [("a", {})]),
+    (ARGS_BEGUN, "none", "none", []),
+    (DEEPSEEK, "Hm.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+     '<｜tool▁call▁begin｜>b<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "Hm.",
+     [("a", {}), ("b", {"x": 1})]),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>b\n```json\n{}\n```<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>", "", [("a", {}), ("b", {})]),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>Done.", "Done.", [("a", {})]),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁s",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁s", []),
+    (CODER, CODER_CALL, "", [("a", {"x": "1"})]),
+    (CODER, f"Hm.\n\n{CODER_CALL}\n{CODER_CALL}", "Hm.", [("a", {"x": "1"})] * 2),
+    (CODER, "<tool_call><function=a></function></tool_call>", "", [("a", {})]),
+    (CODER, CODER_CALL.replace("1", "<a>\n</tool_call>"),
+     "", [("a", {"x": "<a>\n</tool_call>"})]),
+    (CODER, "<tool_call>\n<function=a>\n</function>", "", [("a", {})]),
+    (CODER, "<tool_call>\n<function=a>\n<parameter=x>", "<tool_call>\n<function=a>\n<parameter=x>", []),
+    (CODER, '<tool_call>{"name": "a"}</tool_call>', '<tool_call>{"name": "a"}</tool_call>', []),
+    (GLM, GLM_CALL, "", [("a", {"x": "1", "y": " two\n"})]),
+    (GLM, f"{GLM_CALL}\n<tool_call>b</tool_call>.", ".", [("a", {"x": "1", "y": " two\n"}), ("b", {})]),
+    (GLM, "<tool_call>a<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", "", [("a", {"x": "1"})]),
+    (GLM, "<tool_call>a b</tool_call>", "<tool_call>a b</tool_call>", []),
+    (GLM, "<tool_call>a\n<arg_key>x", "<tool_call>a\n<arg_key>x", []),
+    (HarmonyCallParser, HARMONY_CALL, "", [("a", {"x": 1})]),
+    (HarmonyCallParser, f"<|channel|>analysis<|message|>Hm < x.<|end|><|start|>assistant{HARMONY_CALL}",
+     "Hm < x.", [("a", {"x": 1})]),
+    (HarmonyCallParser, "So <|start|>assistant to=functions.a<|channel|>commentary<|message|>{}<|call|>",
+     "So ", [("a", {})]),
+    (HarmonyCallParser, "<|channel|>final<|message|>Yes<|return|>", "Yes", []),
+    (HarmonyCallParser, "<|channel|>commentary to=functions.a<|message|>none<|end|>",
+     "<|channel|>commentary to=functions.a<|message|>none", []),
+    (HarmonyCallParser, "a <|chan", "a <|chan", []),
+    (HarmonyCallParser, "<|channel|>comm", "", []),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ DECODE = DecodeCandidate("d1", "f", block_size=16, max_tokens=16_000, free_block
 REQUEST = RouteRequest("id", tokens=1000, worst_case_tokens=1100)
 
 
-def chosen(route: Route | NoWorker) -> tuple[str, str]:
+def chosen(route: Route | NoWorker) -> tuple[str | None, str]:
     assert isinstance(route, Route)
     return route.prefill_id, route.decode_id
 

@@ -27,7 +27,7 @@ from tests.kernels.cpu.tiny_models import (
     weights_of,
 )
 
-SHAPE = shape_of(windows=(None, 50), qk_norm=True)
+SHAPE = shape_of(windows=(None, 50), qk_norm="head")
 EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes", "codes"], str]] = [
     *((torch.float32, name) for name in native.instruction_sets(native.FP32)),
     *((torch.bfloat16, name) for name in native.instruction_sets(native.BF16)),

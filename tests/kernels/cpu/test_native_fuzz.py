@@ -5,7 +5,8 @@ that were given.
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.kv.kv_memory import KVLayout
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import ExpertsShape, ModelShape, NormPlacement, QKNorm, Routing
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import (
@@ -45,8 +46,48 @@ def shapes(draw: st.DrawFn, widest: int = 70) -> ModelShape:
         head_dim=2 * draw(st.integers(1, 36)),
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "head"])),
         windows=tuple(draw(st.lists(window, min_size=layers, max_size=layers))),
+    )
+
+
+@st.composite
+def switched_shapes(draw: st.DrawFn) -> ModelShape:
+    """Shapes with any of the switches, experts among them."""
+    plain = draw(shapes())
+    experts = None
+    if draw(st.booleans()):
+        count = draw(st.integers(1, 6))
+        shared = draw(st.sampled_from([0, 0, 33]))
+        experts = ExpertsShape(
+            num_experts=count,
+            experts_per_token=draw(st.integers(1, count)),
+            intermediate_size=draw(st.integers(1, 70)),
+            routing=draw(st.sampled_from(get_args(Routing))),
+            normalise=draw(st.booleans()),
+            shared_size=shared,
+            shared_gate=shared > 0 and draw(st.booleans()),
+        )
+    layers = [
+        replace(
+            layer,
+            rotation=draw(st.sampled_from([0, None])),
+            experts=experts is not None and draw(st.booleans()),
+        )
+        for layer in plain.layers
+    ]
+    return replace(
+        plain,
+        layers=tuple(layers),
+        experts=experts,
+        norms=draw(st.sampled_from(get_args(NormPlacement))),
+        qk_norm=draw(st.sampled_from(get_args(QKNorm))),
+        activation=draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"])),
+        gated=experts is not None or draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        score_cap=draw(st.sampled_from([None, 2.0])),
+        logit_cap=draw(st.sampled_from([None, 5.0])),
+        residual_scale=draw(st.sampled_from([1.0, 0.4])),
     )
 
 
@@ -86,7 +127,11 @@ def run(backend: Any, plan: Plan, layout: KVLayout, seed: int) -> tuple[torch.Te
 
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
+@given(
+    shape=switched_shapes(),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
+    seed=st.integers(0, 1 << 20),
+)
 def test_steps_of_any_shape_over_any_blocks_equal_torch(
     instructions: str, shape: ModelShape, block_size: int, seed: int
 ) -> None:
@@ -101,7 +146,11 @@ def test_steps_of_any_shape_over_any_blocks_equal_torch(
 
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BF16))
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
+@given(
+    shape=switched_shapes(),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
+    seed=st.integers(0, 1 << 20),
+)
 def test_bf16_steps_write_only_their_own_lanes(
     instructions: str, shape: ModelShape, block_size: int, seed: int
 ) -> None:

@@ -4,7 +4,7 @@ of this machine.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from tests.kernels.cpu.tiny_models import (
 SHAPES: dict[str, ModelShape] = {
     "llama": shape_of(),
     "tied-all-biases": shape_of(tied_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "query-key-norms": shape_of(qk_norm=True, num_heads=4, num_kv_heads=2, head_dim=64),
+    "query-key-norms": shape_of(qk_norm="head", num_heads=4, num_kv_heads=2, head_dim=64),
     "windows": shape_of(windows=(7, None)),
     "tiny-window": shape_of(windows=(1, 2)),
     "one-kv-head": shape_of(num_kv_heads=1),
@@ -87,7 +87,7 @@ def test_fp32_steps_equal_the_torch_backend(name: str, block_size: int) -> None:
 def test_every_instruction_set_equals_the_torch_backend(
     dtype: torch.dtype, instructions: str, head_dim: int, block_size: int
 ) -> None:
-    shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm=True, windows=(None, 9), head_dim=head_dim)
+    shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm="head", windows=(None, 9), head_dim=head_dim)
     weights = weights_of(shape, dtype)
     backend = NativeBackend(shape, weights, dtype, instructions)
     # The bf16 weights in fp32 arithmetic are what bf16 kernels come near to: their sums are fp32, and only
@@ -147,11 +147,17 @@ def test_steps_over_byte_matrices_equal_the_torch_backend(
 def as_fp32(weights: Any) -> Any:
     """Return the weights in fp32."""
 
-    def convert(holder: Any) -> Any:
-        tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
-        return replace(holder, **{n: t.float() for n, t in tensors.items() if isinstance(t, torch.Tensor)})
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float()
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        return converted(value) if is_dataclass(value) else value
 
-    return replace(convert(weights), layers=tuple(convert(layer) for layer in weights.layers))
+    def converted(holder: Any) -> Any:
+        return replace(holder, **{f.name: convert(getattr(holder, f.name)) for f in fields(holder)})
+
+    return converted(weights)
 
 
 def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch) -> None:

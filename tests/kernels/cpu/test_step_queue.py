@@ -13,9 +13,8 @@ import torch
 
 from diptych.engine.backends.native import backend as native_backend
 from diptych.engine.backends.native.backend import NativeBackend, NativeError
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
-from diptych.engine.step_output import Launched
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 GREEDY = SampleRow(SamplingParams(temperature=0.0), (), ())

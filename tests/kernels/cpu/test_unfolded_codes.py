@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.backends.native.packing import Packer
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 from kernels.byte_codes import CodedBytes, as_bytes
@@ -78,7 +79,8 @@ def test_a_matrix_that_is_set_again_keeps_nothing_of_the_old_one() -> None:
     weights = coded_weights_of(shape, "q4_0")
     backend = NativeBackend(shape, weights, torch.bfloat16)
     new = quantise_matrix(torch.randn(tuple(weights.layers[0].o.shape)))
-    backend._set_linear(0, native.OUTPUT, (new, None))
+    packer = Packer(backend._library, backend._model, torch.bfloat16)
+    packer.set_linear(0, native.OUTPUT, (new, None))
     pool, tokens = Pool(layout_of(shape, 16, torch.bfloat16), 8), tokens_of(6)
     together = backend.forward([pool.sequence(8).step(tokens, trailing=6)], None)
     sequence = pool.sequence(8)

@@ -95,10 +95,12 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.convert_blocks import HeadRange, block_major, token_major
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
+    from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
     from kernels.gpu.paged_decode import paged_decode
     from kernels.gpu.paged_prefill import paged_prefill
     from kernels.gpu.rms_norm import add_rms_norm, rms_norm
     from kernels.gpu.rotary_write import rotary_write
+    from kernels.gpu.route_experts import RoutedRows, route_experts
     from kernels.gpu.sample import sample
     from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
     from kernels.gpu.swiglu import swiglu
@@ -116,6 +118,23 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         lengths = torch.ones(17, dtype=torch.int32)
         made.append(
             (f"decode {name}", lambda: paged_decode(query, blocks, 1, tables, lengths[:16], scales=scales))
+        )
+        sinks = torch.zeros(heads)
+        made.append(
+            (
+                f"decode with cap and sinks {name}",
+                lambda: paged_decode(
+                    query, blocks, 1, tables, lengths[:16], cap=9.0, sinks=sinks, window=32, scales=scales
+                ),
+            )
+        )
+        made.append(
+            (
+                f"prefill with cap and sinks {name}",
+                lambda: paged_prefill(
+                    query, blocks, 1, tables, lengths[:16], lengths, max_tokens=9, cap=9.0, sinks=sinks
+                ),
+            )
         )
         made.append(
             (
@@ -168,7 +187,52 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     x = torch.zeros(3, 4096, dtype=bf16)
     made.append(("rms_norm", lambda: rms_norm(x, x[0], 1e-5)))
     made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
-    made.append(("swiglu", lambda: swiglu(x)))
+    made.append(
+        ("rms_norm of rows apart", lambda: rms_norm(x[:, :96], x[0, :96].float(), 1e-5, out=x[:, :96]))
+    )
+    for activation in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
+        made.append(
+            (
+                f"swiglu {activation}",
+                lambda activation=activation: swiglu(x, activation=activation, limit=7.0),
+            )
+        )
+
+    def experts(tokens: int, count: int, chosen: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        name = f"{tokens} rows, {chosen} of {count} {dtype}"
+        rows, router = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(count, hidden)
+        routed = RoutedRows.make(tokens, count, chosen, rows.device)
+        gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)
+        down, bias = (
+            torch.empty(count, hidden, inner, dtype=dtype),
+            torch.empty(count, 2 * inner, dtype=dtype),
+        )
+        parts = torch.empty(tokens * chosen, inner, dtype=dtype)
+        made.append((f"route {name}", lambda: route_experts(rows, router, count=chosen, out=routed)))
+        made.append(
+            (
+                f"route in groups {name}",
+                lambda: route_experts(
+                    rows, router, router[:, 0], router[:, 0], count=chosen, routing="sigmoid", normalise=True,
+                    groups=4, groups_per_token=2, group_score="best_two", out=routed,
+                ),
+            )
+        )  # fmt: skip
+        made.append((f"experts' gates {name}", lambda: expert_swiglu(rows, gate_up, None, routed)))
+        made.append(
+            (
+                f"experts' clamped gates {name}",
+                lambda: expert_swiglu(rows, gate_up, bias, routed, activation="clamped_swiglu", limit=7.0),
+            )
+        )
+        made.append((f"experts' downs {name}", lambda: expert_linear(parts, down, None, routed)))
+        made.append((f"experts' sum {name}", lambda: sum_experts(rows.repeat(chosen, 1), routed, rows)))
+
+    experts(4, 128, 8, 2048, 768, bf16)
+    experts(200, 128, 8, 2048, 768, bf16)
+    if not quick:
+        experts(4, 12, 2, 100, 36, fp32)
+        experts(70, 32, 4, 2880, 2880, fp16)
 
     def products(outputs: int, inputs: int, dtype: torch.dtype, biased: bool = False) -> None:
         name = f"{outputs} x {inputs} {dtype}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def expected(query: torch.Tensor, memory: Paged, lengths: list[int], window: int
 
 
 def run(
-    query: torch.Tensor, memory: Paged, lengths: list[int], window: int | None = None, **kwargs: torch.Tensor
+    query: torch.Tensor, memory: Paged, lengths: list[int], window: int | None = None, **kwargs: Any
 ) -> torch.Tensor:
     return paged_decode(
         query,
@@ -102,6 +104,46 @@ def test_a_row_without_context_is_zero_and_changes_no_other(device: torch.device
     assert (got[0] == 0).all()
     assert (got[2] == 0).all()
     assert error(got[1:2], expected(query, memory, [1, 20, 1], None)[1:2]) < 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize(
+    "rule",
+    [{"scale": 0.3}, {"scale": 0.4, "cap": 2.0}, {"sinks": True}, {"cap": 1.5, "sinks": True}],
+    ids=str,
+)
+def test_scales_caps_and_sinks_of_scores(
+    rule: dict[str, Any], window: int | None, device: torch.device
+) -> None:
+    torch.manual_seed(9)
+    heads, lengths = Heads(9, 3, 64, 16), [1, 40, SHORT_SPLIT + 1, 3 * SHORT_SPLIT + 5]
+    memory = paged(heads, lengths, torch.float32, device)
+    query = queries(len(lengths), heads, torch.float32, device)
+    sinks = torch.randn(heads.heads, device=device) * 3
+    sinks[0], sinks[1] = 200.0, -200.0
+    given = {**rule, "sinks": sinks if "sinks" in rule else None}
+    plain = {**given, "sinks": None if given["sinks"] is None else sinks.cpu()}
+    want = meaning(
+        query.cpu(),
+        memory.blocks.cpu(),
+        LAYER,
+        memory.tables.long().cpu(),
+        torch.tensor(lengths),
+        window,
+        **plain,
+    )
+    got = run(query, memory, lengths, window, **given)
+    assert error(got.cpu(), want) < 3e-6
+    off = run(query, memory, lengths, window)
+    assert error(off.cpu(), want) > 1e-2
+
+
+def test_a_row_without_context_is_zero_beside_its_sink(device: torch.device) -> None:
+    memory = paged(SMALL, [20], torch.float32, device)
+    query = queries(2, SMALL, torch.float32, device)
+    tables = Paged(memory.blocks, memory.tables.expand(2, -1).contiguous())
+    sinks = torch.ones(SMALL.heads, device=device)
+    assert (run(query, tables, [0, 20], sinks=sinks)[0] == 0).all()
 
 
 def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:

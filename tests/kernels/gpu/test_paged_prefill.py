@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def run(
     starts: list[int],
     chunks: list[int],
     window: int | None = None,
-    **kwargs: torch.Tensor,
+    **kwargs: Any,
 ) -> torch.Tensor:
     offsets = torch.tensor([0, *chunks]).cumsum(0).int()
     return paged_prefill(
@@ -120,6 +122,33 @@ def test_rows_of_no_sequence_are_left_alone(device: torch.device) -> None:
     run(query, memory, [0], [12], out=out)
     assert (out[12:] == 7.0).all()
     assert error(out[:12], expected(query[:12], memory, [0], [12], None)) < 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize(
+    "rule",
+    [{"scale": 0.3}, {"scale": 0.4, "cap": 2.0}, {"sinks": True}, {"cap": 1.5, "sinks": True}],
+    ids=str,
+)
+def test_scales_caps_and_sinks_of_scores(
+    rule: dict[str, Any], window: int | None, device: torch.device
+) -> None:
+    torch.manual_seed(9)
+    heads, starts, chunks = Heads(6, 3, 64, 16), [0, 40], [21, 30]
+    query, memory = case(heads, starts, chunks, torch.float32, device)
+    sinks = torch.randn(heads.heads, device=device) * 3
+    sinks[0], sinks[1] = 200.0, -200.0
+    given = {**rule, "sinks": sinks if "sinks" in rule else None}
+    plain = {**given, "sinks": None if given["sinks"] is None else sinks.cpu()}
+    parts = zip(query.cpu().split(chunks), memory.tables.cpu(), starts, strict=True)
+    want = torch.cat(
+        [
+            meaning(part, memory.blocks.cpu(), LAYER, table.long(), start, window, **plain)
+            for part, table, start in parts
+        ]
+    )
+    assert error(run(query, memory, starts, chunks, window, **given).cpu(), want) < 3e-6
+    assert error(run(query, memory, starts, chunks, window).cpu(), want) > 1e-2
 
 
 def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:

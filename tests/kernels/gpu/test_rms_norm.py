@@ -43,3 +43,24 @@ def test_rms_norm_works_in_place_and_on_no_rows(device: torch.device) -> None:
     expected = meaning(x, weight, 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5, out=x), expected)
     assert rms_norm(x[:0], weight, 1e-5).shape == (0, 64)
+
+
+def test_rows_may_lie_apart(device: torch.device) -> None:
+    torch.manual_seed(3)
+    whole = torch.randn(5, 100, device=device)
+    expected, weight = whole.clone(), torch.rand(40, device=device)
+    expected[:, 30:70] = meaning(whole[:, 30:70], weight, 1e-5)
+    part = whole[:, 30:70]
+    assert rms_norm(part, weight, 1e-5, out=part) is part
+    torch.testing.assert_close(whole, expected)
+    with pytest.raises(ValueError, match="not contiguous"):
+        rms_norm(whole.t(), torch.ones(5, device=device), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_weight_multiplies_before_the_result_is_rounded(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(4)
+    x, weight = torch.randn(4, 577, device=device).to(dtype), torch.rand(577, device=device) + 0.5
+    assert error(rms_norm(x, weight, 1e-6), meaning(x, weight, 1e-6)) < TOLERANCE[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,23 +36,26 @@ class Case:
             first, second = (torch.rand(heads.head_dim, device=device).to(dtype) + 0.5 for _ in range(2))
             self.norms = (first, second)
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, *, rotate: bool = True, late: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries, and the blocks with keys and values in them; padding rows leave them alone."""
         heads, blocks = self.heads, self.blocks.clone()
         q, k, v = self.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], dim=1)
-        if self.norms is not None:
+        if self.norms is not None and not late:
             q, k = rms_norm(q, self.norms[0], 1e-6), rms_norm(k, self.norms[1], 1e-6)
-        q, k = rotary(q, self.cos, self.sin), rotary(k, self.cos, self.sin)
+        if rotate:
+            q, k = rotary(q, self.cos, self.sin), rotary(k, self.cos, self.sin)
+        if self.norms is not None and late:
+            q, k = rms_norm(q, self.norms[0], 1e-6), rms_norm(k, self.norms[1], 1e-6)
         kept = self.block_ids >= 0
         write_kv_rows(blocks, LAYER, self.block_ids[kept], self.lanes[kept].long(), k[kept], v[kept])
         return q, blocks
 
-    def run(self, blocks: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    def run(self, blocks: torch.Tensor, *, rotate: bool = True, **kwargs: Any) -> torch.Tensor:
         q_norm, k_norm = self.norms or (None, None)
         return rotary_write(
             self.qkv,
-            self.cos,
-            self.sin,
+            self.cos if rotate else None,
+            self.sin if rotate else None,
             blocks,
             LAYER,
             self.block_ids,
@@ -74,6 +79,27 @@ def test_rotary_write_equals_the_single_operators(heads: Heads, norm: bool, devi
     assert error(case.run(case.blocks), q) < 1e-6
     assert error(case.blocks, blocks) < 1e-6
     assert torch.equal(case.blocks == 7.0, blocks == 7.0), "nothing else is written"
+
+
+@pytest.mark.parametrize(("rotate", "late"), [(False, False), (True, True), (False, True)])
+def test_norms_may_follow_the_rotation_and_it_may_be_left_out(
+    rotate: bool, late: bool, device: torch.device
+) -> None:
+    torch.manual_seed(4)
+    case = Case(ODD_HEADS[1], 19, torch.float32, device, norm=True)
+    q, blocks = case.expected(rotate=rotate, late=late)
+    assert error(case.run(case.blocks, rotate=rotate, norm_late=late), q) < 1e-6
+    assert error(case.blocks, blocks) < 1e-6
+
+
+def test_float32_norms_multiply_before_they_are_rounded(device: torch.device) -> None:
+    torch.manual_seed(5)
+    case = Case(SMALL, 9, torch.bfloat16, device, norm=True)
+    assert case.norms is not None
+    case.norms = (case.norms[0].float() * 1.0007, case.norms[1].float() * 1.0007)
+    q, blocks = case.expected()
+    assert error(case.run(case.blocks), q) < TOLERANCE[torch.bfloat16]
+    assert error(case.blocks, blocks) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,3 +139,7 @@ def test_one_norm_alone_is_refused(device: torch.device) -> None:
             case.qkv, case.cos, case.sin, case.blocks, 0, case.block_ids, case.lanes, heads=4, kv_heads=2,
             q_norm=case.cos[0],
         )  # fmt: skip
+    with pytest.raises(ValueError, match="cosines and sines"):
+        rotary_write(
+            case.qkv, case.cos, None, case.blocks, 0, case.block_ids, case.lanes, heads=4, kv_heads=2
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.engine.sampling.params import SamplingParams
 from diptych.engine.sampling.random import distribution, sample_token, uniform
-from diptych.engine.sampling.sample_row import SampleRow
+from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
 from kernels.gpu.sample import NOT_FINITE, SampleScratch, make_scratch, sample
 
 

@@ -54,6 +54,8 @@ class Process:
 
     id: WriterId
     in_place: bool
+    reads: bool = False
+    """True if it may read the cached prefix of its grants where it lies."""
     sender: Sender = field(default_factory=Sender)
     up: deque[Any] = field(default_factory=deque)
     down: deque[Any] = field(default_factory=deque)
@@ -71,7 +73,11 @@ class HandoffMachine(RuleBasedStateMachine):
         self.pool = BlockPool(POOL)
         self.running = 0
         self.receiver = Receiver(self.pool, BLOCK_SIZE, lambda: self.running)
-        self.processes = [Process(WriterId("a", 1), True), Process(WriterId("b", 1), False)]
+        self.processes = [
+            Process(WriterId("a", 1), True),
+            Process(WriterId("b", 1), False),
+            Process(WriterId("c", 1), True, reads=True),
+        ]
         self.attempts: dict[Key, PendingTransfer] = {}
         self.unasked: list[Key] = []
         self.past: list[Any] = []
@@ -118,13 +124,14 @@ class HandoffMachine(RuleBasedStateMachine):
     def link(self, process: Process) -> None:
         process.linked_there = True
         process.sender.link_up()
-        self.perform(self.receiver.link_up(process.id, in_place=process.in_place))
+        self.perform(self.receiver.link_up(process.id, in_place=process.in_place, reads_prefix=process.reads))
 
     def kill(self, process: Process) -> None:
         """Kill a process with proof; its successor is another writer."""
         self.processes.remove(process)
         self.perform(self.receiver.writer_dead(process.id))
-        heir = Process(WriterId(process.id.worker_id, process.id.incarnation + 1), process.in_place)
+        heir_id = process.id._replace(incarnation=process.id.incarnation + 1)
+        heir = Process(heir_id, process.in_place, process.reads)
         self.processes.append(heir)
         self.link(heir)
 
@@ -412,6 +419,9 @@ class HandoffMachine(RuleBasedStateMachine):
                 for ref, grant in process.held.items():
                     assert ref in granted, "a block is back while its writer may write"
                     assert granted[ref].block_ids[: len(grant.block_ids)] == list(grant.block_ids)
+                    if process.reads:
+                        pinned = granted[ref].pinned
+                        assert all(self.pool.references(b) for b in pinned), "a block that is read is free"
 
     @invariant()
     def block_states_add_up_to_the_pool(self) -> None:
@@ -425,6 +435,8 @@ class HandoffMachine(RuleBasedStateMachine):
         for attempt in self.receiver._transfers.grants:
             if attempt.phase is ReceiverPhase.QUARANTINED:
                 quarantined += len(attempt.open_grant.allocated)
+                if attempt.open_grant.reads_prefix:
+                    times.update(attempt.open_grant.pinned)
             else:
                 times.update(attempt.open_grant.block_ids)
         assert all(pool.references(block) == times[block] for block in range(POOL))

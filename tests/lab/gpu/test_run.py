@@ -13,6 +13,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from lab.gpu.__main__ import main, run, sections
+from lab.gpu.model_step import tiny
 from lab.gpu.random_model import LLAMA_3_8B, QWEN3_8B, matrix_elements, random_weights
 from lab.gpu.results import described, save
 from lab.gpu.section import Context, Figure, Unmeasured, figure
@@ -63,7 +64,7 @@ def test_without_a_gpu_every_section_says_so_and_the_command_too() -> None:
 def test_random_models_compute_and_are_as_large_as_their_names() -> None:
     assert round(matrix_elements(LLAMA_3_8B) / 1e9, 2) == 7.5
     assert round(matrix_elements(QWEN3_8B) / 1e9, 2) == 7.57
-    shape = replace(QWEN3_8B, vocab_size=99, hidden_size=32, num_layers=2, intermediate_size=48, head_dim=16)
+    shape = replace(tiny(QWEN3_8B), layers=QWEN3_8B.layers[:2])
     weights = random_weights(shape, CPU, torch.float32)
     memory = KVMemory(KVLayout(2, shape.num_kv_heads, 16, 16, torch.float32), 2)
     logits = TorchBackend(shape, weights).forward([SequenceStep(memory, [0, 1], 0, [1, 2, 3], True)], None)

@@ -12,21 +12,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
-from diptych.engine.batch import AbortWords, SequenceStep
-from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
+from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
+from diptych.engine.backends.native.supports import supports
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import Launched, StepOutput
-from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
-from kernels.byte_codes import CodedBytes
-from kernels.byte_linear import ByteMatrix
+from diptych.engine.weights import Storage, Weights
 from kernels.cpu import library as native
-from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
-_FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
 _FIRST_POSITIONS = 32_768
 """Positions whose rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay as they run."""
 
@@ -56,6 +52,8 @@ class NativeBackend:
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
+        if (why := supports(shape)) is not None:
+            raise NativeUnavailable(f"the native step does not compute {why}")
         if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
         try:
@@ -68,7 +66,7 @@ class NativeBackend:
         self._guests_from = 0
         name = None if instruction_set is None else instruction_set.encode()
         number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
-        self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
+        self._model: int = self._library.diptych_model_new(native_shape(shape, number), name)
         if not self._model:
             raise NativeUnavailable(native.last_error(self._library))
         self.completions, told = os.pipe()
@@ -76,13 +74,18 @@ class NativeBackend:
             os.set_blocking(end, False)
         weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
         self._library.diptych_tell(self._model, told)
-        self._load(weights)
-        self._frequencies = inverse_frequencies(shape).float()
-        self._magnitude = rotary_magnitude(shape)
+        pack_model(self._library, self._model, shape, weights, dtype)
+        self._embedding = stored(weights.embed, dtype)  # read at every step, never copied
+        self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
         self._positions = 0
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._ahead: deque[_LaunchedStep] = deque()
         self._no_logits = torch.empty((0, shape.vocab_size))
+
+    @property
+    def mixes_chunks(self) -> bool:
+        """See `MixedStepBackend`: weights are read once for all rows of a step."""
+        return True
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
@@ -183,73 +186,16 @@ class NativeBackend:
         if status != native.OK:
             raise NativeError(native.last_error(self._library))
 
-    def _load(self, weights: Weights) -> None:
-        self._embedding = self._canonical(weights.embed)  # read at every step, never copied
-        self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
-        for index, layer in enumerate(weights.layers):
-            self._load_layer(index, layer)
-            window = self._shape.window(index)
-            if window is not None:
-                self._check(self._library.diptych_set_window(self._model, index, window))
-        self._set_norm(0, native.FINAL_NORM, weights.final_norm)
-        self._set_linear(0, native.HEAD, (weights.output_matrix(), None))
-
-    def _load_layer(self, index: int, layer: LayerWeights) -> None:
-        qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-        self._set_linear(index, native.QKV, *qkv)
-        self._set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
-        self._set_linear(index, native.GATE_UP, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
-        self._set_linear(index, native.DOWN, (layer.down, layer.down_bias))
-        self._set_norm(index, native.INPUT_NORM, layer.input_norm)
-        self._set_norm(index, native.POST_NORM, layer.post_norm)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            self._set_norm(index, native.QUERY_NORM, layer.q_norm)
-            self._set_norm(index, native.KEY_NORM, layer.k_norm)
-
-    def _set_linear(self, layer: int, which: int, *parts: tuple[Matrix, torch.Tensor | None]) -> None:
-        matrices = (native.Matrix * len(parts))()
-        alive: list[torch.Tensor] = []
-
-        def address(tensor: torch.Tensor) -> int:
-            alive.append(tensor.contiguous())
-            return alive[-1].data_ptr()
-
-        for matrix, (weight, bias) in zip(matrices, parts, strict=True):
-            matrix.rows, matrix.columns = weight.shape
-            match weight:
-                case BlockMatrix():
-                    matrix.format, matrix.data = _FORMATS[weight.format], address(weight.blocks)
-                case ByteMatrix():
-                    matrix.format, matrix.data = native.I8, address(weight.values)
-                    matrix.scales = address(weight.scales)
-                case CodedBytes():
-                    matrix.format, matrix.data = native.I8_CODED, address(weight.codes)
-                    matrix.scales, matrix.slopes = address(weight.scales), address(weight.slopes)
-                case _:
-                    matrix.data = address(self._canonical(weight))
-            if bias is not None:
-                matrix.bias = address(bias.float())
-        self._check(self._library.diptych_set_linear(self._model, layer, which, matrices, len(parts)))
-
-    def _set_norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
-        values = weight.float().contiguous()
-        status = self._library.diptych_set_norm(self._model, layer, which, values.data_ptr(), len(values))
-        self._check(status)
-
-    def _canonical(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
-
     def _reach(self, positions: int) -> None:
         """Make rotary tables for at least `positions` positions; they double so that they are seldom made."""
         if positions <= self._positions:
             return
         count = max(positions, 2 * self._positions)
-        angles = torch.arange(count).float().unsqueeze(1) * self._frequencies
-        cosines = (angles.cos() * self._magnitude).contiguous()
-        sines = (angles.sin() * self._magnitude).contiguous()
-        status = self._library.diptych_set_rotary(self._model, cosines.data_ptr(), sines.data_ptr(), count)
-        self._check(status)
-        self._rotary = cosines, sines
+        tables = rotary_tables(self._shape, count)
+        addresses = [native.Rotation(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
+        array = (native.Rotation * len(tables))(*addresses)
+        self._check(self._library.diptych_set_rotations(self._model, array, len(tables), count))
+        self._rotary = tables
         self._positions = count
 
 
@@ -263,23 +209,8 @@ def _to_sampled(token: int) -> Sampled | SampleFailure:
     return NOT_FINITE if token < 0 else Sampled(token)
 
 
-def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
-    return native.Shape(
-        dtype=dtype,
-        layers=shape.num_layers,
-        hidden=shape.hidden_size,
-        intermediate=shape.intermediate_size,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab_size,
-        rms_epsilon=shape.rms_eps,
-        query_scale=shape.head_dim**-0.5,
-    )
-
-
 class _LaunchedStep:
-    """A step on its way; see `diptych.engine.step_output.Launched`. It must live until it is computed."""
+    """A step on its way; see `diptych.engine.batch.Launched`. It must live until it is computed."""
 
     def __init__(
         self,

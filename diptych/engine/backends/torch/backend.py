@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import torch
 
 from diptych.engine.backends.torch.decoder import Decoder
-from diptych.engine.backends.torch.row_groups import Chunk, Decodes, group_rows
+from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
@@ -16,11 +18,25 @@ from diptych.engine.weights import Weights
 class TorchBackend:
     """Executes steps with the torch meaning of every operator."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, kv_scales: torch.Tensor | None = None) -> None:
-        """Prepare the decoder; with `kv_scales` (kernels/fp8_cache.py) keys and values are kept in FP8."""
-        self._scales = kv_scales
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        kv_scales: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Prepare the decoder on `device`, where keys and values will be; with `kv_scales`
+        (kernels/fp8_cache.py) these are kept in FP8.
+        """
+        self._device = torch.device(device)
+        weights = on_device(weights, self._device)
+        self._scales = None if kv_scales is None else kv_scales.to(self._device)
         self._decoder = Decoder(shape, weights)
         self._shape = shape
+        self._rules = [
+            ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
+            for index, layer in enumerate(weights.layers)
+        ]
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in this process' torch calls from the calling thread."""
@@ -29,13 +45,18 @@ class TorchBackend:
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
         with torch.inference_mode():
-            tokens, positions, last = _flatten(sequences)
+            tokens, positions, last = (numbers.to(self._device) for numbers in _flatten(sequences))
             groups: list[Chunk | Decodes] = group_rows(sequences)
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                if (latent := self._shape.latent) is not None:
+                    mixed = q.new_zeros(*q.shape[:-1], latent.rank)
+                    for group in groups:
+                        group.attend_latents(layer, self._shape.score_scale, q, k, mixed)
+                    return mixed
                 mixed = torch.zeros_like(q)
                 for group in groups:
-                    group.attend(layer, self._shape.window(layer), q, k, v, mixed, self._scales)
+                    group.attend(layer, self._rules[layer], q, k, v, mixed, self._scales)
                 return mixed
 
             def wanted() -> bool:
@@ -48,12 +69,26 @@ class TorchBackend:
                 return True
 
             logits = self._decoder.forward(tokens, positions, last, attend, wanted)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:
                 return torch.full((len(last), self._shape.vocab_size), torch.nan)
+            logits = logits.cpu()
             if abort is not None:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
+
+
+def on_device(record: Any, device: torch.device) -> Any:
+    """Return a record of weights with all tensors, also those of records in it, on `device`."""
+    if isinstance(record, torch.Tensor):
+        return record.to(device)
+    if isinstance(record, tuple):
+        return type(record)(on_device(one, device) for one in record)
+    if is_dataclass(record) and not isinstance(record, type):
+        return replace(record, **{name: on_device(value, device) for name, value in vars(record).items()})
+    return record
 
 
 def _flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,30 +1,37 @@
-"""The decoder: one definition with switches for Llama, Mistral, Ministral, Qwen2 and Qwen3.
+"""The decoder: one definition that interprets every `ModelShape`. It is the meaning of the other backends.
 
 Names carry shapes: T tokens of the step (all sequences in a row), H hidden, N query heads, K KV heads, D
-head_dim. Attention is an argument, so that the definition knows nothing of blocks, pools or batches.
+head_dim. Attention is an argument, so that the definition knows nothing of blocks, pools or batches. A layer
+whose feed-forward is experts has an `ExpertFeedForward` (experts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
-from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
-from kernels import byte_codes, byte_linear, quantised_linear
-from kernels.byte_codes import CodedBytes
-from kernels.byte_linear import ByteMatrix
-from kernels.quantised_linear import BlockMatrix
+from diptych.engine.backends.torch.experts import ExpertFeedForward
+from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
+from diptych.engine.backends.torch.latent_attention import LatentAttention
+from diptych.engine.models.rope import cos_sin
+from diptych.engine.models.shape import Activation, ModelShape
+from diptych.engine.weights import ExpertWeights, LayerWeights, Storage, Weights
+from kernels import byte_linear, quantised_linear
+from kernels.layer_norm import layer_norm
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
-from kernels.swiglu import swiglu
+from kernels.swiglu import clamped_swiglu, swiglu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored."""
+"""`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored.
+
+Where attention is over latents, queries and latents take the place of all three (latent_attention.py).
+"""
+Angles = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""cos and sin `[T, D / 2]` of each rotation of the model."""
 
 _LINEAR: dict[Storage, Callable[..., torch.Tensor]] = {
     "dense": functional.linear,
@@ -36,24 +43,6 @@ too.
 """
 
 
-@dataclass(frozen=True)
-class _FusedLayer:
-    """A layer with its matrices joined: four products a layer instead of seven."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-
-
 class Decoder:
     """Token ids in, logits of chosen tokens out."""
 
@@ -63,11 +52,11 @@ class Decoder:
         # Quantised products give float32, and all that lies between them stays so.
         self._dtype = weights.embed.dtype if weights.storage == "dense" else torch.float32
         self._linear = _LINEAR[weights.storage]
-        self._layers = [_fuse(layer) for layer in weights.layers]
-        self._final_norm = weights.final_norm
-        self._head = _dense(weights.output_matrix())
-        self._frequencies = inverse_frequencies(shape)
-        self._magnitude = rotary_magnitude(shape)
+        self._layers = [fuse(layer) for layer in weights.layers]
+        self._latents = [self._latents_of(layer) for layer in weights.layers]
+        self._experts = [self._experts_of(layer.experts) for layer in weights.layers]
+        self._final_norm, self._final_norm_bias = weights.final_norm, weights.final_norm_bias
+        self._head = dense(weights.output_matrix())
 
     def forward(
         self,
@@ -82,73 +71,151 @@ class Decoder:
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
         it says no.
         """
-        angles = positions.float().unsqueeze(1) * self._frequencies
-        cos = (angles.cos() * self._magnitude).to(self._dtype)
-        sin = (angles.sin() * self._magnitude).to(self._dtype)
+        angles = self._angles(positions)
+        growth = self._growth(positions)
         x_TH = functional.embedding(tokens, self._embed).to(self._dtype)
+        if self.shape.embedding_scale != 1.0:
+            # Rounded like the residual, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+            x_TH = x_TH * torch.tensor(self.shape.embedding_scale, dtype=self._dtype)
         for index, layer in enumerate(self._layers):
             if not wanted():
                 return None
-            x_TH = x_TH + self._attention(index, layer, x_TH, cos, sin, attend)
-            x_TH = x_TH + self._feed_forward(layer, x_TH)
-        x_TH = rms_norm(x_TH[last], self._final_norm, self.shape.rms_eps)
-        return self._linear(x_TH, self._head).float()
+            x_TH = self._layer(index, layer, x_TH, angles, growth, attend)
+        x_TH = self._norm(x_TH[last], self._final_norm, self._final_norm_bias)
+        return self._logits(x_TH)
+
+    def _angles(self, positions: torch.Tensor) -> Angles:
+        tables = (
+            (number, cos_sin(self.shape, number, positions)) for number in range(len(self.shape.rotations))
+        )
+        return {number: (cos.to(self._dtype), sin.to(self._dtype)) for number, (cos, sin) in tables}
+
+    def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the factor of each token's queries, `[T, 1, 1]`; None if it is 1 for all."""
+        growth = self.shape.query_growth
+        if growth is None or not self.shape.grows_queries:
+            return None
+        factors = 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.length))
+        return factors.to(self._dtype)[:, None, None]
+
+    def _layer(
+        self,
+        index: int,
+        layer: FusedLayer,
+        x_TH: torch.Tensor,
+        angles: Angles,
+        growth: torch.Tensor | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        normed = self._norm(x_TH, layer.input_norm, layer.input_norm_bias)
+        attended = self._attention(index, layer, normed, angles, growth, attend)
+        x_TH = x_TH + self._added(attended, layer.attention_out_norm)
+        if not self.shape.parallel_residual:
+            normed = self._norm(x_TH, layer.post_norm, layer.post_norm_bias)
+        return x_TH + self._added(self._feed_forward(index, layer, normed), layer.feed_forward_out_norm)
+
+    def _added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """Return what a sublayer with this output adds to the residual."""
+        normed = self._norm(output, norm, None)
+        return normed if self.shape.residual_scale == 1.0 else normed * self.shape.residual_scale
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `x` normalised, or as it is where the layer has no such norm."""
+        if weight is None:
+            return x
+        if self.shape.norm == "layer":
+            return layer_norm(x, weight, bias, self.shape.rms_eps)
+        return rms_norm(x, weight, self.shape.rms_eps)
 
     def _attention(
         self,
         index: int,
-        layer: _FusedLayer,
-        x_TH: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        layer: FusedLayer,
+        normed: torch.Tensor,
+        angles: Angles,
+        growth: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
-        shape = self.shape
+        shape, latents = self.shape, self._latents[index]
+        if latents is not None:
+            return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
+        assert layer.qkv is not None
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        normed = rms_norm(x_TH, layer.input_norm, shape.rms_eps)
         joined = self._linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, width)
         q_TND, k_TKD, v_TKD = joined.split([heads, kv_heads, kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_TND = rms_norm(q_TND, layer.q_norm, shape.rms_eps)
-            k_TKD = rms_norm(k_TKD, layer.k_norm, shape.rms_eps)
-        mixed = attend(index, rotary(q_TND, cos, sin), rotary(k_TKD, cos, sin), v_TKD)
+        if not shape.qk_norm_after_rotation:
+            q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
+        rotation = shape.layers[index].rotation
+        if rotation is not None:
+            q_TND, k_TKD = rotary(q_TND, *angles[rotation]), rotary(k_TKD, *angles[rotation])
+        if shape.qk_norm_after_rotation:
+            q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
+        if growth is not None:
+            q_TND = q_TND * growth
+        mixed = attend(index, q_TND, k_TKD, v_TKD)
         return self._linear(mixed.reshape(-1, heads * width), layer.o, layer.o_bias)
 
-    def _feed_forward(self, layer: _FusedLayer, x_TH: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(x_TH, layer.post_norm, self.shape.rms_eps)
-        inner = swiglu(self._linear(normed, layer.gate_up, layer.gate_up_bias))
-        return self._linear(inner, layer.down, layer.down_bias)
+    def _qk_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Return `x [T, heads, D]` normalised over each head, or over all heads together."""
+        if weight is None:
+            return x
+        if self.shape.qk_norm == "width":
+            return rms_norm(x.flatten(1), weight, self.shape.rms_eps).view(x.shape)
+        return rms_norm(x, weight, self.shape.rms_eps)
+
+    def _feed_forward(self, index: int, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
+        shape, experts = self.shape, self._experts[index]
+        if experts is not None:
+            return experts(normed)
+        assert layer.up is not None
+        assert layer.down is not None
+        inner = self._linear(normed, layer.up, layer.up_bias)
+        activated = gated(shape.activation, inner) if shape.gated else activate(shape.activation, inner)
+        return self._linear(activated, layer.down, layer.down_bias)
+
+    def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
+        latent = self.shape.latent
+        return None if latent is None else LatentAttention(self.shape, latent, layer, self._linear)
+
+    def _experts_of(self, weights: ExpertWeights | None) -> ExpertFeedForward | None:
+        experts = self.shape.experts
+        if weights is None or experts is None:
+            return None
+        gate = partial(gated, self.shape.activation, limit=experts.clamp)
+        return ExpertFeedForward(experts, weights, self._linear, dense, gate)
+
+    def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        shape = self.shape
+        logits = self._linear(x_TH, self._head).float()
+        if shape.logit_scale != 1.0:
+            logits = logits * shape.logit_scale
+        if shape.logit_cap is not None:
+            logits = torch.tanh(logits / shape.logit_cap) * shape.logit_cap
+        return logits
 
 
-def _fuse(layer: LayerWeights) -> _FusedLayer:
-    return _FusedLayer(
-        input_norm=layer.input_norm,
-        qkv=torch.cat([_dense(layer.q), _dense(layer.k), _dense(layer.v)]),
-        qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
-        o=_dense(layer.o),
-        o_bias=layer.o_bias,
-        post_norm=layer.post_norm,
-        gate_up=torch.cat([_dense(layer.gate), _dense(layer.up)]),
-        gate_up_bias=_join(layer.gate_bias, layer.up_bias),
-        down=_dense(layer.down),
-        down_bias=layer.down_bias,
-    )
+def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
+    """Return the activation of `x`, of the same shape."""
+    match kind:
+        case "silu":
+            return functional.silu(x)
+        case "gelu":
+            return functional.gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "relu2":
+            return functional.relu(x).square()
+    raise ValueError(f"{kind} has a gate")
 
 
-def _dense(matrix: Matrix) -> torch.Tensor:
-    match matrix:
-        case BlockMatrix():
-            return quantised_linear.dequantise(matrix)
-        case ByteMatrix():
-            return byte_linear.dequantise(matrix)
-        case CodedBytes():
-            return byte_linear.dequantise(byte_codes.as_bytes(matrix))
-        case _:
-            return matrix
+def gated(kind: Activation, gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """Return `act(gate) * up` of `gate_up [T, 2 * n]`, the gate in the first half: `[T, n]`.
 
-
-def _join(*biases: torch.Tensor | None) -> torch.Tensor | None:
-    present = [bias for bias in biases if bias is not None]
-    return torch.cat(present) if present else None
+    `limit` is the bound of `clamped_swiglu`.
+    """
+    if kind == "silu":
+        return swiglu(gate_up)
+    if kind == "clamped_swiglu" and limit is not None:
+        return clamped_swiglu(gate_up, limit)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(kind, gate) * up

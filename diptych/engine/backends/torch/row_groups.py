@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """Rule of one layer for making weights of the products of queries and keys."""
+
+    window: int | None
+    scale: float
+    cap: float | None
+    sinks: torch.Tensor | None
+
+    def changes(self) -> dict[str, Any]:
+        """Return the arguments of the attention kernels beside the window."""
+        return {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class Chunk:
     def attend(
         self,
         layer: int,
-        window: int | None,
+        rule: ScoreRule,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -38,7 +54,18 @@ class Chunk:
         """
         write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
         out[self.span] = paged_attention(
-            q[self.span], self.blocks, layer, self.table, self.start, window, scales
+            q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
+        )
+
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store this chunk's latents, and write its attention over latents into its rows of `out`."""
+        at = torch.arange(self.start, self.start + self.span.stop - self.span.start)
+        size = self.blocks.shape[-1] // latents.shape[-1]
+        write_latents(self.blocks, layer, self.table[at // size], at % size, latents[self.span])
+        out[self.span] = latent_attention(
+            query[self.span], self.blocks, layer, self.table, self.start, rank=out.shape[-1], scale=scale
         )
 
 
@@ -57,7 +84,7 @@ class Decodes:
     def attend(
         self,
         layer: int,
-        window: int | None,
+        rule: ScoreRule,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -67,7 +94,16 @@ class Decodes:
         """Store the rows' keys and values, and write their attention into `out`; `scales` as for a chunk."""
         write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows], scales)
         out[self.rows] = paged_decode(
-            q[self.rows], self.blocks, layer, self.tables, self.lengths, window, scales
+            q[self.rows], self.blocks, layer, self.tables, self.lengths, rule.window, scales, **rule.changes()
+        )
+
+    def attend_latents(
+        self, layer: int, scale: float, query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Store the rows' latents, and write their attention over latents into `out`."""
+        write_latents(self.blocks, layer, self.ids, self.lanes, latents[self.rows])
+        out[self.rows] = latent_decode(
+            query[self.rows], self.blocks, layer, self.tables, self.lengths, rank=out.shape[-1], scale=scale
         )
 
 
@@ -84,7 +120,7 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
         end = begin + len(step.token_ids)
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
-                table = torch.tensor(_used(step), dtype=torch.int64)
+                table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
                 groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
@@ -103,11 +139,15 @@ def _decodes(rows: list[tuple[int, SequenceStep]]) -> Decodes:
     tables = [_used(step) for _, step in rows]
     longest = max(map(len, tables))
     block_size = memory.layout.block_size
+
+    def numbers(values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=memory.data.device)
+
     return Decodes(
-        rows=torch.tensor([row for row, _ in rows]),
+        rows=numbers([row for row, _ in rows]),
         blocks=memory.data,
-        tables=torch.tensor([table + table[:1] * (longest - len(table)) for table in tables]),
-        lengths=torch.tensor([step.start + 1 for _, step in rows]),
-        ids=torch.tensor([table[-1] for table in tables]),
-        lanes=torch.tensor([step.start % block_size for _, step in rows]),
+        tables=numbers([table + table[:1] * (longest - len(table)) for table in tables]),
+        lengths=numbers([step.start + 1 for _, step in rows]),
+        ids=numbers([table[-1] for table in tables]),
+        lanes=numbers([step.start % block_size for _, step in rows]),
     )

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, sampling_values
 from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, DecodeGraphs, sample_tokens, sampled
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
-from diptych.engine.backends.triton.layers import Activations, Layers
+from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import Weights
 
 
@@ -188,8 +188,7 @@ class TritonBackend:
         """Return buffers for so many tokens; the largest step so far decides how many there are."""
         if self._buffers is None or self._buffers.capacity < tokens:
             self._buffers = None  # first: both together may not fit
-            dtype = self._layers.weights.dtype
-            self._buffers = Activations.make(self._shape, tokens, dtype, self._device)
+            self._buffers = self._layers.buffers(tokens)
         return self._buffers.rows(tokens)
 
     def _scratch_for(self, placed: PlacedStep, block_size: int) -> Any:

@@ -20,13 +20,12 @@ import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
-from diptych.engine.backends.triton.layers import Activations, Layers
+from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import StepOutput
 
 _NOT_FINITE = -1
 """Mark in place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
@@ -52,7 +51,7 @@ class DecodeGraphs:
         self._fields = RowFields(max_batch, device)
         width = -(-shape.max_context // block_size)
         self._tables = BlockTables(max_batch, width, device)
-        self._buffers = Activations.make(shape, max_batch, layers.weights.dtype, device)
+        self._buffers = layers.buffers(max_batch)
         self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._answers = torch.zeros((TURNS, max_batch), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -171,7 +170,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, eq=False)
 class LaunchedStep:
-    """A step on its way; see `diptych.engine.step_output.Launched`."""
+    """A step on its way; see `diptych.engine.batch.Launched`."""
 
     left: Sequence[int]
     """Rows whose logits the host wants."""

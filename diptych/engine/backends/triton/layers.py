@@ -3,25 +3,24 @@
 Ten launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with the
 write of keys and values, attention (two: of decode rows splits and their join, of chunks the gathering of
 their contexts and the rest), output, norm with addition, gate and up, their activation (in the same launch
-where rows are few), down.
+where rows are few), down. Norms of what a half adds, norms over the whole width of queries and keys, and
+scales are launches of their own in the models that have them; so are experts (expert_layers.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from diptych.engine.backends.triton.activations import Activations, RotaryTables
+from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
-from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
 from diptych.engine.models.shape import ModelShape
-
-_FIRST_POSITIONS = 2048
 
 
 def always() -> bool:
@@ -29,101 +28,11 @@ def always() -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Buffers between the residual and the logits for T tokens, made once and reused.
-
-    A decode graph replays on the same addresses, and a decode step, which allocates nothing, cannot run out
-    of memory after the KV pool has taken what was free. N heads, K KV heads, D head_dim, H hidden, I
-    intermediate.
-    """
-
-    residual: torch.Tensor
-    """`[T, H]`."""
-    normed: torch.Tensor
-    """`[T, H]`."""
-    qkv: torch.Tensor
-    """`[T, (N + 2 K) D]`."""
-    queries: torch.Tensor
-    """`[T, N, D]`."""
-    mixed: torch.Tensor
-    """`[T, N, D]`."""
-    gate_up: torch.Tensor
-    """`[T, 2 I]`."""
-    inner: torch.Tensor
-    """`[T, I]`."""
-    added: torch.Tensor
-    """`[T, H]`: what a half of a layer adds to the residual."""
-    cos: torch.Tensor
-    """float32 `[T, D / 2]`."""
-    sin: torch.Tensor
-
-    @classmethod
-    def make(cls, shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Activations:
-        """Allocate buffers for up to `tokens` tokens."""
-        heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
-
-        def empty(*sizes: int, kind: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty((tokens, *sizes), dtype=kind, device=device)
-
-        return cls(
-            residual=empty(shape.hidden_size),
-            normed=empty(shape.hidden_size),
-            qkv=empty((heads + 2 * kv_heads) * width),
-            queries=empty(heads, width),
-            mixed=empty(heads, width),
-            gate_up=empty(2 * shape.intermediate_size),
-            inner=empty(shape.intermediate_size),
-            added=empty(shape.hidden_size),
-            cos=empty(width // 2, kind=torch.float32),
-            sin=empty(width // 2, kind=torch.float32),
-        )
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit."""
-        return len(self.residual)
-
-    def rows(self, tokens: int) -> Activations:
-        """Return the buffers of `tokens` tokens, as views."""
-        return Activations(**{name: buffer[:tokens] for name, buffer in vars(self).items()})
-
-
-class RotaryTable:
-    """Rotary angles of all positions on the device: float32 cos and sin `[positions, head_dim / 2]`.
-
-    The magnitude is included.
-
-    Float32 also where the model is bfloat16, as in the native step: a rounded cosine has three digits.
-    """
-
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(shape).float().to(device)
-        self._magnitude = rotary_magnitude(shape)
-        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._make(min(_FIRST_POSITIONS, shape.max_context))
-
-    def reach(self, positions: int) -> None:
-        """Make angles for at least `positions`; they double, so that they are seldom made.
-
-        Earlier tables stay where they are: a captured step reads the one that it was captured with.
-        """
-        if positions > len(self.cos):
-            self._earlier.append((self.cos, self.sin))
-            self._make(max(positions, 2 * len(self.cos)))
-
-    def _make(self, positions: int) -> None:
-        at = torch.arange(positions, device=self._frequencies.device).float()
-        angles = at.unsqueeze(1) * self._frequencies
-        self.cos = angles.cos() * self._magnitude
-        self.sin = angles.sin() * self._magnitude
-
-
 class Layers:
     """Forward pass of one model, from token ids to logits.
 
-    Allocates what `logits` returns, and for the attention of chunks what `packed_step.gathered_bytes` says at
-    most; decode steps allocate nothing else.
+    Allocates what `logits` returns, a factor a token where queries grow with their position, and for the
+    attention of chunks what `packed_step.gathered_bytes` says at most; decode steps allocate nothing else.
     """
 
     def __init__(
@@ -140,8 +49,16 @@ class Layers:
         self._scales = kv_scales
         self.weights = weights
         self.operators = operators
-        self.rotary = RotaryTable(shape, weights.device)
-        self._products = LinearOperators(weights, operators)
+        self.rotary = RotaryTables(shape, weights.device)
+        self._products = LinearOperators(weights, operators, shape)
+        self._experts = ExpertLayers(shape, self._products, operators)
+        # Rounded like the residual, as in the meaning: sqrt(3072) is 55.5 in bfloat16.
+        self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=weights.dtype))
+
+    def buffers(self, tokens: int) -> Activations:
+        """Allocate buffers for up to `tokens` tokens."""
+        weights = self.weights
+        return Activations.make(self.shape, tokens, weights.dtype, weights.device, self.operators.make_routed)
 
     def hidden(
         self,
@@ -153,65 +70,143 @@ class Layers:
         """Return the last layer's output, normalised: `[T, hidden]`, in `buffers`.
 
         `buffers` has a row a token. `scratch` holds the decode rows' partial sums. `wanted` is asked before
-        every layer; None is returned once it says no. The rotary table must reach the step's positions.
+        every layer; None is returned once it says no. The rotary tables must reach the step's positions.
         """
-        operators, products = self.operators, self._products
-        weights, eps = self.weights, self.shape.rms_eps
+        weights, growth = self.weights, self._growth(step)
         torch.index_select(weights.embed, 0, step.tokens, out=buffers.residual)
-        torch.index_select(self.rotary.cos, 0, step.positions, out=buffers.cos)
-        torch.index_select(self.rotary.sin, 0, step.positions, out=buffers.sin)
-        operators.rms_norm(buffers.residual, weights.layers[0].input_norm, eps, out=buffers.normed)
+        if self._embedding_scale != 1.0:
+            buffers.residual.mul_(self._embedding_scale)
+        self.rotary.gather(step.positions, buffers.angles)
+        x = self._normed(weights.layers[0].input_norm, buffers)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
             if not wanted():
                 return None
-            self._attention(index, layer, step, buffers, scratch)
-            operators.add_rms_norm(buffers.added, buffers.residual, layer.post_norm, eps, out=buffers.normed)
-            products.gated(buffers.normed, layer.gate_up, buffers.gate_up, out=buffers.inner)
-            products.linear(buffers.inner, layer.down, out=buffers.added)
-            operators.add_rms_norm(buffers.added, buffers.residual, next_norm, eps, out=buffers.normed)
-        return buffers.normed
+            self._attention(index, layer, x, step, buffers, scratch, growth)
+            x = self._add(layer.attention_out_norm, layer.post_norm, buffers)
+            self._feed_forward(layer, x, buffers)
+            x = self._add(layer.feed_forward_out_norm, next_norm, buffers)
+        return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Float32 logits `[rows, vocab]` of rows of `hidden`."""
         if out is None:
             out = torch.empty((len(hidden), self.shape.vocab_size), dtype=torch.float32, device=hidden.device)
-        return self._products.head(hidden, out=out)
+        self._products.head(hidden, out=out)
+        if self.shape.logit_scale != 1.0:
+            out.mul_(self.shape.logit_scale)
+        if (cap := self.shape.logit_cap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
+        return out
+
+    def _growth(self, step: PackedStep) -> torch.Tensor | None:
+        """Return the factor of each token's queries, `[T, 1, 1]`; None if it is 1 for all."""
+        growth = self.shape.query_growth
+        if growth is None or not self.shape.grows_queries:
+            return None
+        factors = 1 + growth.beta * torch.log(1 + torch.floor(step.positions / growth.length))
+        return factors.to(self.weights.dtype)[:, None, None]
+
+    def _normed(self, norm: torch.Tensor | None, buffers: Activations) -> torch.Tensor:
+        """Return the residual as a half of a layer reads it: normalised, or as it is without a norm."""
+        if norm is None:
+            return buffers.residual
+        return self.operators.rms_norm(buffers.residual, norm, self.shape.rms_eps, out=buffers.normed)
+
+    def _add(
+        self, own_norm: torch.Tensor | None, next_norm: torch.Tensor | None, buffers: Activations
+    ) -> torch.Tensor:
+        """Add `buffers.added` to the residual, normalised by `own_norm` if there is one.
+
+        Returns what the next half reads.
+        """
+        operators, eps = self.operators, self.shape.rms_eps
+        if own_norm is not None:
+            operators.rms_norm(buffers.added, own_norm, eps, out=buffers.added)
+        if self.shape.residual_scale != 1.0:
+            buffers.added.mul_(self.shape.residual_scale)
+        if next_norm is None:
+            return buffers.residual.add_(buffers.added)
+        return operators.add_rms_norm(buffers.added, buffers.residual, next_norm, eps, out=buffers.normed)
+
+    def _feed_forward(self, layer: PackedLayer, x: torch.Tensor, buffers: Activations) -> None:
+        """Compute the second half of a layer of `x [T, hidden]`, into `buffers.added`."""
+        if layer.experts is not None:
+            self._experts.forward(layer.experts, x, buffers)
+            return
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        gate_up, inner = buffers.feed_forward(self.shape.intermediate_size)
+        self._products.gated(x, layer.gate_up, gate_up, out=inner)
+        self._products.linear(inner, layer.down, out=buffers.added)
 
     def _attention(
-        self, index: int, layer: PackedLayer, step: PackedStep, buffers: Activations, scratch: Any
+        self,
+        index: int,
+        layer: PackedLayer,
+        x: torch.Tensor,
+        step: PackedStep,
+        buffers: Activations,
+        scratch: Any,
+        growth: torch.Tensor | None,
     ) -> None:
-        """Attention's half of a layer, into `buffers.added`."""
-        self._products.linear(buffers.normed, layer.qkv, out=buffers.qkv)
+        """Compute the first half of a layer of `x [T, hidden]`, into `buffers.added`."""
+        self._products.linear(x, layer.qkv, out=buffers.qkv)
+        if self.shape.qk_norm == "width":
+            self._normalise_width(layer, buffers)
         for group in step.groups:
             self._write(index, layer, step, group, buffers)
-            self._attend(index, group, buffers, scratch)
+        if growth is not None:
+            buffers.queries.mul_(growth)
+        for group in step.groups:
+            self._attend(index, layer, group, buffers, scratch)
         self._products.linear(buffers.mixed.view(len(buffers.mixed), -1), layer.output, out=buffers.added)
+
+    def _normalise_width(self, layer: PackedLayer, buffers: Activations) -> None:
+        """Normalise queries and keys in `buffers.qkv`, each over all its heads together."""
+        shape = self.shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = ((layer.q_norm, slice(0, queries)), (layer.k_norm, slice(queries, queries + keys)))
+        for norm, columns in parts:
+            assert norm is not None
+            part = buffers.qkv[:, columns]
+            self.operators.rms_norm(part, norm, shape.rms_eps, out=part)
 
     def _write(
         self, index: int, layer: PackedLayer, step: PackedStep, group: Group, buffers: Activations
     ) -> None:
-        shape, rows = self.shape, group.rows
-        heads = shape.num_heads + 2 * shape.num_kv_heads
+        shape, rows, rotation = self.shape, group.rows, self.shape.layers[index].rotation
+        cos, sin = (None, None) if rotation is None else buffers.angles[rotation]
+        by_head = shape.qk_norm == "head"
         self.operators.rotary_write(
-            buffers.qkv[rows].view(-1, heads, shape.head_dim),
-            buffers.cos[rows],
-            buffers.sin[rows],
+            buffers.qkv[rows].view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),
+            None if cos is None else cos[rows],
+            None if sin is None else sin[rows],
             group.blocks,
             index,
             step.block_ids[rows],
             step.lanes[rows],
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            q_norm=layer.q_norm if by_head else None,
+            k_norm=layer.k_norm if by_head else None,
+            norm_late=by_head and shape.qk_norm_after_rotation,
             eps=shape.rms_eps,
             scales=self._scales,
             out=buffers.queries[rows],
         )
 
-    def _attend(self, index: int, group: Group, buffers: Activations, scratch: Any) -> None:
-        operators, window = self.operators, self.shape.window(index)
+    def _attend(
+        self, index: int, layer: PackedLayer, group: Group, buffers: Activations, scratch: Any
+    ) -> None:
+        operators = self.operators
+        rule: dict[str, Any] = {
+            "window": self.shape.window(index),
+            "scale": self.shape.score_scale,
+            "cap": self.shape.score_cap,
+            "sinks": layer.sinks,
+            "scales": self._scales,
+        }
         if (decodes := group.decodes) is not None:
             operators.paged_decode(
                 buffers.queries[decodes.rows],
@@ -219,10 +214,9 @@ class Layers:
                 index,
                 decodes.tables,
                 decodes.lengths,
-                window=window,
-                scales=self._scales,
                 scratch=scratch,
                 out=buffers.mixed[decodes.rows],
+                **rule,
             )
         for chunks in group.chunks:
             operators.paged_prefill(
@@ -234,7 +228,6 @@ class Layers:
                 chunks.offsets,
                 max_tokens=chunks.max_tokens,
                 context_tokens=chunks.context_tokens,
-                window=window,
-                scales=self._scales,
                 out=buffers.mixed[chunks.rows],
+                **rule,
             )

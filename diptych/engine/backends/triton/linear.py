@@ -8,11 +8,13 @@ it; from seventeen on the library rounds otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import Linear, PackedWeights
+from diptych.engine.models.shape import ModelShape
 
 FEW_ROWS = 16
 """No more are given to `skinny_linear` and `skinny_swiglu`."""
@@ -23,8 +25,13 @@ _ALIGNED = 8
 class LinearOperators:
     """The linear layers of one model, and its output matrix."""
 
-    def __init__(self, weights: PackedWeights, operators: Operators) -> None:
+    def __init__(self, weights: PackedWeights, operators: Operators, shape: ModelShape) -> None:
         self._operators = operators
+        self.activation: dict[str, Any] = {
+            "activation": shape.activation,
+            "limit": None if shape.experts is None else shape.experts.clamp,
+        }
+        """Function of gates, as the operators take it."""
         self._short = weights.dtype.itemsize == 2
         self._weights = weights
         self._wide_head = choose_head_product(weights)
@@ -36,14 +43,14 @@ class LinearOperators:
         return _library(x, by, out)
 
     def gated(self, x: torch.Tensor, by: Linear, scratch: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Write `silu(gate) * up` into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 *
+        """Write `act(gate) * up` into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 *
         n]`.
 
         `scratch [T, 2 * n]` has the latter afterwards, or nothing.
         """
         if self._few(x):
-            return self._operators.skinny_swiglu(x, by.weight, by.bias, out=out)
-        return self._operators.swiglu(_library(x, by, scratch), out=out)
+            return self._operators.skinny_swiglu(x, by.weight, by.bias, out=out, **self.activation)
+        return self._operators.swiglu(_library(x, by, scratch), out=out, **self.activation)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """Write the logits of `hidden [rows, hidden]` into `out`, float32 `[rows, vocab]`."""

@@ -27,9 +27,17 @@ class Operators:
     skinny_linear: Operator
     skinny_swiglu: Operator
     swiglu: Operator
+    router_logits: Operator
+    route_experts: Callable[..., Any]
+    """Returns the choices that the three operators of experts take."""
+    expert_swiglu: Operator
+    expert_linear: Operator
+    sum_experts: Operator
     sample: Operator
     make_scratch: Callable[[int, int, int, int, torch.device], Any]
     """`(rows, heads, head_dim, max_tokens, device)`: what `paged_decode` writes its partial sums to."""
+    make_routed: Callable[[int, int, int, torch.device], Any]
+    """`(rows, experts, experts a row, device)`: what `route_experts` writes its choices to."""
     make_sample_scratch: Callable[[int, int, torch.device], Any]
     """`(rows, vocab, device)`: what `sample` writes what is left of a distribution to."""
 
@@ -39,10 +47,12 @@ def triton_operators() -> Operators:
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
         from kernels.gpu.decode_splits import make_scratch
+        from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
         from kernels.gpu.paged_decode import paged_decode
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write
+        from kernels.gpu.route_experts import RoutedRows, route_experts, router_logits
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
@@ -58,7 +68,13 @@ def triton_operators() -> Operators:
         skinny_linear=skinny_linear,
         skinny_swiglu=skinny_swiglu,
         swiglu=swiglu,
+        router_logits=router_logits,
+        route_experts=route_experts,
+        expert_swiglu=expert_swiglu,
+        expert_linear=expert_linear,
+        sum_experts=sum_experts,
         sample=sample,
         make_scratch=make_scratch,
+        make_routed=RoutedRows.make,
         make_sample_scratch=make_sample_scratch,
     )

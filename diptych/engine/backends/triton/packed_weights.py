@@ -5,12 +5,13 @@ Four products a layer instead of seven: at batch 1 a step is the reading of thes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.weights import LayerWeights, Matrix, Weights
+from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
 
 
 @dataclass(frozen=True)
@@ -18,23 +19,44 @@ class Linear:
     """A matrix and a bias; diptych/engine/backends/triton/linear.py multiplies by them."""
 
     weight: torch.Tensor
-    """`[out, in]`, row-major."""
+    """`[out, in]`, row-major; of experts `[E, out, in]`."""
     bias: torch.Tensor | None
-    """`[out]`."""
+    """`[out]`; of experts `[E, out]`."""
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Experts of one layer on the device."""
+
+    router: torch.Tensor
+    """float32 `[E, hidden]`."""
+    router_bias: torch.Tensor | None
+    correction_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
+    shared_gate_up: Linear | None
+    shared_down: Linear | None
+    shared_router: torch.Tensor | None
+    """float32 `[1, hidden]`."""
 
 
 @dataclass(frozen=True)
 class PackedLayer:
     """Tensors of one layer on the device."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+    """float32 `[heads]`."""
     output: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    attention_out_norm: torch.Tensor | None
+    post_norm: torch.Tensor | None
+    gate_up: Linear | None
+    down: Linear | None
+    feed_forward_out_norm: torch.Tensor | None
+    experts: PackedExperts | None
 
 
 @dataclass(frozen=True)
@@ -70,15 +92,51 @@ def pack(weights: Weights, device: torch.device) -> PackedWeights:
 
 def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
     return PackedLayer(
-        input_norm=layer.input_norm.to(device),
+        input_norm=_moved(layer.input_norm, device),
         qkv=_linear(device, (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)),
-        q_norm=None if layer.q_norm is None else layer.q_norm.to(device),
-        k_norm=None if layer.k_norm is None else layer.k_norm.to(device),
+        q_norm=_moved(layer.q_norm, device),
+        k_norm=_moved(layer.k_norm, device),
+        sinks=_moved(layer.sinks, device),
         output=_linear(device, (layer.o, layer.o_bias)),
-        post_norm=layer.post_norm.to(device),
-        gate_up=_linear(device, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias)),
-        down=_linear(device, (layer.down, layer.down_bias)),
+        attention_out_norm=_moved(layer.attention_out_norm, device),
+        post_norm=_moved(layer.post_norm, device),
+        gate_up=_optional(device, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias)),
+        down=_optional(device, (layer.down, layer.down_bias)),
+        feed_forward_out_norm=_moved(layer.feed_forward_out_norm, device),
+        experts=None if layer.experts is None else _experts(layer.experts, device),
     )
+
+
+def _experts(experts: ExpertWeights, device: torch.device) -> PackedExperts:
+    gate_up = [torch.cat([_dense(g), _dense(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)]
+    both = zip(experts.gate_biases, experts.up_biases, strict=True)
+    return PackedExperts(
+        router=experts.router.to(device),
+        router_bias=_moved(experts.router_bias, device),
+        correction_bias=_moved(experts.correction_bias, device),
+        gate_up=_stacked(gate_up, [torch.cat(pair) for pair in both], device),
+        down=_stacked([_dense(matrix) for matrix in experts.downs], experts.down_biases, device),
+        shared_gate_up=_optional(device, (experts.shared_gate, None), (experts.shared_up, None)),
+        shared_down=_optional(device, (experts.shared_down, None)),
+        shared_router=_moved(experts.shared_router, device),
+    )
+
+
+def _stacked(
+    matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], device: torch.device
+) -> Linear:
+    return Linear(
+        torch.stack(list(matrices)).to(device), torch.stack(list(biases)).to(device) if biases else None
+    )
+
+
+def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _optional(device: torch.device, *given: tuple[Matrix | None, torch.Tensor | None]) -> Linear | None:
+    parts = [(matrix, bias) for matrix, bias in given if matrix is not None]
+    return _linear(device, *parts) if parts else None
 
 
 def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear:

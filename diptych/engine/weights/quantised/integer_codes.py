@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,14 @@ class Codes:
             return numbers
         order = torch.arange(columns) // self.group if self.group_of is None else self.group_of
         return numbers.sub_(zeros[:, order]).mul_(scales[:, order])
+
+    def rows(self, rows: slice | torch.Tensor) -> Codes:
+        """Return the chosen rows."""
+        scales, zeros = (
+            tensor if len(tensor) == 1 and len(self.codes) > 1 else tensor[rows]
+            for tensor in (self.scales, self.zeros)
+        )
+        return replace(self, codes=self.codes[rows], scales=scales, zeros=zeros)
 
     def in_blocks(self) -> BlockMatrix:
         """Return the codes in blocks of q4_1, if `fit_blocks`.

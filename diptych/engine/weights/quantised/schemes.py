@@ -12,6 +12,7 @@ from diptych.engine.weights.quantised.bitsandbytes import BitsAndBytes
 from diptych.engine.weights.quantised.compressed_tensors import CompressedTensors
 from diptych.engine.weights.quantised.fp8 import Fp8
 from diptych.engine.weights.quantised.gptq import Gptq
+from diptych.engine.weights.quantised.mxfp4 import Mxfp4
 from diptych.engine.weights.quantised.scheme import Scheme
 
 _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -20,6 +21,7 @@ _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "bitsandbytes": BitsAndBytes,
+    "mxfp4": Mxfp4,
 }
 
 

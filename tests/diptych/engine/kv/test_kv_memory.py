@@ -78,3 +78,13 @@ def test_over_tensor_lays_blocks_over_a_foreign_tensor() -> None:
 
 def test_blocks_for_rounds_up() -> None:
     assert [LAYOUT.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_latents_take_one_vector_a_token_and_layer() -> None:
+    layout = KVLayout(3, 1, 576, 16, torch.bfloat16, latent=True)
+    assert layout.block_shape == (3, 1, 1, 576 * 16)
+    assert layout.bytes_per_block == 3 * 576 * 16 * 2
+    assert layout.name != LAYOUT.name
+    assert KVMemory(layout, 2).data.shape == (2, *layout.block_shape)
+    with pytest.raises(ValueError, match="num_kv_heads must be 1"):
+        KVLayout(3, 2, 576, 16, torch.bfloat16, latent=True)

@@ -87,12 +87,15 @@ def write(
     but: str = "nothing",
     metadata: Mapping[str, object] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    tensors_a_part: int = 0,
+    blocks: Mapping[str, tuple[str, np.ndarray]] | None = None,
 ) -> None:
     """`oracle` as a GGUF file; tensors named `but` stay float32. `metadata` (below the family's prefix) and
-    `tensors` are added.
+    `tensors` are added. `tensors_a_part`: into how large parts the file is split; 0: not at all.
+    `blocks`: formats and blocks of parameters, in llama.cpp's order of rows.
     """
     config = oracle.config
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=tensors_a_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -119,7 +122,10 @@ def write(
         if family == "llama" and ("attn_q." in stored or "attn_k." in stored):
             heads = config.num_attention_heads if "attn_q" in stored else config.num_key_value_heads
             array = interleaved(array, heads)
-        if quantise and array.ndim == 2 and but not in stored:
+        if blocks is not None and name in blocks:
+            kind = gguf.GGMLQuantizationType[blocks[name][0].upper()]
+            writer.add_tensor(stored, blocks[name][1], raw_dtype=kind)
+        elif quantise and array.ndim == 2 and but not in stored:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:

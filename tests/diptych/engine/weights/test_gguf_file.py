@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import BadModelFile, Matrix, gguf_file
-from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint
+from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint, weight_bytes
 from diptych.engine.weights.gguf_header import read_header
 from kernels import byte_linear
 from kernels.byte_linear import ByteMatrix
+from kernels.kquants import KQuantFormat
 from kernels.quantised_linear import BlockMatrix, dequantise, quantise_matrix
-from tests.diptych.engine.weights.gguf_files import CONFIGS, logits, oracle_of, write
+from tests.diptych.engine.weights.gguf_files import CONFIGS, SIZES, interleaved, logits, oracle_of, write
+from tests.kernels.kquant_blocks import quantise
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -85,8 +90,8 @@ def test_flipped_header_bytes_never_escape_the_error_types(tmp_path: Path) -> No
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write(oracle_of("llama"), path, "gemma3")
-    with pytest.raises(UnsupportedModel, match="gemma3"):
+    write(oracle_of("llama"), path, "bloom")
+    with pytest.raises(UnsupportedModel, match="bloom"):
         read_checkpoint(path, "fp32")
 
 
@@ -185,3 +190,85 @@ def test_matrices_of_one_product_share_a_format(tmp_path: Path) -> None:
     assert {m.format for m in (layer.q, layer.k, layer.v, layer.o)} == {"q8_0"}
     assert torch.equal(layer.v.blocks, quantise_matrix(exact.v).blocks)
     assert torch.equal(dequantise(layer.o), exact.o)
+
+
+def test_split_file_is_read_whole_by_any_of_its_parts(tmp_path: Path) -> None:
+    oracle = oracle_of("llama")
+    write(oracle, tmp_path / "whole.gguf", "llama")
+    write(oracle, tmp_path / "m.gguf", "llama", tensors_a_part=8)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    expected = logits(tmp_path / "whole.gguf", [3, 1, 4, 1, 5])
+    for part in parts:
+        assert torch.equal(logits(part, [3, 1, 4, 1, 5]), expected)
+    assert weight_bytes(parts[1]) == sum(part.stat().st_size for part in parts)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write(oracle_of("llama"), tmp_path / "m.gguf", "llama", tensors_a_part=8)
+    first, second, third = sorted(tmp_path.glob("m-*.gguf"))
+    data = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(BadModelFile, match=f"{second.name}: not the part that its name says"):
+        read_header(first)
+    second.unlink()
+    with pytest.raises(BadModelFile, match=f"{second.name}: this part of the split file is missing"):
+        read_header(first)
+    second.write_bytes(data[:-1])
+    with pytest.raises(BadModelFile, match=f"{second.name}: tensor .* reaches beyond the end"):
+        read_header(first)
+
+
+K_QUANTS = get_args(KQuantFormat)
+WIDE = LlamaConfig(
+    **SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+)
+
+
+def _write_kquants(path: Path, kinds: Mapping[str, KQuantFormat]) -> None:
+    """Write a model of which the matrices whose names begin so are K-quants, the others Q8_0."""
+    torch.manual_seed(4)
+    oracle = AutoModelForCausalLM.from_config(WIDE).eval()
+    as_file = {}
+    for name, matrix in oracle.named_parameters():
+        kind = next((kind for begin, kind in kinds.items() if begin in name), None)
+        if kind is not None:
+            rows = matrix.detach()
+            if "q_proj" in name or "k_proj" in name:
+                heads = WIDE.num_attention_heads if "q_proj" in name else WIDE.num_key_value_heads
+                rows = torch.from_numpy(interleaved(rows.numpy(), heads))
+            blocks = quantise(rows.reshape(-1, 256), kind)
+            as_file[name] = kind, blocks.view(len(rows), -1).numpy()
+    write(oracle, path, "llama", quantise=True, blocks=as_file)
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_kquants_are_kept_and_stand_for_the_numbers_of_the_gguf_package(
+    kind: KQuantFormat, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    _write_kquants(path, {"_proj": kind})
+    assert is_quantised(path)
+    kept, full = (read_checkpoint(path, precision).weights.layers[0] for precision in ("gguf", "fp32"))
+    stored = read_header(path).tensors["blk.0.ffn_down.weight"]
+    expected = gguf.quants.dequantize(np.asarray(stored.data), stored.kind)
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        matrix = getattr(kept, name)
+        assert isinstance(matrix, BlockMatrix)
+        assert matrix.format == kind
+        assert torch.equal(dequantise(matrix), getattr(full, name))
+    assert np.array_equal(full.down.numpy(), expected)
+    assert isinstance(read_checkpoint(path, "int8").weights.layers[0].down, ByteMatrix)
+
+
+def test_values_keep_their_own_format_beside_queries_and_keys(tmp_path: Path) -> None:
+    """As Q4_K_M has them; gate and up, which take turns in one matrix, do not."""
+    path = tmp_path / "m.gguf"
+    _write_kquants(path, {"v_proj": "q6_k", "gate_proj": "q5_k", "_proj": "q4_k"})
+    layer = read_checkpoint(path, "gguf").weights.layers[0]
+    formats = {name: getattr(layer, name).format for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert formats == dict.fromkeys(("q", "k", "o", "down"), "q4_k") | {
+        "v": "q6_k",
+        "gate": "q8_0",
+        "up": "q8_0",
+    }

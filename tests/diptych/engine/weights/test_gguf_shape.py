@@ -60,7 +60,9 @@ def test_a_factor_stretches_what_the_files_own_factors_stretched(tmp_path: Path)
     factors = {"rope_freqs.weight": np.arange(1, PAIRS + 1)}
     path = llama(tmp_path, {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, factors)
     expected = tuple(2.0 * factor for factor in range(1, PAIRS + 1))
-    assert read_checkpoint(path, "fp32").shape.rope_scaling == RopeScaling("factors", factors=expected)
+    assert read_checkpoint(path, "fp32").shape.rotations[0].scaling == RopeScaling(
+        "factors", factors=expected
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 2 * PAIRS])
@@ -134,11 +136,10 @@ def test_values_that_change_nothing_are_no_hindrance(tmp_path: Path) -> None:
         "vocab_size": 96,
         "tensor_data_layout": "Meta AI original pth",
     }
-    assert read_checkpoint(llama(tmp_path, {**YARN, **neutral}), "fp32").shape.rope_scaling == RopeScaling(
-        "yarn", 4.0, 32
-    )
+    [rotation] = read_checkpoint(llama(tmp_path, {**YARN, **neutral}), "fp32").shape.rotations
+    assert rotation.scaling == RopeScaling("yarn", 4.0, 32)
 
 
 def test_the_bundled_model_is_read() -> None:
     shape = read_checkpoint(bundled_oracle.path(), "gguf").shape
-    assert (shape.family, shape.num_layers, shape.rope_scaling) == ("llama", 30, None)
+    assert (shape.family, shape.num_layers, shape.rotations[0].scaling) == ("llama", 30, None)

@@ -145,8 +145,11 @@ def test_the_digest_is_of_what_decides_the_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "model is 'llama'"),
-        ({"pre": "deepseek-v3"}, "pre is 'deepseek-v3'"),
+        ({"model": "t5"}, "model is 't5'; this build has gpt2"),
+        ({"model": "llama"}, "scores is missing"),
+        ({"model": "llama", "scores": [1.0]}, "tokens but 1 scores"),
+        ({"pre": "kimi-k2"}, "pre is 'kimi-k2'; this build has a.x-4.0, "),
+        ({"pre": "default"}, "pre is 'default'"),
         ({"without": "pre"}, "pre is None"),
         ({"without": "merges"}, "merges is missing"),
         ({"without": "tokens"}, "tokens is missing"),

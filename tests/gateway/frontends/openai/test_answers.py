@@ -149,6 +149,38 @@ async def test_further_arguments_of_a_streamed_call_have_its_index_and_no_name()
     assert third == [{"index": 1, "function": {"arguments": "{}"}}]
 
 
+async def test_reasoning_has_both_names_in_deltas_and_messages() -> None:
+    parts = [
+        pb.OutputDelta(reasoning_content="H\u2028"),
+        pb.OutputDelta(reasoning_content="m", text="Yes"),
+        pb.OutputDelta(text="."),
+        pb.OutputDelta(finish_reason=pb.FINISH_REASON_STOP),
+    ]
+    used = pb.Usage(prompt_tokens=1, completion_tokens=5, reasoning_tokens=3)
+    answer = chat(stream=True, stream_options={"include_usage": True})
+    answer.begin("r")
+    text = ""
+    for part in parts[:-1]:
+        text += await sent(answer, 0, message(part, prompt=pb.PromptInfo()))
+    text += await sent(answer, 0, message(parts[-1], usage=used))
+    *made, last = events(text + answer.last_events())
+    assert [event["choices"][0]["delta"] for event in made] == [
+        {"role": "assistant", "reasoning_content": "H\u2028", "reasoning": "H\u2028"},
+        {"reasoning_content": "m", "reasoning": "m", "content": "Yes"},
+        {"content": "."},
+        {},
+    ]
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    for asked, shown in (({}, True), ({"include_reasoning": False}, False)):
+        whole = pb.OutputDelta(reasoning_content="Hm", finish_reason=pb.FINISH_REASON_LENGTH)
+        answer = chat(**asked)
+        made = json.loads("".join(await answer.whole("r", [message(whole, usage=used)])))
+        found = made["choices"][0]["message"]
+        assert found.get("reasoning_content") == found.get("reasoning") == ("Hm" if shown else None)
+        assert found["content"] == (None if shown else "")
+        assert made["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
 async def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
     answer = chat(stream=True, stop_token_ids=[2])
     answer.begin("r")

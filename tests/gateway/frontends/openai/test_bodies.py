@@ -205,7 +205,8 @@ NOTHING_ASKED: list[tuple[str, dict[str, Any]]] = [
     )),
     *((CHAT, {name: value}) for name, value in (
         ("function_call", "none"), ("functions", []), ("verbosity", "medium"), ("reasoning_effort", "none"),
-        ("reasoning_effort", "minimal"), ("include_reasoning", True), ("documents", []), ("think", False),
+        ("reasoning_effort", "minimal"), ("include_reasoning", True),
+        ("include_reasoning", False), ("documents", []), ("think", False),
         ("thinking", {"type": "disabled"}), ("reasoning", {"effort": "none"}), ("mm_processor_kwargs", {}),
         ("chat_template_kwargs", {}), ("chat_template_kwargs", {"enable_thinking": False}), ("tools", []),
         ("modalities", ["text"]), ("tool_choice", "none"), ("parallel_tool_calls", True),

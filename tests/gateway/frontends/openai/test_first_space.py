@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
-from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker.v1 import work_pb2
 from gateway.frontends.openai.logprobs import completion_logprobs, prompt_offsets
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.tokenizer.small_models import CHATML, sentencepiece_like, write_folder
@@ -46,7 +46,7 @@ class Prefill(ScriptedPrefill):
     async def on_message(self, kind: str, message: Any) -> None:
         if kind == "dispatch" and message.work.HasField("prompt_logprobs"):
             scores = [work_pb2.Score(logprob=-1, rank=1)] * (message.work.prompt_tokens - 1)
-            said = prefill_pb2.PromptScores(id=message.work.id, first_position=1, scores=scores)
+            said = work_pb2.PromptScores(id=message.work.id, first_position=1, scores=scores)
             self.say(prompt_scores=said)
         await super().on_message(kind, message)
 

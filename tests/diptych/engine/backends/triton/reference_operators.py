@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from diptych.engine.backends.torch.decoder import gated
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.sampling.params import SamplingParams
+from diptych.engine.models.shape import Activation
 from diptych.engine.sampling.random import sample_token
-from diptych.engine.sampling.sample_row import SampleRow
-from kernels import paged_attention, rms_norm, rotary, swiglu
+from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
+from kernels import paged_attention, rms_norm, rotary
 from kernels import paged_decode as decode
+from kernels.route_experts import route_experts
 
 UNSIGNED = 1 << 64
 
@@ -26,6 +29,9 @@ def _paged_decode(
     lengths: torch.Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     scratch: Any = None,
     out: torch.Tensor,
@@ -36,7 +42,9 @@ def _paged_decode(
     assert tables.shape[1] * blocks.shape[-1] // query.shape[-1] <= width
     # A length of 0 is padding: any finite answer will do, and nothing need be read.
     seen = lengths.clamp(min=1)
-    return out.copy_(decode.paged_decode(query, blocks, layer, tables.long(), seen.long(), window, scales))
+    rule: dict[str, Any] = {"scale": scale, "cap": cap, "sinks": sinks}
+    mixed = decode.paged_decode(query, blocks, layer, tables.long(), seen.long(), window, scales, **rule)
+    return out.copy_(mixed)
 
 
 def _paged_prefill(
@@ -50,9 +58,13 @@ def _paged_prefill(
     max_tokens: int,
     context_tokens: int,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    rule: dict[str, Any] = {"scale": scale, "cap": cap, "sinks": sinks}
     bounds = offsets.tolist()
     assert bounds[0] == 0
     assert bounds[-1] == len(query)
@@ -60,7 +72,7 @@ def _paged_prefill(
     assert context_tokens == int(starts.sum()) + len(query)
     for row, (begin, end) in enumerate(pairwise(bounds)):
         out[begin:end] = paged_attention.paged_attention(
-            query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales
+            query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales, **rule
         )
     return out
 
@@ -78,8 +90,8 @@ def _add_rms_norm(
 
 def _rotary_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     blocks: torch.Tensor,
     layer: int,
     block_ids: torch.Tensor,
@@ -89,24 +101,31 @@ def _rotary_write(
     kv_heads: int,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
+    norm_late: bool,
     eps: float,
     scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm.rms_norm(q, q_norm, eps), rms_norm.rms_norm(k, k_norm, eps)
+
+    def normed(x: torch.Tensor, norm: torch.Tensor | None, late: bool) -> torch.Tensor:
+        return x if norm is None or late != norm_late else rms_norm.rms_norm(x.to(qkv.dtype), norm, eps)
+
+    q, k = normed(q, q_norm, False), normed(k, k_norm, False)
+    if cos is not None and sin is not None:
+        q, k = rotary.rotary(q.float(), cos, sin), rotary.rotary(k.float(), cos, sin)
+    q, k = normed(q, q_norm, True), normed(k, k_norm, True)
     written = block_ids >= 0
     decode.write_kv_rows(
         blocks,
         layer,
         block_ids[written],
         lanes[written].long(),
-        rotary.rotary(k.float(), cos, sin)[written],
+        k[written],
         v[written],
         scales,
     )
-    return out.copy_(rotary.rotary(q.float(), cos, sin))
+    return out.copy_(q)
 
 
 def _skinny_linear(
@@ -119,13 +138,103 @@ def _skinny_linear(
 
 
 def _skinny_swiglu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: Activation,
+    limit: float | None,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    return out.copy_(swiglu.swiglu(_skinny_linear(x, weight, bias, out=x.new_empty(len(x), len(weight)))))
+    both = _skinny_linear(x, weight, bias, out=x.new_empty(len(x), len(weight)))
+    return out.copy_(gated(activation, both, limit))
 
 
-def _swiglu(gate_up: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(swiglu.swiglu(gate_up))
+def _swiglu(
+    gate_up: torch.Tensor, *, activation: Activation, limit: float | None, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(gated(activation, gate_up, limit))
+
+
+@dataclass
+class _Routed:
+    """Experts and weights of rows, and room for them."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+    def rows(self, tokens: int) -> _Routed:
+        return _Routed(self.experts[:tokens], self.weights[:tokens])
+
+
+def _make_routed(rows: int, experts: int, count: int, device: torch.device) -> _Routed:
+    return _Routed(torch.zeros(rows, count, dtype=torch.int64), torch.zeros(rows, count))
+
+
+def _router_logits(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(functional.linear(x.float(), router, bias))
+
+
+def _route_experts(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    *,
+    out: _Routed,
+    **choice: Any,
+) -> _Routed:
+    experts, weights = route_experts(functional.linear(x.float(), router, bias), correction, **choice)
+    out.experts.copy_(experts)
+    out.weights.copy_(weights)
+    return out
+
+
+def _of_pairs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each row of `x` with the matrix of its expert; pairs stay in their order here."""
+    rows = [
+        functional.linear(one.float(), weight[expert].float(), None if bias is None else bias[expert].float())
+        for one, expert in zip(x, experts.flatten().tolist(), strict=True)
+    ]
+    return torch.stack(rows).to(x.dtype)
+
+
+def _expert_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    routed: _Routed,
+    *,
+    activation: Activation,
+    limit: float | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    pairs = x.repeat_interleave(routed.experts.shape[1], dim=0)
+    return out.copy_(gated(activation, _of_pairs(pairs, weight, bias, routed.experts), limit))
+
+
+def _expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routed: _Routed, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(_of_pairs(x, weight, bias, routed.experts))
+
+
+def _sum_experts(
+    parts: torch.Tensor,
+    routed: _Routed,
+    shared: torch.Tensor | None,
+    switch: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    found = (parts.view(*routed.experts.shape, -1).float() * routed.weights.unsqueeze(-1)).sum(1)
+    if shared is not None:
+        found = found + (shared.float() if switch is None else shared.float() * torch.sigmoid(switch))
+    return out.copy_(found)
 
 
 def _sample(
@@ -166,7 +275,13 @@ REFERENCE_OPERATORS = Operators(
     skinny_linear=_skinny_linear,
     skinny_swiglu=_skinny_swiglu,
     swiglu=_swiglu,
+    router_logits=_router_logits,
+    route_experts=_route_experts,
+    expert_swiglu=_expert_swiglu,
+    expert_linear=_expert_linear,
+    sum_experts=_sum_experts,
     sample=_sample,
     make_scratch=lambda rows, heads, head_dim, max_tokens, device: (rows, max_tokens),
+    make_routed=_make_routed,
     make_sample_scratch=lambda rows, vocab, device: None,
 )

@@ -13,10 +13,9 @@ import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.decode_graphs import batch_buckets
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, can_sample_on_device
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, SamplingParams, sample
-from diptych.engine.step_output import Launched, StepOutput, can_sample_on_device
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, Sequenced, layout_of, shape_of, tokens_of, weights_of
 

@@ -26,7 +26,7 @@ def sequences(pool: Pool) -> list[Sequenced]:
 
 
 def test_both_backends_agree_and_are_near_to_full_numbers() -> None:
-    shape = shape_of(windows=(None, 19), qk_norm=True)
+    shape = shape_of(windows=(None, 19), qk_norm="head")
     weights, scales = weights_of(shape, torch.float32), scales_of(shape)
     full = TorchBackend(shape, weights)
     meaning = TorchBackend(shape, weights, scales)

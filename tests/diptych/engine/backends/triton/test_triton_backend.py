@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ import torch
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton import packed_step
 from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.backends.triton.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import LatentShape, ModelShape
 from diptych.engine.weights import Weights
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
+from tests.diptych.engine.backends.triton.switched_shapes import SWITCHES
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tied_embeddings": True,
     },
     "qwen2": {"qkv_bias": True, "num_heads": 7, "num_kv_heads": 1},
-    "qwen3": {"qk_norm": True, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "qwen3": {"qk_norm": "head", "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     "windows": {"windows": (None, 19)},
 }
 
@@ -62,9 +65,10 @@ def batches(shape: ModelShape, dtype: torch.dtype) -> list[list[SequenceStep]]:
     ]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *SWITCHES])
 def test_mixed_batches_equal_the_torch_backend(name: str) -> None:
-    shape = shape_of(**SHAPES[name])
+    shape = shape_of(**{**SHAPES, **SWITCHES}[name])
+    assert supports(shape) is None
     expected, got = backends(shape, weights_of(shape, torch.float32))
     for theirs, ours in zip(batches(shape, torch.float32), batches(shape, torch.float32), strict=True):
         torch.testing.assert_close(got.forward(ours, None), expected.forward(theirs, None), atol=2e-5, rtol=0)
@@ -72,9 +76,36 @@ def test_mixed_batches_equal_the_torch_backend(name: str) -> None:
             torch.testing.assert_close(one.memory.data, other.memory.data, atol=2e-5, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["two rotations", "no rotation", "caps", "scales", "gelu_tanh", "growing queries"]
+)
+def test_a_switch_that_is_off_changes_the_logits(name: str) -> None:
+    """Were a switch without effect on these numbers, the test of it would show nothing."""
+    shape, plain = shape_of(**SWITCHES[name]), shape_of()
+    off = replace(shape, **{field: getattr(plain, field) for field in SWITCHES[name]})
+    weights = weights_of(shape, torch.float32)
+    on, other = (TorchBackend(one, weights) for one in (shape, off))
+    one, two = batches(shape, torch.float32), batches(shape, torch.float32)
+    assert (on.forward(one[0], None) - other.forward(two[0], None)).abs().max() > 1e-3
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "LayerNorm": {"norm": "layer"},
+    "the activation silu without a gate": {"gated": False},
+    "the activation relu2 with a gate": {"activation": "relu2"},
+    "parallel attention and feed-forward": {"parallel_residual": True},
+    "attention over latents": {"latent": LatentShape(9, 6, 5), "num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_computed_is_said_in_words(words: str) -> None:
+    assert supports(shape_of(**REFUSED[words])) == words
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_near_to_float32_as_the_torch_backend_is(dtype: torch.dtype) -> None:
-    shape = shape_of(qk_norm=True)
+    shape = shape_of(qk_norm="head")
     exact = TorchBackend(shape, weights_of(shape, torch.float32))
     expected, got = backends(shape, weights_of(shape, dtype))
     runs = zip(batches(shape, torch.float32), batches(shape, dtype), batches(shape, dtype), strict=True)

@@ -12,20 +12,28 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.linear import FEW_ROWS
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
-from diptych.engine.step_output import Launched
 from kernels.gpu.launch import INTERPRETED
 from kernels.gpu.skinny_linear import MOST_ROWS
+from tests.diptych.engine.backends.triton.switched_shapes import SWITCHES
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"windows": (None, 19), "num_heads": 4, "num_kv_heads": 2},
     "qwen2": {"qkv_bias": True, "num_heads": 7, "num_kv_heads": 1, "head_dim": 64},
-    "qwen3": {"qk_norm": True, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80},
+    "qwen3": {"qk_norm": "head", "num_heads": 9, "num_kv_heads": 3, "head_dim": 80},
 }
+SHAPES |= SWITCHES
+FEW = ("clamped experts", "grouped experts after a dense layer")
+"""Switches that are tried in every run; each of the rest is in one of the kernels' own tests."""
 CASES = [
+    *((name, torch.float32) for name in FEW),
+    *(
+        pytest.param(name, torch.bfloat16 if name in FEW else torch.float32, marks=pytest.mark.full)
+        for name in SWITCHES
+    ),
     ("llama", torch.float32),
     ("qwen2", torch.float32),
     ("qwen3", torch.bfloat16),

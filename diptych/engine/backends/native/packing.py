@@ -1,0 +1,235 @@
+"""A model's weights handed to the native step, which packs them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.models.rope import cos_sin
+from diptych.engine.models.shape import Activation, ExpertsShape, LayerShape, ModelShape, Routing
+from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
+from kernels.byte_codes import CodedBytes
+from kernels.byte_linear import ByteMatrix
+from kernels.cpu import library as native
+from kernels.quantised_linear import BlockFormat, BlockMatrix
+
+_FORMATS: dict[BlockFormat, int] = {
+    "q4_0": native.Q4_0,
+    "q4_1": native.Q4_1,
+    "q8_0": native.Q8_0,
+    "q2_k": native.Q2_K,
+    "q3_k": native.Q3_K,
+    "q4_k": native.Q4_K,
+    "q5_k": native.Q5_K,
+    "q6_k": native.Q6_K,
+    "iq4_xs": native.IQ4_XS,
+}
+_ACTIVATIONS: dict[Activation, int] = {
+    "silu": native.SILU,
+    "gelu": native.GELU,
+    "gelu_tanh": native.GELU_TANH,
+    "relu2": native.RELU_SQUARED,
+    "clamped_swiglu": native.CLAMPED_SWIGLU,
+}
+_ROUTINGS: dict[Routing, int] = {
+    "softmax_then_topk": native.SOFTMAX_THEN_TOPK,
+    "topk_then_softmax": native.TOPK_THEN_SOFTMAX,
+    "sigmoid": native.SIGMOID,
+}
+Part = tuple[Matrix | None, torch.Tensor | None]
+"""A matrix with its bias; the matrix is None where the shape has none."""
+
+
+def native_shape(shape: ModelShape, dtype: int) -> native.Shape:
+    """Return `shape` as the native step takes it; `dtype` is one of `native.FP32` and so on."""
+    # Rounded like the residual of such weights, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+    residual = torch.bfloat16 if dtype == native.BF16 else torch.float32
+    growth = shape.query_growth if shape.grows_queries else None
+    clamp = None if shape.experts is None else shape.experts.clamp
+    return native.Shape(
+        dtype=dtype,
+        layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab_size,
+        rms_epsilon=shape.rms_eps,
+        query_scale=shape.score_scale,
+        embedding_scale=torch.tensor(shape.embedding_scale, dtype=residual).item(),
+        residual_scale=shape.residual_scale,
+        logit_scale=shape.logit_scale,
+        logit_cap=shape.logit_cap or 0.0,
+        score_cap=shape.score_cap or 0.0,
+        growth=0.0 if growth is None else growth.beta,
+        growth_length=0 if growth is None else growth.length,
+        activation=_ACTIVATIONS[shape.activation],
+        clamp=clamp or 0.0,
+        gated=shape.gated,
+        norms_before=shape.norms != "after",
+        norms_after=shape.norms != "before",
+        norm_after_rotation=shape.qk_norm_after_rotation,
+        sinks=shape.sinks,
+        experts=native.Experts() if shape.experts is None else _native_experts(shape.experts),
+    )
+
+
+def _native_experts(experts: ExpertsShape) -> native.Experts:
+    return native.Experts(
+        count=experts.num_experts,
+        picked=experts.experts_per_token,
+        intermediate=experts.intermediate_size,
+        shared_intermediate=experts.shared_size,
+        routing=_ROUTINGS[experts.routing],
+        normalise=experts.normalise,
+        scale=experts.scale,
+        groups=experts.groups,
+        picked_groups=experts.groups_per_token,
+        best_two=experts.group_score == "best_two",
+    )
+
+
+def rotary_tables(shape: ModelShape, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return cosines and sines of positions 0 .. `positions` - 1 for each of the model's rotations."""
+    numbers = torch.arange(positions)
+    pairs = [cos_sin(shape, rotation, numbers) for rotation in range(len(shape.rotations))]
+    return [(cosines.contiguous(), sines.contiguous()) for cosines, sines in pairs]
+
+
+def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as the native step reads it."""
+    return tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+
+
+def pack_model(
+    library: ctypes.CDLL, model: int, shape: ModelShape, weights: Weights, dtype: torch.dtype
+) -> None:
+    """Set all but embedding and rotary tables. Raises NativeError if a tensor is not what `shape` says."""
+    packer = Packer(library, model, dtype)
+    for index, (own, layer) in enumerate(zip(shape.layers, weights.layers, strict=True)):
+        packer.set_layer(index, own, shape.window(index))
+        packer.pack_attention(index, layer)
+        if layer.experts is None:
+            packer.pack_dense(index, layer)
+        else:
+            packer.pack_experts(index, layer.experts)
+    packer.set_vector(0, native.FINAL_NORM, weights.final_norm)
+    packer.set_linear(0, native.HEAD, (weights.output_matrix(), None))
+
+
+class Packer:
+    """Hands tensors to one native model."""
+
+    def __init__(self, library: ctypes.CDLL, model: int, dtype: torch.dtype) -> None:
+        self._library = library
+        self._model = model
+        self._dtype = dtype
+
+    def set_layer(self, index: int, own: LayerShape, window: int | None) -> None:
+        layer = native.Layer(
+            window=window or 0,
+            rotation=-1 if own.rotation is None else own.rotation,
+            experts=own.experts,
+        )
+        self._check(self._library.diptych_set_layer(self._model, index, layer))
+
+    def pack_attention(self, index: int, layer: LayerWeights) -> None:
+        qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+        self.set_linear(index, native.QKV, *qkv)
+        self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        self.set_vector(index, native.INPUT_NORM, layer.input_norm)
+        self.set_vector(index, native.POST_NORM, layer.post_norm)
+        self.set_vector(index, native.ATTENTION_OUTPUT_NORM, layer.attention_out_norm)
+        self.set_vector(index, native.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_out_norm)
+        self.set_vector(index, native.QUERY_NORM, layer.q_norm)
+        self.set_vector(index, native.KEY_NORM, layer.k_norm)
+        self.set_vector(index, native.SINKS, layer.sinks)
+
+    def pack_dense(self, index: int, layer: LayerWeights) -> None:
+        gate_up = ((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self.set_linear(index, native.GATE_UP, *gate_up)
+        self.set_linear(index, native.DOWN, (layer.down, layer.down_bias))
+
+    def pack_experts(self, index: int, experts: ExpertWeights) -> None:
+        self.set_linear(
+            index, native.ROUTER, (experts.router, experts.router_bias), (experts.shared_router, None)
+        )
+        self.set_vector(index, native.ROUTER_CORRECTION, experts.correction_bias)
+        for number in range(len(experts.downs)):
+            self._pack_expert(index, number, experts)
+        if experts.shared_down is not None:
+            gate_up = ((experts.shared_gate, None), (experts.shared_up, None))
+            self.set_linear(index, native.SHARED_GATE_UP, *gate_up)
+            self.set_linear(index, native.SHARED_DOWN, (experts.shared_down, None))
+
+    def _pack_expert(self, index: int, number: int, experts: ExpertWeights) -> None:
+        def part(matrices: Sequence[Matrix], biases: Sequence[torch.Tensor]) -> Part:
+            return matrices[number] if matrices else None, biases[number] if biases else None
+
+        gate_up = part(experts.gates, experts.gate_biases), part(experts.ups, experts.up_biases)
+        down = (part(experts.downs, experts.down_biases),)
+        for which, parts in ((native.GATE_UP, gate_up), (native.DOWN, down)):
+            made = _native_parts(parts, self._dtype)
+            status = self._library.diptych_set_expert(
+                self._model, index, number, which, made.matrices, len(made.matrices)
+            )
+            self._check(status)
+
+    def set_linear(self, layer: int, which: int, *parts: Part) -> None:
+        made = _native_parts(parts, torch.float32 if which == native.ROUTER else self._dtype)
+        status = self._library.diptych_set_linear(
+            self._model, layer, which, made.matrices, len(made.matrices)
+        )
+        self._check(status)
+
+    def set_vector(self, layer: int, which: int, vector: torch.Tensor | None) -> None:
+        if vector is None:
+            return
+        values = stored(vector, torch.float32)
+        self._check(
+            self._library.diptych_set_vector(self._model, layer, which, values.data_ptr(), len(values))
+        )
+
+    def _check(self, status: int) -> None:
+        if status != native.OK:
+            raise NativeError(native.last_error(self._library))
+
+
+class _NativeParts(NamedTuple):
+    """Parts of a matrix as the native step takes them, and the tensors that they point into."""
+
+    matrices: ctypes.Array[native.Matrix]
+    alive: list[torch.Tensor]
+
+
+def _native_parts(parts: Sequence[Part], dense: torch.dtype) -> _NativeParts:
+    """Return the parts that there are; matrices that are not quantised are stored in `dense`."""
+    present = [(matrix, bias) for matrix, bias in parts if matrix is not None]
+    matrices = (native.Matrix * len(present))()
+    alive: list[torch.Tensor] = []
+
+    def address(tensor: torch.Tensor) -> int:
+        alive.append(tensor.contiguous())
+        return alive[-1].data_ptr()
+
+    for part, (matrix, bias) in zip(matrices, present, strict=True):
+        part.rows, part.columns = matrix.shape
+        match matrix:
+            case BlockMatrix():
+                part.format, part.data = _FORMATS[matrix.format], address(matrix.blocks)
+            case ByteMatrix():
+                part.format, part.data = native.I8, address(matrix.values)
+                part.scales = address(matrix.scales)
+            case CodedBytes():
+                part.format, part.data = native.I8_CODED, address(matrix.codes)
+                part.scales, part.slopes = address(matrix.scales), address(matrix.slopes)
+            case _:
+                part.data = address(stored(matrix, dense))
+        if bias is not None:
+            part.bias = address(bias.float())
+    return _NativeParts(matrices, alive)

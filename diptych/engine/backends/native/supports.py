@@ -1,0 +1,28 @@
+"""Shapes that the native step computes; the others are computed in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diptych.engine.models.shape import ModelShape
+
+_MOST_GROUPS = 64
+"""Groups of experts that a router may have (kernels/cpu/expert_routing.h)."""
+
+
+def supports(shape: ModelShape) -> str | None:
+    """Return None if the native step computes models of `shape`, or else what it lacks, in words."""
+    return next(_lacks(shape), None)
+
+
+def _lacks(shape: ModelShape) -> Iterator[str]:
+    if shape.latent is not None:
+        yield "attention over latents"
+    if shape.norm != "rms":
+        yield "LayerNorm"
+    if shape.norm_bias:
+        yield "norms with a bias"
+    if shape.parallel_residual:
+        yield "parallel attention and feed-forward"
+    if shape.experts is not None and shape.experts.groups > _MOST_GROUPS:
+        yield f"more than {_MOST_GROUPS} groups of experts"

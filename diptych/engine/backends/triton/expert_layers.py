@@ -1,0 +1,56 @@
+"""Feed-forwards of experts as kernels; the meaning is backends/torch/experts.py.
+
+Six launches: the router's product, the choice, the order of rows by expert, gates and ups with their
+activation, downs, and the sum; a shared expert's products come before the sum. Their grids depend on sizes
+alone, so that a captured step serves every choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diptych.engine.backends.triton.activations import Activations
+from diptych.engine.backends.triton.linear import LinearOperators
+from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.packed_weights import PackedExperts
+from diptych.engine.models.shape import ModelShape
+
+
+class ExpertLayers:
+    """The second half of layers with experts."""
+
+    def __init__(self, shape: ModelShape, products: LinearOperators, operators: Operators) -> None:
+        self._products, self._operators = products, operators
+        experts = shape.experts
+        self._choice: dict[str, Any] = {}
+        if experts is not None:
+            self._choice = {
+                "count": experts.experts_per_token,
+                "routing": experts.routing,
+                "normalise": experts.normalise,
+                "scale": experts.scale,
+                "groups": experts.groups,
+                "groups_per_token": experts.groups_per_token,
+                "group_score": experts.group_score,
+            }
+
+    def forward(self, layer: PackedExperts, x: torch.Tensor, buffers: Activations) -> None:
+        """Compute the experts of `x [T, hidden]`, into `buffers.added`."""
+        operators, own = self._operators, buffers.experts
+        assert own is not None
+        routed = operators.route_experts(
+            x, layer.router, layer.router_bias, layer.correction_bias, out=own.routed, **self._choice
+        )
+        gate = self._products.activation
+        operators.expert_swiglu(x, layer.gate_up.weight, layer.gate_up.bias, routed, out=own.inner, **gate)
+        operators.expert_linear(own.inner, layer.down.weight, layer.down.bias, routed, out=own.parts)
+        shared = switch = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            scratch, inner = buffers.feed_forward(layer.shared_down.weight.shape[1])
+            self._products.gated(x, layer.shared_gate_up, scratch, out=inner)
+            shared = self._products.linear(inner, layer.shared_down, out=buffers.added)
+            if layer.shared_router is not None:
+                switch = operators.router_logits(x, layer.shared_router, out=own.switch)
+        operators.sum_experts(own.parts, routed, shared, switch, out=buffers.added)

@@ -1,0 +1,106 @@
+"""Tables of a plan, each figure with its formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+
+from diptych.planner.plan import Plan
+
+Row = tuple[str, str, str]
+"""Name, figure, formula."""
+
+
+def report(plan: Plan) -> Group:
+    """Return the tables of a plan."""
+    tables = [
+        _table("Model", _model(plan)),
+        _table("One decode worker", _decode(plan)),
+        _table("Fleet", _fleet(plan)),
+    ]
+    if plan.bill is not None:
+        tables.append(_table("Cost", _cost(plan)))
+    return Group(*tables, *plan.advice)
+
+
+def _table(title: str, rows: Iterator[Row]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, figure, formula in rows:
+        table.add_row(name, figure, formula)
+    return table
+
+
+def _model(plan: Plan) -> Iterator[Row]:
+    costs, question = plan.costs, plan.question
+    yield "parameters", _count(costs.parameters), "all tensors, embeddings included"
+    if costs.num_experts:
+        yield "active parameters", _count(costs.active_parameters), "those that one token is multiplied with"
+    yield "weights", _bytes(costs.weight_bytes), f"matrices in {question.weights}, the rest in bf16"
+    shape = question.shape
+    formula = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} wide"
+    yield "keys and values a token", _bytes(costs.kv_bytes), f"{formula}, {question.keys_and_values}"
+
+
+def _decode(plan: Plan) -> Iterator[Row]:
+    fleet, demand = plan.fleet, plan.question.demand
+    tokens = demand.input_tokens + demand.output_tokens
+    yield (
+        "streams that fit",
+        f"{fleet.streams_that_fit}",
+        f"memory beside the weights ÷ {tokens:.0f} tokens each",
+    )
+    yield "streams at most", f"{fleet.streams_at_most}", "those that fit, within the time between tokens"
+    yield (
+        "streams at this load",
+        f"{fleet.streams:.1f}",
+        "rate × output tokens × time between tokens (Little)",
+    )
+    yield "time between tokens", _ms(fleet.step_s), _goal(demand.tpot_s)
+
+
+def _fleet(plan: Plan) -> Iterator[Row]:
+    fleet, demand = plan.fleet, plan.question.demand
+    ratio = f"{fleet.prefill_workers} : {fleet.decode_workers}"
+    yield (
+        "prefill : decode workers",
+        ratio,
+        f"{plan.question.cards_a_worker} × {plan.question.card.name} each",
+    )
+    yield "prefill of one prompt", _ms(fleet.prefill_s), f"{demand.new_tokens:.0f} tokens to compute"
+    yield "wait for a prefill worker", _ms(fleet.wait_s), "M/D/c, mean"
+    yield "time to first token", _ms(fleet.ttft_s), _goal(demand.ttft_s)
+    yield "prefill workers busy", f"{fleet.prefill_busy:.0%}", "rate × prefill ÷ workers"
+    yield "decode workers busy", f"{fleet.decode_busy:.0%}", "streams at this load ÷ at most"
+    yield "greatest rate", f"{fleet.rate_at_most:.2f} requests/s", "of these workers, within both times"
+
+
+def _cost(plan: Plan) -> Iterator[Row]:
+    bill = plan.bill
+    if bill is None:
+        return
+    yield "an hour", f"${bill.an_hour:.2f}", f"{bill.cards} cards"
+    yield "a million output tokens", f"${bill.per_million_output:.2f}", "at this load"
+    yield "a million output tokens", f"${bill.per_million_output_full:.2f}", "at the greatest rate"
+    yield "tokens a dollar", f"{bill.tokens_per_dollar:,.0f}", "input and output"
+    if bill.api_an_hour is not None and bill.break_even_rate is not None:
+        yield "the API an hour", f"${bill.api_an_hour:.2f}", "its price × tokens of this load"
+        yield "break-even", f"{bill.break_even_rate:.3g} requests/s", "fleet an hour ÷ API a request"
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1024:.1f} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _goal(seconds: float) -> str:
+    return f"wanted: {1000 * seconds:.0f} ms" if math.isfinite(seconds) else "no limit was given"

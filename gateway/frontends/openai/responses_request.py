@@ -1,0 +1,147 @@
+"""Body of ``POST /v1/responses`` → one request of the core."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
+from diptych.v1 import inference_pb2 as pb
+from gateway.frontends.openai.body_model import validate_members
+from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
+from gateway.frontends.openai.response_format import dump_schema
+from gateway.frontends.openai.responses_bodies import (
+    CallItem,
+    Content,
+    FunctionTool,
+    NamedChoice,
+    ReasoningItem,
+    ResponsesBody,
+    ResponsesMembers,
+    ResultItem,
+    TextFormat,
+    TextPart,
+)
+
+_TOOL_CHOICES: Final = {
+    "none": pb.ToolChoice.MODE_NONE,
+    "auto": pb.ToolChoice.MODE_AUTO,
+    "required": pb.ToolChoice.MODE_REQUIRED,
+}
+# Answers with more than the text that is always there; nothing of it is made here.
+_INCLUDED: Final = ("reasoning.encrypted_content",)
+
+
+def read_responses(members: dict[str, Any]) -> tuple[HttpGenerateRequest, ResponsesMembers]:
+    """Build the request. Raises InvalidParameter or UnsupportedFeature, with OpenAI's name of the field."""
+    body: ResponsesMembers = validate_members(ResponsesBody, members)
+    for index, name in enumerate(body.include or ()):
+        if name not in _INCLUDED:
+            raise UnsupportedFeature(f"include[{index}]")
+    builder = RequestBuilder.from_body(body)
+    chat = builder.request.chat
+    chat.SetInParent()
+    if body.max_output_tokens is not None:
+        builder.request.stopping.max_tokens = body.max_output_tokens
+        builder.names["stopping.max_tokens"] = "max_output_tokens"
+    if body.instructions:
+        _add_turn(builder, "instructions").MergeFrom(pb.ChatMessage(role="system", content=body.instructions))
+    if isinstance(body.input, str):
+        _add_turn(builder, "input").MergeFrom(pb.ChatMessage(role="user", content=body.input))
+    else:
+        _put_items(body.input, builder)
+    builder.names["chat.messages"] = "input"
+    for index, tool in enumerate(body.tools or ()):
+        _put_tool(index, tool, builder)
+    _put_tool_choice(body, chat)
+    if body.text is not None and body.text.format is not None:
+        _put_format(body.text.format, builder)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat.template_kwargs["reasoning_effort"] = body.reasoning.effort
+        builder.names["chat.template_kwargs.reasoning_effort"] = "reasoning.effort"
+    return HttpGenerateRequest((builder,), bool(body.stream), StreamUsage(), logprobs=False), body
+
+
+def _add_turn(builder: RequestBuilder, path: str) -> pb.ChatMessage:
+    messages = builder.request.chat.messages
+    builder.names[f"chat.messages[{len(messages)}]"] = path
+    return messages.add()
+
+
+def _put_items(items: list[Any], builder: RequestBuilder) -> None:
+    """Set the conversation. Reasoning, text and calls of one response are one turn of the assistant."""
+    turn: pb.ChatMessage | None = None  # the assistant's, while it goes on
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if isinstance(item, ResultItem):
+            turn = None
+            made = _add_turn(builder, path)
+            made.role, made.tool_call_id = "tool", item.call_id
+            made.content = _text(f"{path}.output", item.output)
+            continue
+        own = isinstance(item, CallItem | ReasoningItem) or item.role == "assistant"
+        if not own:
+            turn = None
+            made = _add_turn(builder, path)
+            made.role, made.content = item.role, _text(f"{path}.content", item.content)
+            continue
+        if turn is None or (turn.content and not isinstance(item, CallItem)):
+            turn = _add_turn(builder, path)
+            turn.role = "assistant"
+        if isinstance(item, CallItem):
+            turn.tool_calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments or "{}")
+        elif isinstance(item, ReasoningItem):
+            turn.reasoning_content += _joined(f"{path}.content", item.content or item.summary or [])
+        else:
+            turn.content = _text(f"{path}.content", item.content)
+
+
+def _text(path: str, content: Content) -> str:
+    return content if isinstance(content, str) else _joined(path, content)
+
+
+def _joined(path: str, parts: list[TextPart]) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise InvalidParameter(f"{path}[{index}].text", "is required")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _put_tool(index: int, tool: FunctionTool, builder: RequestBuilder) -> None:
+    path, known = f"tools[{index}]", f"chat.tools[{index}]"
+    made = builder.request.chat.tools.add(name=tool.name, description=tool.description or "")
+    if tool.parameters is not None:
+        made.parameters_json_schema = dump_schema(f"{path}.parameters", tool.parameters)
+    builder.names[f"{known}.name"] = f"{path}.name"
+    builder.names[f"{known}.parameters_json_schema"] = f"{path}.parameters"
+
+
+def _put_tool_choice(body: ResponsesMembers, chat: pb.ChatPrompt) -> None:
+    choice = body.tool_choice
+    if isinstance(choice, NamedChoice):
+        chat.tool_choice.mode = pb.ToolChoice.MODE_NAMED
+        chat.tool_choice.name = choice.name
+    elif choice is not None and choice not in _TOOL_CHOICES:
+        raise InvalidParameter("tool_choice", f"must be {', '.join(_TOOL_CHOICES)} or name a function")
+    elif choice is not None and (choice != "auto" or chat.tools):
+        chat.tool_choice.mode = _TOOL_CHOICES[choice]
+    if body.parallel_tool_calls is False and chat.tools:
+        chat.tool_choice.parallel = False
+
+
+def _put_format(wanted: TextFormat, builder: RequestBuilder) -> None:
+    output, path = builder.request.structured_output, "text.format"
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        raise UnsupportedFeature(f"{path}.type", "must be text, json_object or json_schema")
+    if wanted.type == "json_schema":
+        if wanted.schema_ is None:
+            raise InvalidParameter(f"{path}.schema", "is required")
+        output.json_schema = dump_schema(f"{path}.schema", wanted.schema_)
+        builder.names["structured_output.json_schema"] = f"{path}.schema"
+    elif wanted.schema_ is not None:
+        raise InvalidParameter(f"{path}.schema", "goes with the type json_schema only")
+    elif wanted.type == "json_object":
+        output.json_object = True
+        builder.names["structured_output.json_object"] = path

@@ -1,0 +1,61 @@
+// The feed-forward of a layer: one gated or ungated matrix pair, or experts.
+#pragma once
+
+#include "activation.h"
+#include "experts.h"
+#include "residual.h"
+
+namespace diptych {
+namespace {
+
+// The first product and its activation: inner [rows, stride].
+template <class Kind>
+void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &inner, int64_t stride) {
+    const DiptychShape &shape = step.model->shape;
+    auto *values = static_cast<typename Kind::Value *>(inner.get());
+    int shared = columns_a_number(shape);
+    auto place = [&](int row, int column) { return values + row * stride + column / shared; };
+    product<Kind>(
+        step, matrix, step.normed, step.hidden_stride, rows,
+        [&](int row, int column, float *sums) { activate(shape, sums, place(row, column)); },
+        [&](int row, int column) { fetch_to_write(place(row, column), kColumns / shared); });
+    step.model->team.barrier();
+}
+
+// Begins with normed rows, and tells what it leaves beside the stream.
+template <class Kind>
+Update run_dense(StepState &step, const RowSet &set, const Layer &layer) {
+    bool apart = !layer.feed_forward_output_norm.empty();
+    run_gate_up<Kind>(step, static_cast<int>(set.size()), layer.gate_up, step.inner, step.inner_stride);
+    add_to_stream<Kind>(step, set, layer.down, step.inner, step.inner_stride, apart);
+    step.model->team.barrier();
+    return {apart, false, apart ? &layer.feed_forward_output_norm : nullptr};
+}
+
+template <class Kind>
+Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
+    int rows = static_cast<int>(set.size());
+    route<Kind>(step, layer, rows);
+    gather_rows<Kind>(step, rows);
+    run_expert_products<Kind>(step, layer, rows);
+    bool shared = layer.shared_down.data != nullptr;
+    if (shared) {
+        const ExpertStep &experts = step.experts;
+        run_gate_up<Kind>(step, rows, layer.shared_gate_up, experts.shared_inner, experts.shared_stride);
+        add_to_stream<Kind>(step, set, layer.shared_down, experts.shared_inner, experts.shared_stride, true);
+        step.model->team.barrier();
+    }
+    bool normed = !layer.feed_forward_output_norm.empty();
+    return {shared, true, normed ? &layer.feed_forward_output_norm : nullptr};
+}
+
+template <class Kind>
+Update run_feed_forward(StepState &step, const RowSet &set, const Layer &layer, const Update &update) {
+    bool experts = layer.own.experts != 0;
+    norm_rows<Kind>(step, set, layer.post_norm, update, experts ? static_cast<float *>(step.experts.normed.get()) : nullptr);
+    step.model->team.barrier();
+    return experts ? run_experts<Kind>(step, set, layer) : run_dense<Kind>(step, set, layer);
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,55 @@
+// Products with rows that the phase before wrote, as they are or quantised.
+#pragma once
+
+#include "gemm.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kRowChunk = 4;
+
+// Whether products of `Kind` read something else than what the phases write.
+template <class Kind>
+constexpr bool kQuantises = !std::is_same<typename Kind::Value, typename Kind::Input>::value;
+
+// A product with the rows that the phase before wrote, or with these quantised.
+template <class Kind, class Done, class Ahead>
+void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done,
+             Ahead ahead) {
+    if constexpr (kQuantises<Kind>) {
+        linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done, ahead);
+    } else {
+        linear<Kind>(step, matrix, values.get(), stride, rows, done, ahead);
+    }
+}
+
+// Asks for the cache lines of `count` numbers that are about to be written.
+template <class Value>
+inline void fetch_to_write(const Value *to, int count) {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(Value));
+    for (int i = 0; i < count; i += kLine) __builtin_prefetch(to + i, 1, 3);
+}
+
+// Makes one finished row of `width` values, padding included, ready for the next product.
+template <class Kind>
+void ready_row(StepState &step, const typename Kind::Value *values, int64_t row, int64_t width) {
+    if constexpr (kQuantises<Kind>) {
+        auto *entries = static_cast<typename Kind::Input *>(step.entries.get());
+        Kind::ready(values, entries, step.entry_stride, row, width);
+    }
+}
+
+// The same for `rows` rows, where several ranks wrote parts of each.
+template <class Kind>
+void ready_rows(StepState &step, int64_t rows, const Buffer &values, int64_t width) {
+    if constexpr (kQuantises<Kind>) {
+        const auto *from = static_cast<const typename Kind::Value *>(values.get());
+        RowGroups groups(step, rows, Kind::kRows);
+        share_rows(step, groups, rows < kManyRows ? 1 : kRowChunk,
+                   [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
+        step.model->team.barrier();
+    }
+}
+
+}  // namespace
+}  // namespace diptych

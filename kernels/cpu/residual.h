@@ -1,0 +1,101 @@
+// The residual stream: what sublayers read of it, and how they add to it.
+//
+// A column block of a product is added as it comes. Where a norm follows the sublayer, or experts give a row's numbers
+// in several places, whole rows are needed first: these stay beside the stream as an update, and the phase that reads
+// the stream next, to norm it, adds them. No further phase is needed.
+#pragma once
+
+#include "products.h"
+#include "vector_math.h"
+
+namespace diptych {
+namespace {
+
+// What a sublayer left beside the stream, by the places of its rows.
+struct Update {
+    bool rows = false;     // in StepState::update
+    bool experts = false;  // in the places of experts, too
+    const std::vector<float> *norm = nullptr;  // of the sum, or none
+};
+
+// The outputs of a row's experts in ascending order, and then what is in its update already; `gate`: its factor.
+inline void add_experts(const StepState &step, int64_t place, bool has_update, float *to) {
+    const DiptychExperts &shape = step.model->shape.experts;
+    const ExpertStep &experts = step.experts;
+    int64_t first = place * shape.picked;
+    float gate = has_update ? static_cast<const float *>(experts.logits.get())[place * experts.router_stride + shape.count]
+                            : 0.0f;
+    for (int i = 0; i < step.hidden_stride; i += kLanes) {
+        Lanes sum = splat(0.0f);
+        for (int64_t n = first; n < first + shape.picked; n++) {
+            const auto *output = static_cast<const float *>(experts.outputs.get()) +
+                                 experts.places[static_cast<size_t>(n)] * step.hidden_stride;
+            sum = add(sum, mul(splat(experts.weights[static_cast<size_t>(n)]), load(output + i)));
+        }
+        if (has_update) sum = add(sum, mul(splat(gate), load(to + i)));
+        store(to + i, sum);
+    }
+}
+
+// Adds what the sublayer before left for the row at `place`.
+inline void add_update(const StepState &step, const Update &update, int64_t place, float *hidden) {
+    if (!update.rows && !update.experts) return;
+    const DiptychShape &shape = step.model->shape;
+    float *sums = step.update_row(place);
+    if (update.experts) add_experts(step, place, update.rows, sums);
+    if (update.norm != nullptr) rms_norm(sums, update.norm->data(), shape.hidden, shape.rms_epsilon, sums);
+    Lanes scale = splat(shape.residual_scale);
+    for (int i = 0; i < step.hidden_stride; i += kLanes) {
+        store(hidden + i, add(load(hidden + i), mul(load(sums + i), scale)));
+    }
+}
+
+// Norms one row, or copies it where there is no norm.
+template <class Out>
+inline void norm_row(const DiptychShape &shape, const float *row, const std::vector<float> &weight, Out *to) {
+    if (!weight.empty()) return rms_norm(row, weight.data(), shape.hidden, shape.rms_epsilon, to);
+    by_lanes(
+        shape.hidden, [&](int i) { store(to + i, load(row + i)); },
+        [&](int i, int rest) { store_part(to + i, load_part(row + i, rest), rest); });
+}
+
+// Makes the stream's rows the input of a sublayer. `wide`: fp32 [rows, hidden_stride] for them, too, or null.
+template <class Kind>
+void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight, const Update &update,
+               float *wide = nullptr) {
+    const DiptychShape &shape = step.model->shape;
+    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
+    share_rows(step, RowGroups(step, set.size(), Kind::kRows), kRowChunk, [&](int64_t place) {
+        auto *to = normed + place * step.hidden_stride;
+        float *row = step.hidden_row(set.row(place));
+        add_update(step, update, place, row);
+        norm_row(shape, row, weight, to);
+        if (wide != nullptr) norm_row(shape, row, weight, wide + place * step.hidden_stride);
+        ready_row<Kind>(step, to, place, step.hidden_stride);
+    });
+}
+
+// A sublayer's last product, of `values` [rows of the set, width]: added to the stream or, `apart`, kept as an update.
+template <class Kind>
+void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
+                   bool apart) {
+    ready_rows<Kind>(step, set.size(), values, width);
+    int rows = static_cast<int>(set.size());
+    Lanes scale = splat(step.model->shape.residual_scale);
+    auto place = [&](int row, int column) {
+        return (apart ? step.update_row(row) : step.hidden_row(set.row(row))) + column;
+    };
+    auto add_sums = [&](int row, int column, float *sums) {
+        float *to = place(row, column);
+        if (apart) {
+            std::memcpy(to, sums, kColumns * sizeof(float));
+            return;
+        }
+        for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), mul(load(sums + j), scale)));
+    };
+    product<Kind>(step, matrix, values, width, rows, add_sums,
+                  [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,89 @@
+"""Times by the roofline beside what an H200 was measured at, and lines through measured loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diptych.planner.hardware import ACCELERATORS, find_accelerator
+from diptych.planner.model_costs import model_costs
+from diptych.planner.model_shape import read_shape
+from diptych.planner.rates import BadMeasurements, Measured, Roofline
+from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, write_config
+
+
+@pytest.fixture
+def h200(tmp_path: Path) -> Roofline:
+    return Roofline(model_costs(read_shape(write_config(tmp_path, LLAMA_3_8B))), ACCELERATORS["h200"])
+
+
+@pytest.mark.parametrize(("batch", "measured_ms"), [(1, 4.698), (8, 5.096), (64, 9.757)])
+def test_steps_are_near_those_of_an_h200(h200: Roofline, batch: int, measured_ms: float) -> None:
+    """The measured times are of lab/results/h200/2026-11-27-gpu.md: Llama-3-8B, context 2048."""
+    assert 1000 * h200.step_s(batch, 2048) == pytest.approx(measured_ms, rel=0.1)
+
+
+def test_a_prompt_is_near_that_of_an_h200(h200: Roofline) -> None:
+    assert 8192 / h200.prefill_s(8192, 0) == pytest.approx(35310, rel=0.1)
+
+
+def test_without_their_efficiency_they_are_not(h200: Roofline) -> None:
+    ideal = Roofline(h200.costs, h200.card, decode_efficiency=1.0, prefill_efficiency=1.0)
+    assert 1000 * ideal.step_s(1, 2048) < 0.8 * 4.698
+    assert 8192 / ideal.prefill_s(8192, 0) > 1.5 * 35310
+
+
+def test_cached_tokens_cost_attention_only(h200: Roofline) -> None:
+    assert h200.prefill_s(1000, 0) < h200.prefill_s(1000, 7000) < h200.prefill_s(8000, 0)
+
+
+def test_a_short_prompt_reads_all_weights(h200: Roofline) -> None:
+    assert h200.prefill_s(1, 0) == pytest.approx(h200.costs.weight_bytes / (4.8e12 * 0.66), rel=1e-6)
+
+
+def test_two_cards_a_worker_are_less_than_twice_as_fast(tmp_path: Path) -> None:
+    costs = model_costs(read_shape(write_config(tmp_path, LLAMA_3_70B)))
+    one, two = (Roofline(costs, ACCELERATORS["h100"], cards) for cards in (1, 2))
+    assert 0.5 < two.step_s(16, 2000) / one.step_s(16, 2000) < 0.7
+    assert 0.5 < two.prefill_s(2000, 0) / one.prefill_s(2000, 0) < 0.9
+
+
+def test_cards_are_found_by_loose_names() -> None:
+    assert find_accelerator("H100").memory == 80e9
+    assert find_accelerator("RTX 4090", 48e9).memory == 48e9
+    with pytest.raises(ValueError, match="known are h100"):
+        find_accelerator("h999")
+    assert all(card.source and card.flops["bf16"] > 1e13 for card in ACCELERATORS.values())
+
+
+def _load(streams: int, prompt: int, ttft: float, tpot: float) -> dict[str, object]:
+    return {
+        "max_concurrency": streams,
+        "completed": 10,
+        "total_input_tokens": 10 * prompt,
+        "median_ttft_ms": ttft,
+        "median_tpot_ms": tpot,
+    }
+
+
+def test_measured_loads_give_back_the_lines_they_lie_on() -> None:
+    loads = [_load(1, 100, 30, 5), _load(1, 500, 110, 5), _load(8, 100, 90, 12), _load(16, 100, 200, 20)]
+    rates = Measured.of_results(loads)
+    assert rates.prefill_s(1000, 0) == pytest.approx(0.210)
+    assert rates.step_s(1, 100) == pytest.approx(0.005)
+    assert rates.step_s(16, 100) == pytest.approx(0.020)
+    assert rates.step_s(8, 100) == pytest.approx(0.012)
+
+
+def test_a_single_load_is_scaled_by_its_prompt() -> None:
+    rates = Measured.of_results([_load(1, 100, 30, 5)])
+    assert rates.prefill_s(200, 0) == pytest.approx(0.06)
+    assert rates.step_s(50, 100) == pytest.approx(0.005)
+
+
+def test_a_file_without_figures_is_named() -> None:
+    with pytest.raises(BadMeasurements, match="no load"):
+        Measured.of_results([])
+    with pytest.raises(BadMeasurements, match=r"load 0 .*completed"):
+        Measured.of_results([{}])

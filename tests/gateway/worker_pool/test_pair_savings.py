@@ -1,0 +1,89 @@
+"""The tokens that a pair saves, in place and where blocks are copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.worker_pool.pair_savings import PairSaving, most_saved_tokens, pair_saving
+from gateway.worker_pool.router import (
+    DecodeCandidate,
+    PrefillCandidate,
+    Route,
+    RouteRequest,
+    choose_route,
+)
+
+COPYING = PrefillCandidate("p1", "f", waiting_tokens=0, memory_domain="host", pull_cost=0.1)
+OWNER = DecodeCandidate(
+    "d1",
+    "f",
+    block_size=16,
+    max_tokens=16_000,
+    free_blocks=1000,
+    sequences=0,
+    cached_blocks=20,
+    memory_domain="copies/d1",
+)
+REQUEST = RouteRequest("id", tokens=359, worst_case_tokens=400)
+
+
+def test_pair_in_one_memory_saves_what_the_decode_worker_holds() -> None:
+    one_memory = replace(COPYING, memory_domain="copies/d1", pull_cost=None)
+    assert pair_saving(359, one_memory, OWNER) == PairSaving(20, pulled=0)
+
+
+@pytest.mark.parametrize("pull_cost", [None, 1.0, 2.5])
+def test_copying_pair_saves_its_own_blocks_where_a_pull_does_not_pay(pull_cost: float | None) -> None:
+    prefill = replace(COPYING, cached_blocks=2, pull_cost=pull_cost)
+    assert pair_saving(359, prefill, OWNER) == PairSaving(2, pulled=0)
+
+
+def test_copying_pair_pulls_what_only_the_decode_worker_holds() -> None:
+    prefill = replace(COPYING, cached_blocks=2)
+    saving = pair_saving(359, prefill, OWNER)
+    assert saving == PairSaving(20, pulled=18)
+    assert saving.compute_cost(359, 16, 0.1) == pytest.approx(359 - 320 + 0.1 * 18 * 16)
+
+
+def test_own_blocks_save_work_that_the_decode_worker_lacks() -> None:
+    assert pair_saving(359, replace(COPYING, cached_blocks=21), OWNER) == PairSaving(21, pulled=0)
+
+
+def test_one_token_is_always_computed() -> None:
+    assert pair_saving(320, COPYING, OWNER).blocks == 19
+    assert pair_saving(320, replace(COPYING, cached_blocks=40), OWNER).blocks == 19
+
+
+def test_prefill_worker_with_the_prefix_is_preferred_where_blocks_are_copied() -> None:
+    owner = replace(COPYING, worker_id="p2", cached_blocks=20)
+    route = choose_route(REQUEST, [COPYING, owner], [OWNER])
+    assert isinstance(route, Route)
+    assert (route.prefill_id, route.matched_blocks) == ("p2", 20)
+    busy = replace(owner, waiting_tokens=100)
+    route = choose_route(REQUEST, [COPYING, busy], [OWNER])
+    assert isinstance(route, Route)
+    assert (route.prefill_id, route.matched_blocks) == ("p1", 20), "pulling costs less than waiting"
+
+
+def test_promise_counts_only_what_the_chosen_pair_saves() -> None:
+    route = choose_route(REQUEST, [replace(COPYING, pull_cost=None)], [OWNER])
+    assert isinstance(route, Route)
+    assert route.matched_blocks == 0
+
+
+def test_reason_is_the_prefix_where_other_pairs_save_less() -> None:
+    other = replace(OWNER, worker_id="d2", cached_blocks=0, memory_domain="copies/d2")
+    route = choose_route(REQUEST, [COPYING], [OWNER, other])
+    assert isinstance(route, Route)
+    assert (route.decode_id, route.reason) == ("d1", "prefix")
+
+
+def test_most_saved_tokens_looks_at_fitting_pairs() -> None:
+    assert most_saved_tokens(359, [COPYING], [OWNER]) == 320
+    assert most_saved_tokens(359, [replace(COPYING, kv_format="g")], [OWNER]) == 0
+    assert most_saved_tokens(359, [], [OWNER]) == 320, (
+        "the decode worker's own, until a prefill worker is there"
+    )
+    assert most_saved_tokens(359, [COPYING], []) == 0
