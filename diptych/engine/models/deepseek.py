@@ -80,7 +80,7 @@ _V3 = {
     "rope_interleave": True,
 }
 _KV_B = Stored("self_attn.kv_b_proj.weight", ("k_b", "v"))
-_ATTENTION = MappingProxyType(
+_ATTENTION: Names = MappingProxyType(
     {
         "q": "self_attn.q_proj.weight",
         "q_a": "self_attn.q_a_proj.weight",
