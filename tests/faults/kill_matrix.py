@@ -103,12 +103,13 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
     if victim == "gateway":
         return _strike_gateway(system, model, state)
     expected = _expected(system)
+    families = _families(system)  # now: what is stopped for long is given up before it is killed
     system.armory.arm(state.failpoint, "freeze", after=state.after)
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(ask, system.address, MIX)
         stopped = system.armory.wait_taken(state.failpoint)
         targets = _pids(system, victim, stopped, state.role)
-        doomed = [pid for target in targets for pid in family_of(target)]
+        doomed = [pid for target in targets for pid in families.get(target) or family_of(target)]
         for target in targets:
             kill(target)
         if stopped not in targets:
@@ -176,6 +177,13 @@ def _expected(system: Breakable) -> Mapping[str, Completion]:
     return _references[system.address]
 
 
+def _families(system: Breakable) -> dict[int, list[int]]:
+    """The processes of the system that may be killed, each with its children."""
+    account = system.stack.account
+    pids = [int(one["pid"]) for one in (*account["prefill"], *account["decode"], account["valkey"])]
+    return {pid: family_of(pid) for pid in pids}
+
+
 def _pids(system: Breakable, victim: Victim, stopped: int, role: Role) -> list[int]:
     """The processes to kill while the process `stopped` of this role is stopped."""
     if victim in ("all prefill", "all decode"):
@@ -226,7 +234,7 @@ def run(
             if took > CLEAN_WITHIN_S:
                 cell.failures.append(f"clean after {took:.1f} s only")
         except (AssertionError, CallFailed) as error:
-            cell.failures.append(str(error).partition("\n")[0][:300])
+            cell.failures.append(f"{str(error).partition(chr(10))[0][:300]} {_last_end(system)}".rstrip())
             try:
                 settle(system.stack)
             except StackFailed:  # there is nothing left to kill in: what was found so far is told
@@ -237,6 +245,13 @@ def run(
                 took = time.monotonic() - began
                 print(f"{state.name} {victim}: {cell} in {took:.1f} s", *cell.failures[-1:], flush=True)
     return matrix
+
+
+def _last_end(system: Breakable) -> str:
+    """What the gateway's log says of the last request that ended with an error."""
+    lines = system.stack.log.read_text(errors="replace").splitlines()
+    found = [line.partition(" ends with ")[2] for line in lines if " ends with " in line]
+    return f"({found[-1]})" if found else ""
 
 
 def plan(kills: int, states: Sequence[str], victims: Sequence[str]) -> Iterator[tuple[State, Victim]]:
