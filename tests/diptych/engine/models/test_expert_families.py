@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from diptych.engine.backends.native.supports import supports
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.loaded_model import BackendChoice, Model, load_model
 from diptych.engine.models.shape import UnsupportedModel
@@ -240,3 +241,14 @@ def test_latents_are_not_kept_in_fp8(tmp_path: Path) -> None:
 
 def load(folder: Path, backend: BackendChoice = "torch") -> Model:
     return load_model(folder, torch.float32, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, config in CONFIGS.items() if hasattr(config, "kv_lora_rank"))
+)
+def test_latents_are_left_to_torch(name: str, tmp_path: Path) -> None:
+    oracle_of(name).save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32)
+    assert supports(model.shape) == "attention over latents"
+    assert model.backend_name == "torch"
+    assert "attention over latents" in str(model.why_torch)

@@ -38,8 +38,8 @@ EXACT = 1e-4
 """Largest difference of a logit in float32."""
 SHOWS = 1e-2
 """Least difference of some logit where a switch is left out."""
-GREEDY = 64
-MIXED = 16
+GREEDY = [pytest.param(16, 4, id="short"), pytest.param(64, 16, id="long", marks=pytest.mark.full)]
+"""Tokens of each text, and texts in a step."""
 SWITCHES = (
     *("qk_norm", "qk_norm_after_rotation", "attention_scale", "score_cap", "query_growth", "activation"),
     *("gated", "norm", "norms", "parallel_residual", "embedding_scale", "residual_scale", "logit_scale"),
@@ -85,13 +85,16 @@ def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
             torch.testing.assert_close(got, expected, atol=EXACT, rtol=0)
 
 
-def test_greedy_tokens_equal_transformers_alone_and_mixed(case: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize(("tokens", "texts"), GREEDY)
+def test_greedy_tokens_equal_transformers_alone_and_mixed(
+    case: tuple[Any, Path], tokens: int, texts: int
+) -> None:
     """By induction: each token is the likeliest after those before it, as transformers has them."""
     oracle, folder = case
-    prompts = [text_of(40 + 3 * number, seed=number) for number in range(MIXED)]
+    prompts = [text_of(40 + 3 * number, seed=number) for number in range(texts)]
     for backend, shape in backends_of(folder):
-        [alone] = Stepper(backend, shape).greedy(prompts[:1], GREEDY)
-        mixed = Stepper(backend, shape).greedy(prompts, GREEDY)
+        [alone] = Stepper(backend, shape).greedy(prompts[:1], tokens)
+        mixed = Stepper(backend, shape).greedy(prompts, tokens)
         assert mixed[0] == alone
         for prompt, text in zip(prompts, mixed, strict=True):
             likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
