@@ -38,6 +38,10 @@ EXACT = 1e-4
 """Largest difference of a logit in float32."""
 SHOWS = 1e-2
 """Least difference of some logit where a switch is left out."""
+SAMPLE = frozenset(
+    {"gemma3", "phi3-longrope", "granite", "smollm3", "olmo3", "glm4", "cohere2", "starcoder2"}
+)
+"""Cases of every kind of switch."""
 GREEDY = [pytest.param(16, 4, id="short"), pytest.param(64, 16, id="long", marks=pytest.mark.full)]
 """Tokens of each text, and texts in a step."""
 SWITCHES = (
@@ -59,6 +63,16 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model of a case, transformers' own and its folder."""
+    oracle = oracle_of(config_of(request.param))
+    return oracle, save(oracle, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+)
+def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model as `case` is; in the short form one of each kind."""
     oracle = oracle_of(config_of(request.param))
     return oracle, save(oracle, tmp_path_factory.mktemp(request.param))
 
@@ -87,10 +101,10 @@ def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize(("tokens", "texts"), GREEDY)
 def test_greedy_tokens_equal_transformers_alone_and_mixed(
-    case: tuple[Any, Path], tokens: int, texts: int
+    sample: tuple[Any, Path], tokens: int, texts: int
 ) -> None:
     """By induction: each token is the likeliest after those before it, as transformers has them."""
-    oracle, folder = case
+    oracle, folder = sample
     prompts = [text_of(40 + 3 * number, seed=number) for number in range(texts)]
     for backend, shape in backends_of(folder):
         [alone] = Stepper(backend, shape).greedy(prompts[:1], tokens)
@@ -101,8 +115,8 @@ def test_greedy_tokens_equal_transformers_alone_and_mixed(
             assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers(case: tuple[Any, Path]) -> None:
-    oracle, folder = case
+def test_bfloat16_is_as_near_to_float32_as_transformers(sample: tuple[Any, Path]) -> None:
+    oracle, folder = sample
     model = load_model(folder, torch.bfloat16, backend="torch")
     exact = oracle_logits(oracle, text_of(TEXT))
     got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
@@ -110,8 +124,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(case: tuple[Any, Path]) 
     assert (got - exact).norm() < 1.25 * (peer - exact).norm()
 
 
-def test_int8_is_near_to_float32(case: tuple[Any, Path]) -> None:
-    oracle, folder = case
+def test_int8_is_near_to_float32(sample: tuple[Any, Path]) -> None:
+    oracle, folder = sample
     model = load_model(folder, "int8", backend="torch")
     got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
     exact = oracle_logits(oracle, text_of(TEXT))
