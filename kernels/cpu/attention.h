@@ -276,7 +276,7 @@ void attend(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const Score
     float greatest[Pairs], begin[Pairs] = {}, scale[Pairs];
     score<Pairs>(pieces, sight, scratch, scores, greatest);
     int64_t registers = static_cast<int64_t>(pieces.own.end - pieces.own.first) * blocks.chunks();
-    if (rules.any()) rules.apply(Pairs, scores, registers, greatest, begin);
+    if (rules.any()) rules.apply_to(scores, registers, greatest, begin);
     weigh<Pairs>(scores, registers, greatest, begin, scale);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kLanes <= width; d += kWide * kLanes) {

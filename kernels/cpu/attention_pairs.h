@@ -228,7 +228,7 @@ void attend_in_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, cons
     float greatest[Pairs], begin[Pairs] = {}, scale[Pairs];
     score_pairs<Pairs>(pieces, sight, queries, scores, greatest);
     int64_t registers = static_cast<int64_t>(pieces.own.end - pieces.own.first) * blocks.chunks();
-    if (rules.any()) rules.apply(Pairs, scores, registers, greatest, begin);
+    if (rules.any()) rules.apply_to(scores, registers, greatest, begin);
     weigh_pairs<Pairs>(scores, registers, greatest, begin, scale);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kPieceLanes <= width; d += kWide * kPieceLanes) {

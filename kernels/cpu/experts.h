@@ -163,11 +163,12 @@ void run_expert_products(StepState &step, const Layer &layer, int rows) {
     const void *input = kQuantises<Kind> ? experts.entries.get() : experts.gathered.get();
     int64_t stride = kQuantises<Kind> ? experts.entry_stride : step.hidden_stride;
     int64_t sent = int64_t{rows} * shape.experts.picked;
-    int shared = columns_a_number(shape);
+    int shift = halvings(shape);
+    bool usual = is_silu_gated(shape);
     multiply_experts<Kind>(step, layer, &Expert::gate_up, input, stride,
                            experts.gate_up_tickets.load(std::memory_order_relaxed), sent,
                            [&](int64_t place, int column, float *sums) {
-                               activate(shape, sums, inner + place * experts.inner_stride + column / shared);
+                               activate(shape, usual, sums, inner + place * experts.inner_stride + (column >> shift));
                            });
     if constexpr (kQuantises<Kind>) {
         share(step, sent, kRowChunk, [&](int64_t n) {

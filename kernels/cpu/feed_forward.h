@@ -13,12 +13,13 @@ template <class Kind>
 void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &inner, int64_t stride) {
     const DiptychShape &shape = step.model->shape;
     auto *values = static_cast<typename Kind::Value *>(inner.get());
-    int shared = columns_a_number(shape);
-    auto place = [&](int row, int column) { return values + row * stride + column / shared; };
+    int shift = halvings(shape);
+    bool usual = is_silu_gated(shape);
+    auto place = [=](int row, int column) { return values + row * stride + (column >> shift); };
     product<Kind>(
         step, matrix, step.normed, step.hidden_stride, rows,
-        [&](int row, int column, float *sums) { activate(shape, sums, place(row, column)); },
-        [&](int row, int column) { fetch_to_write(place(row, column), kColumns / shared); });
+        [=, &shape](int row, int column, float *sums) { activate(shape, usual, sums, place(row, column)); },
+        [=](int row, int column) { fetch_to_write(place(row, column), kColumns >> shift); });
     step.model->team.barrier();
 }
 

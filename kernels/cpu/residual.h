@@ -80,12 +80,13 @@ template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
                    bool apart) {
     ready_rows<Kind>(step, set.size(), values, width);
-    int rows = static_cast<int>(set.size());
-    Lanes scale = splat(step.model->shape.residual_scale);
-    auto place = [&](int row, int column) {
-        return (apart ? step.update_row(row) : step.hidden_row(set.row(row))) + column;
+    // By value: what is reached through `step` would be read anew for every row of a block.
+    float *base = apart ? step.update_row(0) : step.hidden_row(0);
+    const int32_t *rows = apart ? nullptr : set.rows.data();
+    auto place = [base, rows, stride = step.hidden_stride](int row, int column) {
+        return base + (rows != nullptr ? rows[row] : row) * stride + column;
     };
-    auto add_sums = [&](int row, int column, float *sums) {
+    auto add_sums = [place, apart, scale = splat(step.model->shape.residual_scale)](int row, int column, float *sums) {
         float *to = place(row, column);
         if (apart) {
             std::memcpy(to, sums, kColumns * sizeof(float));
@@ -93,8 +94,8 @@ void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, con
         }
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), mul(load(sums + j), scale)));
     };
-    product<Kind>(step, matrix, values, width, rows, add_sums,
-                  [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
+    product<Kind>(step, matrix, values, width, static_cast<int>(set.size()), add_sums,
+                  [place](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
 }  // namespace

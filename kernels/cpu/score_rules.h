@@ -16,7 +16,17 @@ struct ScoreRules {
 
     bool any() const { return cap > 0.0f || sinks; }
 
-    // Of scores[registers][pair][lane] and the greatest of each pair. `begin`: what the sums of the softmax begin with.
+    // To scores[registers][pair][lane] and the greatest of each pair. `begin`: what the sums of the softmax begin with.
+    // The two arrays do not leave here: kept in memory they would cost models without rules some time.
+    template <int Pairs>
+    void apply_to(float *scores, int64_t registers, float (&greatest)[Pairs], float (&begin)[Pairs]) const {
+        float top[Pairs], first[Pairs] = {};
+        for (int p = 0; p < Pairs; p++) top[p] = greatest[p];
+        apply(Pairs, scores, registers, top, first);
+        for (int p = 0; p < Pairs; p++) greatest[p] = top[p], begin[p] = first[p];
+    }
+
+  private:
     // Apart from where scores are made, so that other models do not pay: capping keeps their order.
     [[gnu::noinline]] void apply(int pairs, float *scores, int64_t registers, float *greatest, float *begin) const {
         float one[kLanes];
@@ -35,7 +45,6 @@ struct ScoreRules {
         }
     }
 
-  private:
     // What is hidden stays hidden.
     Lanes capped(Lanes score) const {
         return where_below(score, std::numeric_limits<float>::lowest(), score, soft_cap(score, cap));
