@@ -31,7 +31,9 @@ from gateway.call import Call
 TOKEN_BYTES: Final = 96
 LOGPROB_BYTES: Final = 128
 ALTERNATIVE_BYTES: Final = 128
-LARGE_BYTES: Final = 1 << 20  # a stream that left so much unread leaves holes in the heap
+# Streams that left so much unread, in sum, leave holes in the heap; less of one is the pace of good readers.
+HOLE_BYTES: Final = 1 << 20
+LEAST_BYTES: Final = 1 << 16
 ERROR_GRACE_S: Final = 0.25  # for a message that is being written when its request fails
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class UnreadOutput:
         self._metrics = metrics
         self._writing: set[StreamWriter] = set()
         self._heap = heap
+        self._freed = 0  # of ended streams, since the heap was trimmed
 
     def begin(self, writer: StreamWriter) -> None:
         """Register a writer whose message waits for its reader."""
@@ -87,7 +90,11 @@ class UnreadOutput:
 
     def freed(self, largest: int) -> None:
         """Note the end of a stream of which up to ``largest`` bytes waited."""
-        if largest >= LARGE_BYTES:
+        if largest < LEAST_BYTES:
+            return
+        self._freed += largest
+        if self._freed >= HOLE_BYTES:
+            self._freed = 0
             self._heap.request()
 
 

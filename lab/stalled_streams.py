@@ -28,46 +28,56 @@ LOOK_S = 0.1
 AFTER_S = 5.0  # freed memory goes back to the system a second later
 TIMEOUT_S = 600.0
 _BUSY = ("diptych_requests_running{", "diptych_requests_waiting{")
+_UNREAD = "diptych_unread_output_bytes "
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Resident memory of the gateway, in MiB."""
+    """Resident memory of the gateway, and the output that waited, in MiB."""
 
     before: float
     most: float
     after: float
+    unread: float  # most of the output that waited for its readers, as the gateway counts it
 
 
 async def _turn(target: Target, request: pb.GenerateRequest, streams: int) -> Turn:
     before = most = _resident_mib(target.pid)
+    unread, busy = 0.0, True
     address = f"127.0.0.1:{target.grpc_port}"
     async with grpc.aio.insecure_channel(address, options=FIXED_WINDOW) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        unread = [stub.StreamGenerate(request) for _ in range(streams)]
-        reading = asyncio.gather(*(call.read() for call in unread))
+        stopped = [stub.StreamGenerate(request) for _ in range(streams)]
+        reading = asyncio.gather(*(call.read() for call in stopped))
         async with asyncio.timeout(TIMEOUT_S):
-            while not reading.done() or await _is_busy(target):
+            while not reading.done() or busy:
+                busy, waiting = await _state_of(target)
+                unread = max(unread, waiting / (1 << 20))
                 most = max(most, _resident_mib(target.pid))
                 await asyncio.sleep(LOOK_S)
         await reading
         most = max(most, _resident_mib(target.pid))
-        for call in unread:
+        for call in stopped:
             call.cancel()
     await asyncio.sleep(AFTER_S)
-    return Turn(before, most, _resident_mib(target.pid))
+    return Turn(before, most, _resident_mib(target.pid), unread)
 
 
-async def _is_busy(target: Target) -> bool:
-    """Return whether the gateway has requests that workers still compute."""
+async def _state_of(target: Target) -> tuple[bool, float]:
+    """Return whether workers still compute requests of the gateway, and the bytes that wait for readers."""
 
     def read() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{target.http_port}/metrics", timeout=10) as answer:
             text: str = answer.read().decode()
             return text
 
-    lines = (await asyncio.to_thread(read)).splitlines()
-    return any(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_BUSY))
+    busy, unread = False, 0.0
+    for line in (await asyncio.to_thread(read)).splitlines():
+        if line.startswith(_BUSY):
+            busy = busy or float(line.rsplit(" ", 1)[1]) > 0
+        elif line.startswith(_UNREAD):
+            unread = float(line.rsplit(" ", 1)[1])
+    return busy, unread
 
 
 def _resident_mib(pid: int) -> float:
@@ -77,9 +87,11 @@ def _resident_mib(pid: int) -> float:
 
 
 def table(turns: Sequence[Turn]) -> str:
-    lines = ["| turn | before, MiB | most | 5 s after they went |", "|---|---|---|---|"]
+    lines = ["| turn | before, MiB | most | 5 s after they went | unread, most |", "|---|---|---|---|---|"]
     for number, turn in enumerate(turns, 1):
-        lines.append(f"| {number} | {turn.before:.0f} | {turn.most:.0f} | {turn.after:.0f} |")
+        lines.append(
+            f"| {number} | {turn.before:.0f} | {turn.most:.0f} | {turn.after:.0f} | {turn.unread:.1f} |"
+        )
     return "\n".join(lines)
 
 

@@ -132,6 +132,7 @@ class EngineLoop:
             outcome = await self._step.compute(batch, rows, self._run_step, tokens)
             self.requests.handoff.pull_rates.computed(tokens, time.monotonic() - started)
             self._apply(rows, outcome)
+            del rows, batch, outcome  # while it sleeps they would keep the pools of dead workers
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.requests.all() if request.computable]

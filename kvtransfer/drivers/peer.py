@@ -36,7 +36,6 @@ from kvtransfer.protocol.messages import (
 from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
 from kvtransfer.transports.blocking import queued_work, wait_written
-from kvtransfer.transports.pool_memory import release_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +253,7 @@ class Peer:
 
     def unmap(self) -> None:
         """Unmap the pool; grants that are still being written keep the mapping until they are dropped."""
-        held, self.memory = [self.memory], None
-        release_mapping(held)
+        self.memory = None
 
     def _on_stream_end(self, link: PeerLink) -> None:
         if self._link is link:

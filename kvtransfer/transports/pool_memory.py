@@ -13,9 +13,11 @@ import logging
 import mmap
 import os
 import re
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +108,7 @@ def _exportable_segments() -> Iterator[None]:
 
 
 def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
-    """Map another process' pool, writable; it is unmapped when the last reference to it is gone.
+    """Map another process' pool, writable; a thread unmaps it when the last reference to it is gone.
 
     Raises ValueError if the file is smaller than the blocks, or could become so.
     """
@@ -115,24 +117,31 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
         raise ValueError(f"the pool's file is smaller than its {num_blocks} blocks")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
         raise ValueError("the size of the pool's file is not sealed")
-    return KVMemory(layout, num_blocks, _map(fd, size))
+    return KVMemory(layout, num_blocks, _map(fd, size, _PeerMapping))
 
 
-def release_mapping(held: list[KVMemory | None]) -> None:
-    """Drop a reference to a mapped pool, by emptying the list, in a thread where it may take long.
+class _PeerMapping(mmap.mmap):
+    """Mapping of another process' pool, which is unmapped in a thread, whoever drops its last reference.
 
     This process may have the last mapping of a dead decode worker's pool, and the kernel frees the pages with
     it: half a second a GiB on some machines, in which an event loop would answer no peer and be fenced
-    itself.
+    itself. Requests and steps hold the pool, too, so that any of them may be the last.
     """
-    if held[0] is not None and held[0].data.device.type == "cpu":
-        threading.Thread(target=held.clear, name="kv-unmap", daemon=True).start()
-    else:
-        held.clear()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # the interpreter ends, and starts no thread
+            threading.Thread(target=_drop_last, args=([self],), name="kv-unmap", daemon=True).start()
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED)
+def _drop_last(held: list[_PeerMapping]) -> None:
+    """Empty the list once nothing else holds the mapping: its finalizer does for a moment."""
+    while sys.getrefcount(held[0]) > 2:  # of the list and of this call
+        time.sleep(0.001)
+    held.clear()
+
+
+def _map(fd: int, size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
+    mapping = kind(fd, size, mmap.MAP_SHARED)
     # A forked child would keep the mapping after its parent was killed, and the parent's death would no
     # longer prove that no process writes.
     mapping.madvise(mmap.MADV_DONTFORK)

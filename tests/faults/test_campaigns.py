@@ -15,7 +15,7 @@ from tests.faults.system import breakable_system
 
 CELLS = [
     *(("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")),
-    *(("S4", "pair"), ("S2", "all prefill")),
+    *(("S4", "pair"), ("S8", "all decode")),
 ]
 
 LOCAL_CELLS = [("L2", "decode"), ("L3", "gateway"), ("L3", "decode"), ("L4", "prefill")]

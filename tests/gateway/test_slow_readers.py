@@ -8,12 +8,16 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
 from diptych.kserve.v2 import open_inference_pb2_grpc
+from diptych.runtime.heap_trim import HeapTrim
+from diptych.runtime.metrics import GatewayMetrics
 from gateway.model.served_model import ServedModel
+from gateway.slow_readers import HOLE_BYTES, LEAST_BYTES, ReaderLimits, UnreadOutput
 from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill
@@ -255,3 +259,15 @@ async def test_kserve_deadline_of_one_request_leaves_an_unread_stream_whole(
         assert {message.infer_response.id for message in messages} == {"short", "long"}
         assert any(m.error_message.startswith("DEADLINE_EXCEEDED") for m in messages)
         assert not errors(caplog)
+
+
+@pytest.mark.parametrize(
+    ("streams", "largest", "trims"),
+    [(1, HOLE_BYTES, 1), (72, HOLE_BYTES // 2, 36), (15, LEAST_BYTES, 0), (5000, LEAST_BYTES - 1, 0)],
+)
+def test_heap_is_trimmed_for_what_streams_leave_together(streams: int, largest: int, trims: int) -> None:
+    heap = Mock(HeapTrim)
+    unread = UnreadOutput(ReaderLimits(), Mock(GatewayMetrics), heap)
+    for _ in range(streams):
+        unread.freed(largest)
+    assert heap.request.call_count == trims

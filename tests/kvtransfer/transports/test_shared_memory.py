@@ -95,16 +95,24 @@ def test_host_id_is_stable():
     assert len(host_id()) == 32
 
 
-async def test_release_mapping_unmaps_in_a_thread() -> None:
+@pytest.mark.parametrize("last", ["the peer", "a request"])
+async def test_pool_is_unmapped_in_a_thread_whoever_used_it_last(last: str) -> None:
     """The pages of a dead decode worker are freed then.
 
     On the event loop this process would be fenced itself.
     """
+    before = mappings()
     pool = allocate_pool(LAYOUT, 4)
     peer = Peer("127.0.0.1:1", 1, on_abort=lambda *_: None, on_lost=lambda *_: None)
     peer.memory = map_pool(pool.file(), LAYOUT, 4)
+    mapping = peer.memory._bytes.obj
     gone: list[str] = []
-    weakref.finalize(peer.memory, lambda: gone.append(threading.current_thread().name))
+    weakref.finalize(mapping, lambda: gone.append(threading.current_thread().name))
+    del mapping
+    blocks = [peer.memory.data] if last == "a request" else []
     peer.unmap()
     assert peer.memory is None
+    assert mappings() == before + 2 or not blocks
+    blocks.clear()
     await until(lambda: gone == ["kv-unmap"])
+    await until(lambda: mappings() == before + 1)
