@@ -121,7 +121,7 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
 
 
 class _PeerMapping(mmap.mmap):
-    """Mapping of another process' pool, which is unmapped in a thread, whoever drops its last reference.
+    """Mapping of another process' pool, which a thread unmaps when its last reference is dropped.
 
     This process may have the last mapping of a dead decode worker's pool, and the kernel frees the pages with
     it: half a second a GiB on some machines, in which an event loop would answer no peer and be fenced
