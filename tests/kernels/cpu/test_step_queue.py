@@ -151,7 +151,7 @@ def test_a_step_beside_a_launched_one_is_refused_before_it_replaces_the_tables()
     backend = backend_of()
     streams, far = Streams(backend), Pool(LAYOUT, 300).sequence(4000)
     expected = backend.forward_and_sample(streams.steps([0]), [GREEDY], None).tokens
-    table = weakref.ref(backend._rotary[0])
+    table = weakref.ref(backend._rotary[0][0])
     launched = backend.launch(streams.steps([0]), [GREEDY], None)
     assert launched is not None
     with pytest.raises(NativeError, match="running"):
