@@ -149,10 +149,10 @@ def test_a_launch_makes_no_tables() -> None:
 @pytest.mark.usefixtures("short_tables")
 def test_a_step_beside_a_launched_one_is_refused_before_it_replaces_the_tables() -> None:
     backend = backend_of()
-    streams, far = Streams(backend), Pool(LAYOUT, 300).sequence(4000)
-    expected = backend.forward_and_sample(streams.steps([0]), [GREEDY], None).tokens
+    step, far = Streams(backend).steps([0]), Pool(LAYOUT, 300).sequence(4000)
+    expected = backend.forward_and_sample(step, [GREEDY], None).tokens
     table = weakref.ref(backend._rotary[0][0])
-    launched = backend.launch(streams.steps([0]), [GREEDY], None)
+    launched = backend.launch(step, [GREEDY], None)
     assert launched is not None
     with pytest.raises(NativeError, match="running"):
         backend.forward([replace(far.step([1]), start=3999)], None)
