@@ -43,8 +43,8 @@ def write_adapter(
 ) -> Path:
     """Write an adapter with random A and B for the modules of `model` that `targets` names; return `folder`.
 
-    `ranks` has those of module names that differ; `config` goes into adapter_config.json. At a `strength` of 1 a
-    change is about half as large as what the matrix gives.
+    `ranks` has those of module names that differ; `config` goes into adapter_config.json. At a `strength` of
+    1 a change is about half as large as what the matrix gives.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)

@@ -85,7 +85,7 @@ class AdapterBackend(Backend, Protocol):
         ...
 
     def prepare_adapter(self, adapter: Adapter) -> object:
-        """Return an adapter as `set_adapter` takes it, in host memory. Any thread may call it during steps."""
+        """Return an adapter as `set_adapter` takes it, in host memory. Any thread may call it."""
         ...
 
     def set_adapter(self, slot: int, prepared: object | None) -> None:

@@ -40,7 +40,7 @@ class SequenceStep:
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
     adapter: int | None = None
-    """Slot of the adapter that all tokens are computed with (`Runner.place_adapter`); None: the base model."""
+    """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
 
     @property
     def logit_rows(self) -> int:

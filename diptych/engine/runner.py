@@ -132,8 +132,8 @@ class Runner:
             self._graphs.prepare_decode(memory)
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
-        """Let steps have rows with adapters, as `AdapterBackend.allow_adapters` does; return what is lacking, in
-        words, if the backend computes none.
+        """Let steps have rows with adapters, as `AdapterBackend.allow_adapters` does; return what is lacking,
+        in words, if the backend computes none.
         """
         backend = self.model.backend
         if not isinstance(backend, AdapterBackend):

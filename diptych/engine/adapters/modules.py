@@ -48,8 +48,8 @@ class Module:
 def adaptable_modules(shape: ModelShape, names: Names, prefix: str) -> dict[str, Module]:
     """Return the modules of a model of `shape` that can have changes, by their names in its files.
 
-    `names` and `prefix` are those of the family's layers. Experts, embeddings and the output matrix are not among
-    them, nor is anything where attention is over latents.
+    `names` and `prefix` are those of the family's layers. Experts, embeddings and the output matrix are not
+    among them, nor is anything where attention is over latents.
     """
     modules: dict[str, Module] = {}
     if shape.latent is not None:

@@ -1,7 +1,7 @@
 """The configuration of a PEFT adapter, adapter_config.json: which modules it adapts, at what rank and scale.
 
-Field names and rules are those of Hugging Face's peft (`LoraConfig`). A field that changes what is computed and
-is not computed here is refused by its name, and so is any unknown field with a value.
+Field names and rules are those of Hugging Face's peft (`LoraConfig`). A field that changes what is computed
+and is not computed here is refused by its name, and so is any unknown field with a value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WHY: Final[Mapping[str, str]] = MappingProxyType(
         "bias": "biases that change are not computed",
         "target_parameters": "adapters of experts are not computed",
         "trainable_token_indices": "embeddings that change are not computed",
-        "init_lora_weights": "such an adapter belongs to a base with other weights: convert it as peft describes",
+        "init_lora_weights": "its base has other weights: convert it as peft describes",
     }
 )
 
@@ -104,7 +104,9 @@ def parse_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
         alpha=_number(fields.get("lora_alpha"), "lora_alpha"),
         rank_stabilised=bool(fields.get("use_rslora")),
         ranks={key: _rank(value, "rank_pattern") for key, value in _table(fields, "rank_pattern").items()},
-        alphas={key: _number(value, "alpha_pattern") for key, value in _table(fields, "alpha_pattern").items()},
+        alphas={
+            key: _number(value, "alpha_pattern") for key, value in _table(fields, "alpha_pattern").items()
+        },
         targets=_names(fields, "target_modules"),
         excluded=_names(fields, "exclude_modules"),
         layers=_layers(fields.get("layers_to_transform")),
@@ -119,7 +121,9 @@ def parse_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
 def _check_neutral(name: str, value: object) -> None:
     if name in _READ or name in _OF_TRAINING or value is None or value is False:
         return
-    if value in ("", [], {}) or any(value == one and type(value) is type(one) for one in _NEUTRAL.get(name, ())):
+    if value in ("", [], {}) or any(
+        value == one and type(value) is type(one) for one in _NEUTRAL.get(name, ())
+    ):
         return
     raise BadAdapter(f"{name}: {_WHY.get(name, f'{value!r} is not computed')}")
 

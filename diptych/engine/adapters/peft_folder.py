@@ -65,7 +65,10 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors by name, below peft's own prefix, as copies: the file may change."""
     try:
         with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            tensors = {name.removeprefix(_PREFIX): _numbers(name, file.get_tensor(name)) for name in file.keys()}
+            tensors = {
+                name.removeprefix(_PREFIX): _numbers(name, file.get_tensor(name))
+                for name in file.keys()  # noqa: SIM118 -- no dictionary
+            }
     except (SafetensorError, ValueError) as error:
         raise error if isinstance(error, BadAdapter) else BadAdapter(f"{path.name}: {error}") from None
     if not tensors:
@@ -95,7 +98,7 @@ def _layer_prefix(tensors: Iterable[str]) -> str:
 def _pairs(
     tensors: dict[str, torch.Tensor], known: dict[str, Module]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of each module. Raises BadAdapter for a tensor that is neither, or of an unknown module."""
+    """Return A and B of each module. Raises BadAdapter for any other tensor."""
     letters: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)

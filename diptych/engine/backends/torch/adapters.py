@@ -1,7 +1,8 @@
 """Adapters in the reference backend: `s (x Aᵀ) Bᵀ` is added to each product, by groups of rows of one slot.
 
 Each number of a row is a sum over that row alone (a product and a sum along the last axis), never a part of a
-matrix product, whose blocking depends on how many rows there are. So a row has the same bits beside any others.
+matrix product, whose blocking depends on how many rows there are. So a row has the same bits beside any
+others.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ class Decoder:
         if adapters is not None:
             widths = heads * width, kv_heads * width, kv_heads * width
             joined = adapters.add(index, ("q", "k", "v"), normed, joined, widths)
-        q_TND, k_TKD, v_TKD = joined.view(-1, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=1)
+        q_TND, k_TKD, v_TKD = joined.view(-1, heads + 2 * kv_heads, width).split(
+            [heads, kv_heads, kv_heads], dim=1
+        )
         if not shape.qk_norm_after_rotation:
             q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
         rotation = shape.layers[index].rotation

@@ -48,9 +48,7 @@ class AdaptedSteps:
                     )
                     owners.append((number, len(part)))
             logits = self._backend.forward(steps, None)
-            for (number, count), of_row in zip(
-                owners, logits.split([count for _, count in owners]), strict=True
-            ):
+            for (number, _), of_row in zip(owners, logits.split([count for _, count in owners]), strict=True):
                 rows[number].append(of_row.clone())
         return [torch.cat(of_text) for of_text in rows]
 
