@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from gateway.adapters.registry import AdapterRegistry
 from gateway.worker_pool.adapter_loads import AdapterLoads
 
 MAX_ADAPTERS: Final = 4096
+FORGET_S: Final = 1.0  # a request is counted a moment after it has let its adapter go
 _log = logging.getLogger(__name__)
 
 
@@ -34,11 +35,19 @@ class AdapterService:
         loads: of its workers.
         max_rank: of an adapter.
         redis_url, model_digest: where they are shared, and among whom.
+        forget: called with a name some time after its last request: what was counted under it may go.
     """
 
     def __init__(
-        self, adapters: AdapterRegistry, loads: AdapterLoads, max_rank: int, redis_url: str, model_digest: str
+        self,
+        adapters: AdapterRegistry,
+        loads: AdapterLoads,
+        max_rank: int,
+        redis_url: str,
+        model_digest: str,
+        forget: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._forget = forget
         self._adapters = adapters
         self._loads = loads
         self._max_rank = max_rank
@@ -47,8 +56,10 @@ class AdapterService:
         adapters.on_change = loads.reconcile
 
     def start(self, configured: Sequence[Adapter]) -> None:
-        """Serve what the configuration names, and follow the other gateways."""
+        """Serve what the configuration names, and follow the other gateways. Raises StartupError."""
         for adapter in configured:
+            if self._adapters.card.answers_to(adapter.name):
+                raise StartupError(f"--lora {adapter.name}: is a name of the base model")
             self._serve(adapter)
         self._shared.start()
 
@@ -100,7 +111,8 @@ class AdapterService:
             raise UnknownAdapter(name)
         self._shared.drop(name)
         _log.info("adapter %s: unloads %s", name, adapter.short_digest)
-        self._loads.drop(adapter.digest)  # whoever waits below may leave
+        self._forget_later(name)
+        self._loads.drop(adapter.digest)  # also if the operator stops waiting
         await self._adapters.unused(adapter.digest)
         if adapter.digest not in self._adapters.needed:
             await self._loads.unload_all(adapter.digest)
@@ -140,10 +152,22 @@ class AdapterService:
             self._loads.drop(adapter.digest)
             self._loads.reconcile()
 
+    def _forget_later(self, name: str) -> None:
+        asyncio.get_running_loop().call_later(FORGET_S, self._forget_unused, name)
+
+    def _forget_unused(self, name: str) -> None:
+        if any(adapter.name == name for adapter in self._adapters.leaving()):
+            self._forget_later(name)
+        elif self._adapters.get(name) is None:
+            self._forget(name)
+
     def _on_shared(self, values: Values) -> None:
         """Serve what the gateways have agreed on."""
         before = {adapter.digest: adapter for adapter in self._adapters}
         self._adapters.replace_all(_parsed(values, self._adapters))
+        for adapter in before.values():
+            if self._adapters.get(adapter.name) is None:
+                self._forget_later(adapter.name)
         for digest in before.keys() - {adapter.digest for adapter in self._adapters}:
             self._let_go(before[digest])
 
@@ -156,14 +180,10 @@ def read_named(name: str, path: str, max_rank: int) -> Adapter:
     return Adapter(name, files.digest, str(path), files.rank or 0)
 
 
-def read_configured(
-    given: Sequence[tuple[str, str]], registry: AdapterRegistry, max_rank: int
-) -> list[Adapter]:
+def read_configured(given: Sequence[tuple[str, str]], max_rank: int) -> list[Adapter]:
     """Read the adapters of the configuration, (name, path) each. Raises StartupError."""
     found: dict[str, Adapter] = {}
     for name, path in given:
-        if registry.card.answers_to(name):
-            raise StartupError(f"--lora {name}: is a name of the base model")
         if name in found:
             raise StartupError(f"--lora {name}: given twice")
         try:

@@ -98,6 +98,7 @@ class Gateway:
             settings.max_lora_rank,
             settings.redis_url,
             digest,
+            self.metrics.forget_model,
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -179,8 +180,7 @@ class Gateway:
     async def start(self) -> None:
         """Bind all ports and serve. Raises CannotListen, UnsafeBindError or, for --lora, StartupError."""
         settings = self._settings
-        configured = read_configured(settings.adapters, self.adapters, settings.max_lora_rank)
-        self.adapter_service.start(configured)
+        self.adapter_service.start(read_configured(settings.adapters, settings.max_lora_rank))
         await self.mirror.start()
         self.worker_pool.start()
         await self._workers_or_timeout(settings.await_workers_s)

@@ -2,8 +2,8 @@
 
 Every worker gets every adapter that is needed, as soon as it is linked: a worker that was restarted has them
 again before a request needs one, and a request that is there earlier waits until it is routed. What this
-gateway dropped is unloaded where nobody here uses it any more. Other gateways may name what this one does not
-know: that stays.
+gateway dropped is unloaded once none of its requests uses it any more. Other gateways may name what this one
+does not know: that stays.
 
 A worker's heartbeat says what it has; an answer says it some 100 ms earlier. A load that failed is tried
 again after `RETRY_S`, for its file may come.
@@ -40,7 +40,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Holdings:
-    """What one worker has and does. ``early``: loaded by an answer, in no heartbeat so far."""
+    """Adapters of one worker. ``early``: loaded by an answer, in no heartbeat so far."""
 
     has: frozenset[bytes] = frozenset()
     early: set[bytes] = field(default_factory=set)
@@ -139,7 +139,7 @@ class AdapterLoads:
         await asyncio.gather(*answers)
 
     def drop(self, digest: bytes) -> None:
-        """Let workers forget an adapter once nobody here needs it, whenever they say that they have it."""
+        """Let workers forget an adapter once no request here needs it, whenever they say that they have it."""
         self._dropped[digest] = None
         self._dropped.move_to_end(digest)
         if len(self._dropped) > _MAX_DROPPED:

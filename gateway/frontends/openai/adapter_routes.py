@@ -37,7 +37,7 @@ class AdapterRoutes:
 
     Args:
         calls: that require the scope admin.
-        closed: refuse all of them: whoever reaches the port needs no key.
+        closed: refuse all of them: the port can be reached from elsewhere, and needs no key.
     """
 
     def __init__(self, calls: Calls, service: AdapterService, *, closed: bool) -> None:
