@@ -89,7 +89,7 @@ class AdapterService:
                 raise InvalidParameter("name", f"{MAX_ADAPTERS} adapters are served, which is the most")
             try:
                 refusals = await self._loads.load_all(adapter)
-            except asyncio.CancelledError:  # the operator left: nobody would unload it
+            except asyncio.CancelledError:  # the operator left: nothing else would unload it
                 self._let_go(adapter)
                 raise
             if refusals:

@@ -139,7 +139,7 @@ class AdapterLoads:
         await asyncio.gather(*answers)
 
     def drop(self, digest: bytes) -> None:
-        """Let workers forget an adapter once no request here needs it, whenever they say that they have it."""
+        """Let workers forget an adapter, once no request here needs it, when they say that they have it."""
         self._dropped[digest] = None
         self._dropped.move_to_end(digest)
         if len(self._dropped) > _MAX_DROPPED:

@@ -32,7 +32,7 @@ Values = Mapping[str, dict[str, Any]]
 
 
 class SharedNames:
-    """This process's copy of the names of a scope. Used on the event loop's thread.
+    """Copy of the names of a scope, this process's own. Used on the event loop's thread.
 
     Args:
         scope: of those that share names.
