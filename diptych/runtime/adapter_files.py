@@ -1,8 +1,8 @@
 """The files of a LoRA adapter as they lie on disk: the digest of their content and the rank, without weights.
 
-An adapter is a folder as `peft` saves it (adapter_config.json and adapter_model.safetensors), or a GGUF file as
-llama.cpp's convert_lora_to_gguf.py writes it. Unlike a model's, all bytes count: adapters are small, and two fine
-tunes of one kind differ in every tensor and in nothing else.
+An adapter is a folder as `peft` saves it (adapter_config.json and adapter_model.safetensors), or a GGUF file
+as llama.cpp's convert_lora_to_gguf.py writes it. Unlike a model's, all bytes count: adapters are small, and
+two fine tunes of one kind differ in every tensor and in nothing else.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def _rank(file: Path, config: dict[str, Any]) -> int:
     """Return the largest rank; peft's `rank_pattern` has those of single modules."""
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank > 0 for rank in ranks):
+    found = [rank for rank in ranks if isinstance(rank, int) and not isinstance(rank, bool) and rank > 0]
+    if len(found) != len(ranks):
         raise BadAdapter(f"{file}: r and the values of rank_pattern must be integers above 0")
-    return max(ranks)
+    return max(found)
 
 
 def _digest(*files: Path) -> bytes:

@@ -162,7 +162,11 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
-    (r"diptych (generate|workers|flush)\b", run_client_command),
+    (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
+    (
+        r"diptych lora (load|unload)\b",
+        lambda command, stack, folder: run([*DIPTYCH, *command.words[1:3], "--help"]) and None,
+    ),
     (
         r"diptych (drain|restart)\b",
         lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,
