@@ -222,6 +222,9 @@ def write_gguf_adapter(path: Path, folder: Path, heads: dict[str, int]) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "bundled_model", ["native", pytest.param("torch", marks=pytest.mark.full)], indirect=True
+)
 def test_bundled_model_streams_of_the_base_and_three_adapters_are_those_of_merged_weights(
     bundled_model: Model, oracle: Any, tmp_path: Path
 ) -> None:
