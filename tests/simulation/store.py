@@ -102,12 +102,16 @@ class Store:
 
     def hset(self, key: str, items: list[Any]) -> None:
         table = self.get(key) or {}
-        table.update(zip(items[::2], (str(v).encode() for v in items[1::2]), strict=True))
+        names = (name.encode() if isinstance(name, str) else name for name in items[::2])
+        table.update(zip(names, (str(v).encode() for v in items[1::2]), strict=True))
         self._data[key] = table
 
-    def hdel(self, key: str, *fields: bytes) -> None:
+    def hgetall(self, key: str) -> dict[bytes, bytes]:
+        return dict(self.get(key) or {})
+
+    def hdel(self, key: str, *fields: bytes | str) -> None:
         for name in fields:
-            (self.get(key) or {}).pop(name, None)
+            (self.get(key) or {}).pop(name.encode() if isinstance(name, str) else name, None)
 
     def hget(self, key: str, name: str) -> Any:
         return (self.get(key) or {}).get(name.encode())
