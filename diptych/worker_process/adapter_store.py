@@ -67,6 +67,11 @@ class AdapterStore:
         """The adapters that new attempts may use."""
         return [digest for digest, one in self._loaded.items() if not one.draining]
 
+    @property
+    def num_uses(self) -> int:
+        """Attempts that use an adapter, of all adapters together."""
+        return sum(one.users for one in self._loaded.values())
+
     # ---- loading -------------------------------------------------------------------------------------
 
     async def load(self, digest: bytes, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diptych.engine.adapters.adapter import Adapter, BadAdapter
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.models.shape import ModelShape
 
 
@@ -18,4 +18,6 @@ def read_adapter(path: Path, shape: ModelShape, max_rank: int) -> Adapter:
         from diptych.engine.adapters.peft_folder import read_peft_folder
 
         return read_peft_folder(path, shape, max_rank)
-    raise BadAdapter("is no folder with adapter_config.json")
+    from diptych.engine.adapters.gguf_adapter import read_gguf_adapter
+
+    return read_gguf_adapter(path, shape, max_rank)
