@@ -325,6 +325,7 @@ class Gateway:
         queue = self.gate.queue
         self.metrics.running.set_function(lambda: queue.running)
         self.metrics.waiting.set_function(lambda: queue.waiting)
+        self.metrics.kv_quota.set_function(lambda: queue.kv.usable or 0)
         self.metrics.unread_output.set_function(lambda: self.unread_output.bytes)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":

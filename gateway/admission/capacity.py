@@ -76,9 +76,14 @@ class KvBudget:
         """Return ``need``, at most the capacity: a request that needs more runs alone."""
         return need if self.capacity is None else min(need, self.capacity)
 
+    @property
+    def usable(self) -> int | None:
+        """Tokens that this gateway's requests may reserve; None: unlimited."""
+        return _smaller(self.capacity, self.quota)
+
     def fits(self, need: int) -> bool:
         """Return whether a request that needs ``need`` tokens fits beside the running ones."""
-        limit = _smaller(self.capacity, self.quota)
+        limit = self.usable
         return limit is None or self.reserved + need <= limit
 
     def excess(self, need: float) -> float:

@@ -1,4 +1,4 @@
-"""This gateway's quota of the decode workers' KV memory, kept up to date beside its requests.
+"""Quota of the decode workers' KV memory that this gateway may use, kept up to date beside its requests.
 
 One background task takes the gateway's turn at the table of quotas (`diptych.runtime.discovery.quota_shares`)
 four times a second, and sooner while the quota keeps a request waiting. Admission itself reads memory only.

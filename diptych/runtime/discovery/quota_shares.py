@@ -10,8 +10,8 @@ once. It may take an equal share of the memory whenever that is free, and more o
 want. It never gives back what running requests have reserved, so that quotas shrink as requests end.
 
 **Not knowing.** While the table is out of reach a gateway keeps its quota. A table that lost its lines, or
-that nobody could write for a while, may be short of gateways that live: until each of them has had the time
-to write its line again, nobody's quota grows, and old lines count. A gateway that alone is cut off from the
+that none could write for a while, may be short of gateways that live: until each of them has had the time
+to write its line again, no quota grows, and old lines count. A gateway that alone is cut off from the
 table is taken for gone after a lease, and the others may take its memory beside it: then preemption helps.
 
 Pure; amounts are tokens of KV memory, times are seconds.
@@ -103,6 +103,6 @@ def take_turn(
 
 
 def _share(equal: int, free: int, others: Iterable[QuotaLine]) -> int:
-    """Return the most that a gateway may hold: an equal share if it is free, more if nobody is owed it."""
+    """Return the most that a gateway may hold: an equal share if it is free, more if no other is owed it."""
     owed = sum(max(min(line.wanted, equal) - line.held, 0) for line in others)
     return max(free - owed, min(free, equal))

@@ -15,6 +15,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import WatchError
+from redis.typing import EncodableT, FieldT
 
 from diptych.runtime.discovery import store
 from diptych.runtime.discovery.quota_shares import MemoryNeed, Quota, QuotaLine, QuotaTable, take_turn
@@ -30,7 +31,7 @@ def quota_key(model_digest: str) -> str:
 
 
 class QuotaTableStore:
-    """One gateway's access to its model's table. Used by one task."""
+    """Access of one gateway to its model's table. Used by one task."""
 
     def __init__(self, redis_url: str, model_digest: str, gateway_id: str) -> None:
         """Raises ValueError for a malformed URL."""
@@ -52,7 +53,7 @@ class QuotaTableStore:
                     quota, after = take_turn(
                         self._gateway_id, need, read_table(before), now[0] + now[1] / 1e6
                     )
-                    pipe.multi()
+                    pipe.multi()  # type: ignore[no-untyped-call]
                     pipe.delete(self._key)
                     pipe.hset(self._key, mapping=written_table(after))
                     pipe.expire(self._key, KEEP_S)
@@ -79,9 +80,9 @@ def read_table(fields: Mapping[bytes, bytes]) -> QuotaTable | None:
     return QuotaTable(lines, *times)
 
 
-def written_table(table: QuotaTable) -> dict[bytes, str]:
+def written_table(table: QuotaTable) -> dict[FieldT, EncodableT]:
     """Return the fields of a table's hash."""
-    fields = {
+    fields: dict[FieldT, EncodableT] = {
         name.encode(): f"{line.held} {line.wanted} {line.written_at:.6f}"
         for name, line in table.lines.items()
     }
