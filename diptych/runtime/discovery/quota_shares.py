@@ -2,7 +2,7 @@
 
 Each gateway admits requests within a quota of KV memory that it holds, so that all of them together never
 admit more than the workers have. The quotas are written down in one place (quota_table.py), and a gateway
-takes its own from what the others leave, four times a second. Nobody waits for that: a request is admitted
+takes its own from what the others leave, four times a second. No request waits for that: it is admitted
 against the quota that its gateway holds already.
 
 **Taking.** A gateway asks for what its running and waiting requests need, and some room to start more at
