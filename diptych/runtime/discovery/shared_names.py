@@ -125,9 +125,9 @@ class SharedNames:
         if news or forgotten:
             async with self._redis.pipeline(transaction=True) as pipe:
                 for name in forgotten:
-                    pipe.hdel(self._key, name)
-                for name, entry in news.items():
-                    pipe.hset(self._key, items=[name, entry.text])
+                    pipe.hdel(self._key, name.encode())
+                if news:
+                    pipe.hset(self._key, mapping={name.encode(): one.text for name, one in news.items()})
                 await pipe.execute()
 
     def _values(self) -> dict[str, dict[str, Any]]:
