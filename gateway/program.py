@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.discovery.mirror import DirectoryMirror
+from diptych.runtime.discovery.quota_table import QuotaTableStore
 from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.http_edge import HttpEdge
@@ -30,6 +31,7 @@ from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.adapter_service import AdapterService, read_configured
 from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
+from gateway.admission.memory_quota import MemoryQuota
 from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
@@ -112,6 +114,7 @@ class Gateway:
             ),
             time.monotonic,
         )
+        self._quota = MemoryQuota(self.gate, QuotaTableStore(settings.redis_url, digest, settings.worker_id))
         reader_limits = ReaderLimits(
             settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
         )
@@ -183,6 +186,7 @@ class Gateway:
         self.adapter_service.start(read_configured(settings.adapters, settings.max_lora_rank))
         await self.mirror.start()
         self.worker_pool.start()
+        self._quota.start()
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.reuse_port, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
@@ -286,6 +290,7 @@ class Gateway:
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.adapter_service.close()
+        await self._quota.close()
         await self.worker_pool.close()
         await self.request_parser.close()
         self.tokenizer_pool.close()
@@ -345,6 +350,7 @@ class Gateway:
         queue = self.gate.queue
         self.metrics.running.set_function(lambda: queue.running)
         self.metrics.waiting.set_function(lambda: queue.waiting)
+        self.metrics.kv_quota.set_function(lambda: queue.kv.usable or 0)
         self.metrics.unread_output.set_function(lambda: self.unread_output.bytes)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":

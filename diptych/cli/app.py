@@ -282,7 +282,9 @@ def _lora() -> None:
 @lora.command("load")
 def lora_load(
     name: Annotated[str, typer.Argument(callback=_utf8, help="What requests have as `model`.")],
-    path: Annotated[Path, typer.Argument(help="PEFT folder, at the same place on every worker's host.")],
+    path: Annotated[
+        Path, typer.Argument(help="PEFT folder or GGUF file, at the same place on every worker's host.")
+    ],
     replace: Annotated[
         bool, typer.Option("--replace", help="Serve it in place of another content of this name.")
     ] = False,

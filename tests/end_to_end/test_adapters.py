@@ -113,7 +113,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     }
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
     flags += ["--kv-blocks", "96", "--max-loras", "1", "--decode-workers", "2"]
-    flags += ["--set", "prefill.backend=torch", "--set", "decode.backend=torch"]
     flags += [f"--lora={name}={path}" for name, path in paths.items()]
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.runtime.adapter_files import read_adapter
 from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc
@@ -19,8 +21,10 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
+from gateway.session.retry_policy import MAX_REFUSALS
 from tests.gateway import running_gateway
 from tests.gateway.adapters.folders import write
+from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import Stack, collect, ids_of, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
 
@@ -329,3 +333,37 @@ async def test_metrics_show_adapters_and_forget_them(
         await operator.UnloadAdapter(admin.UnloadAdapterRequest(name="legal"))
         assert value("diptych_adapters") == 0
         assert value("diptych_adapter_requests_running", {"adapter": "legal"}) is None
+
+
+async def test_kserve_serves_an_adapter_as_a_model(
+    bundled: ServedModel, redis_url: str, tmp_path: Path
+) -> None:
+    workers = _, decode = pair()
+    digest = read_adapter(write(tmp_path)).digest
+    async with serving(bundled, redis_url, *workers, lora=f"legal={tmp_path}") as (stack, _):
+        stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(stack.channel)
+        assert (await stub.ModelReady(oip.ModelReadyRequest(name="legal"))).ready
+        assert (await stub.ModelMetadata(oip.ModelMetadataRequest(name="legal"))).name == "legal"
+        request = asking()
+        request.model_name = "legal"
+        assert (await stub.ModelInfer(request, timeout=20)).model_name == "legal"
+        [work] = [message for kind, message in decode.sent if kind == "attach"]
+        assert work.adapter == digest
+        found = await refusal(stub.ModelReady(oip.ModelReadyRequest(name="nothing")))
+        assert found == (Code.NOT_FOUND, "UNKNOWN_MODEL")
+
+
+async def test_workers_that_never_have_it_end_the_request(
+    bundled: ServedModel, redis_url: str, tmp_path: Path
+) -> None:
+    """They say that they loaded it, and refuse every attempt."""
+    workers = _, decode = pair()
+
+    async def never(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        worker.fail(work, work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED)
+
+    decode.script = never
+    async with serving(bundled, redis_url, *workers, lora=f"legal={write(tmp_path)}") as (stack, _):
+        found = await refusal(stack.stub.Generate(ask(stack, model="legal"), timeout=20))
+        assert found == (Code.UNAVAILABLE, "ADAPTER_NOT_LOADED")
+        assert len([1 for kind, _ in decode.sent if kind == "attach"]) == MAX_REFUSALS + 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from diptych.cli.valkey import valkey_binary
-from diptych.runtime.discovery.shared_names import SharedNames, Values
+from diptych.runtime.discovery.shared_names import DROPPED_S, SharedNames, Values
 from tests.gateway.running_gateway import until, valkey
 
 
@@ -24,9 +25,11 @@ def redis_url() -> Iterator[str]:
 class Process:
     """A process that takes part; ``seen`` is what it knows."""
 
-    def __init__(self, redis_url: str, scope: str, **names: Any) -> None:
+    def __init__(
+        self, redis_url: str, scope: str, clock: Callable[[], float] = time.time, **names: Any
+    ) -> None:
         self.seen: Values = dict(names)
-        self.names = SharedNames(redis_url, scope, self._changed)
+        self.names = SharedNames(redis_url, scope, self._changed, clock)
         for name, value in names.items():
             self.names.put(name, value)
 
@@ -96,11 +99,56 @@ async def test_without_a_server_each_has_its_own_and_joins_later(unused_tcp_port
             await server.wait()
 
 
+async def test_a_store_that_fell_back_to_an_older_copy_is_told_again(redis_url: str) -> None:
+    one = Process(redis_url, "stale", a={"digest": "1"}, gone={"digest": "0"})
+    await one.names.synchronise()
+    redis = Redis.from_url(redis_url)
+    old = await redis.hgetall("diptych:names:stale")
+    one.names.put("a", {"digest": "2"})
+    one.names.drop("gone")
+    one.names.put("new", {"digest": "3"})
+    await one.names.synchronise()
+    await redis.delete("diptych:names:stale")
+    await redis.hset("diptych:names:stale", mapping=old)
+    two = Process(redis_url, "stale")
+    await two.names.synchronise()
+    assert two.seen == {"a": {"digest": "1"}, "gone": {"digest": "0"}}
+    await one.names.synchronise()
+    await two.names.synchronise()
+    assert one.seen == {"a": {"digest": "1"}, "gone": {"digest": "0"}}  # as it began: others had no news
+    assert two.seen == {"a": {"digest": "2"}, "new": {"digest": "3"}}
+    for process in (one, two):
+        await process.names.close()
+    await redis.aclose()
+
+
+async def test_dropped_names_are_forgotten_after_a_while(redis_url: str) -> None:
+    now = time.time()
+    one = Process(redis_url, "dropped", lambda: now, a={"digest": "1"})
+    two = Process(redis_url, "dropped", lambda: now)
+    await one.names.synchronise()
+    await two.names.synchronise()
+    redis = Redis.from_url(redis_url)
+    one.names.drop("a")
+    await one.names.synchronise()
+    await two.names.synchronise()
+    assert two.seen == {}
+    assert await redis.hlen("diptych:names:dropped") == 1
+    now += DROPPED_S + 1
+    await one.names.synchronise()
+    await two.names.synchronise()
+    await one.names.synchronise()
+    assert await redis.hlen("diptych:names:dropped") == 0
+    for process in (one, two):
+        await process.names.close()
+    await redis.aclose()
+
+
 async def test_what_others_wrote_there_is_passed_over(redis_url: str) -> None:
     redis = Redis.from_url(redis_url)
-    await redis.hset(
-        "diptych:names:junk", mapping={"a": "[1]", "b": "{", "c": '{"digest": "1"}', b"\xff": "1"}
-    )
+    good = '{"at": 1, "value": {"digest": "1"}}'
+    junk = {"a": "[1]", "b": "{", "c": good, "d": '{"at": "x", "value": {}}', "e": "{}", b"\xff": good}
+    await redis.hset("diptych:names:junk", mapping=junk)
     one = Process(redis_url, "junk")
     await one.names.synchronise()
     assert one.seen == {"c": {"digest": "1"}}
