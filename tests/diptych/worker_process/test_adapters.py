@@ -126,18 +126,19 @@ def test_adapters_change_the_tokens(adapters: dict[bytes, Path]) -> None:
     assert len(outputs) == 4
 
 
-async def test_two_adapters_take_turns_in_one_slot(adapters: dict[bytes, Path]) -> None:
+@pytest.mark.parametrize("requests", [80, pytest.param(1000, marks=pytest.mark.full)])
+async def test_two_adapters_take_turns_in_one_slot(requests: int, adapters: dict[bytes, Path]) -> None:
     one, other, _ = adapters
     async with house("shared_memory", max_loras=1, blocks=64) as made:
         await load(made, adapters)
         gateway = Gateway(made)
-        digests = [one, other] * 40
+        digests = [one, other] * (requests // 2)
         heard = [
             gateway.start(made.decodes[0], made.prefills[0], work((f"r{n}", 1), PROMPT, 6, adapter=digest))
             for n, digest in enumerate(digests)
         ]
         base = gateway.start(made.decodes[0], made.prefills[0], work(("base", 1), PROMPT, 6))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(250):
             await base.ended.wait()
             waiting = sum(not one.ended.is_set() for one in heard)
             await asyncio.gather(*(one.ended.wait() for one in heard))
