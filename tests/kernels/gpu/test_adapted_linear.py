@@ -66,7 +66,7 @@ def test_adapted_linear_equals_the_reference(depth: int, dtype: torch.dtype, dev
     swapped = slots.clone()
     swapped[slots == 0], swapped[slots == 2] = 2, 0
     other = adapted_linear(x, base.clone(), swapped, table_of(changes, device), scratch, 16)
-    assert error(other, expected) > 100 * TOLERANCE[dtype], "adapters of other slots should show"
+    assert error(other, expected) > 0.3, "adapters of other slots should show"
 
 
 def test_a_row_has_the_same_bits_alone(device: torch.device) -> None:
