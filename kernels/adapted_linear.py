@@ -1,4 +1,4 @@
-"""What LoRA adapters add to products of rows: `scale (x aᵀ) bᵀ`, each row with its own adapter or none."""
+"""Changes of products by LoRA adapters: `scale (x aᵀ) bᵀ`, each row with its own adapter or none."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class _Loaded:
     prepared: object
     users: int = 0
     draining: list[asyncio.Future[None]] = field(default_factory=list)
-    """Those that wait until no attempt uses it; nothing new uses it meanwhile."""
+    """Unloads that wait until no attempt uses it; nothing new uses it meanwhile."""
 
 
 class AdapterStore:

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to products, on the GPU: one kernel for A, one for B, without split sums.
+"""Changes of products by LoRA adapters, on the GPU: one kernel for A, one for B, without split sums.
 
 Adapters lie where they are; tables of a few numbers a slot name their places, ranks and scales. So a graph
 that was recorded over the tables computes whatever lies in the slots later. A program computes numbers of one

@@ -76,7 +76,7 @@ class Grant:
 
 
 class GrantGate(Protocol):
-    """What an attempt needs beside blocks, which the owner of the pool has in its own books."""
+    """Conditions of a grant beside blocks, which the owner of the pool has in its own books."""
 
     def may_grant(self, key: Key) -> bool:
         """Return whether an attempt has all but its blocks; one that has not holds up no other."""

@@ -64,7 +64,7 @@ class DecodeGraphs:
         layers.rotary.reach(shape.max_context)  # a graph keeps the table that it was captured with
         self._memory: KVMemory | None = None
         self._graphs: dict[tuple[int, bool], Work] = {}
-        """By the number of rows, and whether rows may have adapters."""
+        """Captured steps by the number of rows, and whether rows may have adapters."""
 
     @property
     def count(self) -> int:

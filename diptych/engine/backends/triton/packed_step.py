@@ -78,7 +78,7 @@ class PackedStep:
     adapters: torch.Tensor | None = None
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
-    """What lies between A and B of adapters (`DeviceAdapters.scratch`)."""
+    """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
 
     @property
     def num_tokens(self) -> int:
