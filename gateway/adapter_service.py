@@ -128,6 +128,10 @@ class AdapterService:
     def workers_with(self, adapter: Adapter) -> list[str]:
         return self._loads.workers_with(adapter.digest)
 
+    def refusals(self, adapter: Adapter) -> list[str]:
+        """Return why workers do not have it, each with its worker."""
+        return self._loads.refusals(adapter.digest)
+
     def running(self, adapter: Adapter) -> int:
         """Return how many requests of this gateway use its content."""
         return self._adapters.running(adapter.digest)

@@ -45,7 +45,11 @@ def list_adapters(address: str) -> int:
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         answer = stub.ListAdapters(pb.ListAdaptersRequest(), timeout=_LIST_S, metadata=metadata)
         width = None if sys.stdout.isatty() else FILE_WIDTH
-        Console(width=width).print(adapter_table(answer.adapters))
+        console = Console(width=width)
+        console.print(adapter_table(answer.adapters))
+        for one in answer.adapters:
+            for refusal in one.refusals:
+                console.print(f"{one.name}: {refusal}", highlight=False, markup=False, soft_wrap=True)
 
     return call_admin(address, ask)
 

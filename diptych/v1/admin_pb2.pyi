@@ -190,7 +190,7 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "path", "rank", "workers", "running", "draining")
+    __slots__ = ("name", "digest", "path", "rank", "workers", "running", "draining", "refusals")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class Adapter(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     path: str
@@ -205,4 +206,5 @@ class Adapter(_message.Message):
     workers: _containers.RepeatedScalarFieldContainer[str]
     running: int
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    refusals: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., draining: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -94,7 +94,8 @@ class AdapterRegistry:
                 del self._uses[digest], self._used[digest]
                 if (unused := self._unused.pop(digest, None)) is not None:
                     unused.set()
-                self.on_change()
+                if self.get(adapter.name) != adapter:  # else workers keep it
+                    self.on_change()
 
     # --- what is served -------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class AdapterLoads:
         linked = self._registry.linked()
         for worker in linked:
             self._of(worker).refused.pop(adapter.digest, None)
-        answers = await asyncio.gather(*(self.load(worker, adapter) for worker in linked))
+        answers = await _all(self.load(worker, adapter) for worker in linked)
         return [f"{w.record.worker_id}: {why}" for w, why in zip(linked, answers, strict=True) if why]
 
     async def unload_all(self, digest: bytes) -> None:
@@ -136,7 +136,7 @@ class AdapterLoads:
                 answers.append(answer)
             elif digest in of.has or of.on_its_way(digest, load=True) is not None:
                 answers.append(self.unload(worker, digest))
-        await asyncio.gather(*answers)
+        await _all(answers)
 
     def drop(self, digest: bytes) -> None:
         """Let workers forget an adapter, once no request here needs it, when they say that they have it."""
@@ -222,3 +222,8 @@ class AdapterLoads:
         if of.refused.get(digest, ("", 0.0))[0] != why:  # once per reason, not with every try
             _log.warning("worker %s does not load adapter %s: %s", worker_id, digest.hex()[:12], why)
         of.refused[digest] = why, self._clock() + RETRY_S
+
+
+async def _all(answers: Iterable[asyncio.Future[str]]) -> list[str]:
+    """Wait for answers that others may wait for as well: they stay when this wait is cancelled."""
+    return await asyncio.gather(*map(asyncio.shield, answers))

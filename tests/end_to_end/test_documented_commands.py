@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.end_to_end.documented_commands import Command, commands_of
 from tests.end_to_end.reference import model_file
 from tests.end_to_end.stack import Stack
+from tests.gateway.adapters.folders import write as write_adapter
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", ROOT / "lab/README.md"]
@@ -65,6 +66,9 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
     flags = [str(model_file()) if flag.startswith("/models/") else flag for flag in flags]
+    for name in ("legal", "support"):  # LoRA adapters
+        path = write_adapter(folder / name)
+        flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
     if role == "up":
         run([*DIPTYCH, "config", *flags], cwd=folder)
         return

@@ -119,10 +119,13 @@ async def test_an_adapter_on_one_worker_only_is_no_base_text(
 ) -> None:
     workers = prefill, decode = pair()
     prefill.refusal = "tensor q: does not fit"
-    async with serving(bundled, redis_url, *workers, lora=f"legal={write(tmp_path)}") as (stack, _):
+    async with serving(bundled, redis_url, *workers, lora=f"legal={write(tmp_path)}") as (stack, operator):
         found = await refusal(stack.stub.Generate(ask(stack, model="legal"), timeout=20))
         assert found == (Code.UNAVAILABLE, "ADAPTER_NOT_LOADED")
         assert not [kind for kind, _ in (*prefill.sent, *decode.sent) if kind in ("attach", "dispatch")]
+        [listed] = (await operator.ListAdapters(admin.ListAdaptersRequest())).adapters
+        assert list(listed.refusals) == [f"{prefill.worker_id}: tensor q: does not fit"]
+        assert list(listed.workers) == [decode.worker_id]
 
 
 async def test_a_worker_without_adapters_gets_none_of_their_requests(

@@ -145,6 +145,7 @@ class Operations:
             workers=self._adapters.workers_with(adapter),
             running=self._adapters.running(adapter),
             draining=draining,
+            refusals=self._adapters.refusals(adapter),
         )
 
     async def _flush(self, worker: Worker) -> int:
