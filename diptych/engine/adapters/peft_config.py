@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from diptych.engine.adapters.adapter import BadAdapter
 
@@ -48,6 +48,8 @@ _WHY: Final[Mapping[str, str]] = MappingProxyType(
         "init_lora_weights": "its base has other weights: convert it as peft describes",
     }
 )
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _matches(names: str | Collection[str], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _by_pattern(table: Mapping[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(table: Mapping[str, _Value], module: str, default: _Value) -> _Value:
     """Return the value of the first pattern that matches the end of a module's name."""
     return next((value for key, value in table.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 

@@ -64,7 +64,7 @@ def _fields(path: Path) -> dict[str, Any]:
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors by name, below peft's own prefix, as copies: the file may change."""
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             tensors = {
                 name.removeprefix(_PREFIX): _numbers(name, file.get_tensor(name))
                 for name in file.keys()  # noqa: SIM118 -- no dictionary
