@@ -28,8 +28,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
 from kvtransfer.transports.host_blocks import read_block, write_block
 
-LOAD_S = 1.0
-"""Most seconds that an attempt waits for blocks from tiers."""
+LOAD_S = 0.5
+"""Most seconds that an attempt waits for blocks from tiers: less than a prefill worker's ask waits for it."""
 BATCH = 16
 """Blocks that are read, checked and copied at a time."""
 MOST_QUEUED = 4096
@@ -75,6 +75,7 @@ class KvTiers:
         self._queue: deque[bytes] = deque(maxlen=MOST_QUEUED)
         self._storing = False
         self._forgetting = 0
+        self._overdue = 0  # reads that an attempt has given up, and that have not returned
         self._loads: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._out = ThreadPoolExecutor(1, "kv-tiers-out")
@@ -142,7 +143,7 @@ class KvTiers:
         """
         first = self._pool.match(keys)
         count = self.stack.leading(keys[first:])
-        if not count or self._forgetting or len(self._loads) >= MOST_LOADS:
+        if not count or self._forgetting or self._overdue or len(self._loads) >= MOST_LOADS:
             return False
         self._loop = self._loop or asyncio.get_running_loop()
         task = self._loop.create_task(self._load(keys[: first + count], first, then), name="load from tiers")
@@ -193,12 +194,18 @@ class KvTiers:
         self, until: float, read: Callable[..., list[StoredBlock]], *arguments: object
     ) -> list[StoredBlock]:
         """Return what `read` returns on the thread for loads; nothing if that takes too long."""
-        future = asyncio.wrap_future(self._in.submit(read, *arguments))
+        reading = self._in.submit(read, *arguments)
+        future = asyncio.shield(asyncio.wrap_future(reading))
         done, _ = await asyncio.wait([future], timeout=max(until - time.monotonic(), 0.0))
-        if not done:
-            future.cancel()  # if it has not begun; else what it reads is dropped
-            return []
-        return future.result()
+        if done:
+            return future.result()
+        if not reading.cancel():  # it has begun, and what it reads is dropped
+            self._overdue += 1
+            reading.add_done_callback(lambda _: self._on_loop(self._returned))
+        return []
+
+    def _returned(self) -> None:
+        self._overdue -= 1
 
     def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
         """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""

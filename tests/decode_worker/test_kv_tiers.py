@@ -159,6 +159,12 @@ async def test_tier_that_hangs_is_a_miss_and_holds_no_block(
     assert not loaded.blocks
     assert time.monotonic() - started < 20
     assert house.pool.available() == BLOCKS
+    assert await house.load(KEYS[:6]) is None, "nobody waits for it again"
+    house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
+    await until(lambda: not house.tiers._overdue)
+    loaded = await house.load(KEYS[:6])
+    assert loaded is not None
+    assert loaded.blocks
 
 
 async def test_flush_reaches_the_tiers_and_nothing_is_loaded_before(house: House) -> None:
