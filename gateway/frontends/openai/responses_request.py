@@ -21,12 +21,8 @@ from gateway.frontends.openai.responses_bodies import (
     TextFormat,
     TextPart,
 )
+from gateway.frontends.openai.tool_choice import put_tool_choice
 
-_TOOL_CHOICES: Final = {
-    "none": pb.ToolChoice.MODE_NONE,
-    "auto": pb.ToolChoice.MODE_AUTO,
-    "required": pb.ToolChoice.MODE_REQUIRED,
-}
 # Answers with more than the text that is always there; nothing of it is made here.
 _INCLUDED: Final = ("reasoning.encrypted_content",)
 
@@ -121,14 +117,9 @@ def _put_tool(index: int, tool: FunctionTool, builder: RequestBuilder) -> None:
 def _put_tool_choice(body: ResponsesMembers, chat: pb.ChatPrompt) -> None:
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):
-        chat.tool_choice.mode = pb.ToolChoice.MODE_NAMED
-        chat.tool_choice.name = choice.name
-    elif choice is not None and choice not in _TOOL_CHOICES:
-        raise InvalidParameter("tool_choice", f"must be {', '.join(_TOOL_CHOICES)} or name a function")
-    elif choice is not None and (choice != "auto" or chat.tools):
-        chat.tool_choice.mode = _TOOL_CHOICES[choice]
-    if body.parallel_tool_calls is False and chat.tools:
-        chat.tool_choice.parallel = False
+        put_tool_choice(chat, None, choice.name, body.parallel_tool_calls)
+    else:
+        put_tool_choice(chat, choice, None, body.parallel_tool_calls)
 
 
 def _put_format(wanted: TextFormat, builder: RequestBuilder) -> None:
