@@ -8,7 +8,7 @@ from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.body_model import validate_members
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
-from gateway.frontends.openai.response_format import dump_schema
+from gateway.frontends.openai.response_format import check_form, dump_schema, put_any_object, put_schema
 from gateway.frontends.openai.responses_bodies import (
     CallItem,
     Content,
@@ -123,16 +123,13 @@ def _put_tool_choice(body: ResponsesMembers, chat: pb.ChatPrompt) -> None:
 
 
 def _put_format(wanted: TextFormat, builder: RequestBuilder) -> None:
-    output, path = builder.request.structured_output, "text.format"
-    if wanted.type not in ("text", "json_object", "json_schema"):
-        raise UnsupportedFeature(f"{path}.type", "must be text, json_object or json_schema")
+    path = "text.format"
+    check_form(path, wanted.type)
     if wanted.type == "json_schema":
         if wanted.schema_ is None:
             raise InvalidParameter(f"{path}.schema", "is required")
-        output.json_schema = dump_schema(f"{path}.schema", wanted.schema_)
-        builder.names["structured_output.json_schema"] = f"{path}.schema"
+        put_schema(f"{path}.schema", wanted.schema_, builder)
     elif wanted.schema_ is not None:
         raise InvalidParameter(f"{path}.schema", "goes with the type json_schema only")
     elif wanted.type == "json_object":
-        output.json_object = True
-        builder.names["structured_output.json_object"] = path
+        put_any_object(path, builder)
