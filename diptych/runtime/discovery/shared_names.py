@@ -110,7 +110,8 @@ class SharedNames:
 
     async def synchronise(self) -> None:
         """Read what others wrote, and write what they do not know. Raises `store.STORE_ERRORS`."""
-        found = _parsed(await self._redis.hgetall(self._key))
+        table: Any = await self._redis.hgetall(self._key)
+        found = _parsed(table)
         before, oldest = self._values(), self._clock() - DROPPED_S
         for name, entry in found.items():
             mine = self._entries.get(name)
