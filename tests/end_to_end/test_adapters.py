@@ -102,8 +102,8 @@ def _greedy(folder: Path, adapter: Path | None, prompt: tuple[int, ...], count: 
     return ids[len(prompt) :]
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+@pytest.fixture(scope="module", params=["shared_memory", pytest.param("tcp", marks=pytest.mark.full)])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     folder = tiny_model.write(tmp_path_factory.mktemp("tiny"))
     base = tiny_model.oracle(folder)
     root = tmp_path_factory.mktemp("adapters")
@@ -112,7 +112,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
         B: write_adapter(root / "b", base, seed=2, rank=8, targets=("q_proj", "v_proj", "down_proj")),
     }
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    flags += ["--kv-blocks", "96", "--max-loras", "1", "--decode-workers", "2"]
+    flags += ["--kv-blocks", "96", "--max-loras", "1", "--decode-workers", "2", "--transport", request.param]
+    if request.param == "tcp":  # every prompt travels
+        flags += ["--set", "gateway.local-prefill=never"]
     flags += [f"--lora={name}={path}" for name, path in paths.items()]
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system
