@@ -16,7 +16,9 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from diptych.cli.app import app
 from diptych.client import CallFailed, Client
 from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc
@@ -79,6 +81,14 @@ class Adapted:
         [answer] = self.ask([(name, prompt)])
         assert list(answer.outputs[0].token_ids) == self.greedy(name, prompt)
         return answer.usage.cached_prompt_tokens
+
+    def tokens_of(self, name: str, path: Path) -> list[int]:
+        """Return the tokens of one more adapter, after comparing them."""
+        prompt = tiny_model.prompt(7000, 20)
+        [answer] = self.ask([(name, prompt)])
+        made = list(answer.outputs[0].token_ids)
+        assert made == _greedy(self.folder, path, tuple(prompt), MAX_TOKENS)
+        return made
 
     def finds_its_own(self, name: str, prompt: Sequence[int]) -> None:
         """Ask until the gateway has heard where the prompt is cached: there are two decode workers."""
@@ -165,6 +175,32 @@ def test_other_bytes_under_the_old_name_share_no_cached_token(adapted: Adapted, 
     with pytest.raises(grpc.aio.AioRpcError) as gone:
         adapted.ask([("c", prompt)])
     assert gone.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_commands_load_list_and_unload(adapted: Adapted, tmp_path: Path) -> None:
+    """A folder that a worker cannot compute is refused in its words, and leaves nothing."""
+
+    def run(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*words, "--address", adapted.stack.admin_address])
+        return done.exit_code, done.output
+
+    path = write_adapter(tmp_path / "d", tiny_model.oracle(adapted.folder), seed=20)
+    assert run("lora", "load", "d", str(path))[0] == 0
+    status, listed = run("lora", "list")
+    assert status == 0
+    assert [line.split()[0] for line in listed.splitlines()] == ["adapter", A, "d", B]
+    assert len(adapted.tokens_of("d", path)) == MAX_TOKENS
+    assert run("lora", "unload", "d") == (0, "d is unloaded\n")
+    config = path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"bias": "none"', '"bias": "all"'))
+    status, refused = run("lora", "load", "d", str(path))
+    assert status == 1
+    assert "ADAPTER_REFUSED" in refused
+    assert "bias" in refused
+    deadline = time.monotonic() + 10  # heartbeats say it
+    while [line.split()[-4:-1] for line in run("workers")[1].splitlines()[1:]].count(["96", "a,", B]) != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
