@@ -23,6 +23,9 @@ from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Threads of torch that wait for one another sleep: the lanes share the cores, and what spins there takes from
+# both. Reading the bundled model took seven times the processor time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a line for every server that ends under its clients
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

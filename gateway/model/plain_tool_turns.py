@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from gateway.model.chat_template import Message
-from gateway.tools.tool import Tool
+from gateway.tools.tool import Tool, ToolCall
 
 _OFFER: Final = """You can call these functions, given as JSON, one a line:
 {functions}
@@ -54,7 +54,7 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message.tool_calls:
             written = [
-                f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments_json}}}'
+                f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {_arguments(call)}}}'
                 for call in message.tool_calls
             ]
             content = "\n".join([message.content, *written] if message.content else written)
@@ -70,3 +70,9 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
             turns.append(message)
             of_results = result
     return turns
+
+
+def _arguments(call: ToolCall) -> str:
+    """Return the arguments as they were written; what is no JSON object becomes a JSON string."""
+    arguments = call.arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else call.arguments_json

@@ -102,13 +102,17 @@ def check_size(path: str, text: str) -> None:
         raise InvalidParameter(path, f"must be at most {limits.MAX_GRAMMAR_BYTES} bytes")
 
 
+def check_depth(path: str, text: str) -> None:
+    if _depth(text) > limits.MAX_SCHEMA_DEPTH:
+        raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
+
+
 def read_schema(path: str, text: str) -> dict[str, object]:
     """Return the schema in ``text``: an object of bounded depth, its strings all valid Unicode.
 
     Raises InvalidParameter.
     """
-    if _depth(text) > limits.MAX_SCHEMA_DEPTH:
-        raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
+    check_depth(path, text)
     try:
         schema = STRICT_JSON.decode(text)
         json.dumps(schema, ensure_ascii=False).encode("utf-8")

@@ -13,7 +13,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
 from gateway.request.field_checks import has_name_characters
-from gateway.request.structured_output import Constraint, check_size, lenient_schema, read_schema
+from gateway.request.structured_output import Constraint, check_depth, check_size, lenient_schema, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
 # Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.
@@ -153,7 +153,7 @@ def _parameters(path: str, text: str) -> dict[str, object]:
 def _call(path: str, call: pb.ToolCall) -> ToolCall:
     arguments = call.arguments_json or "{}"
     check_size(f"{path}.arguments_json", arguments)
-    read_schema(f"{path}.arguments_json", arguments)  # an object of bounded depth
+    check_depth(f"{path}.arguments_json", arguments)
     if not call.name:
         raise InvalidParameter(f"{path}.name", "must not be empty")
     return ToolCall(_label(f"{path}.name", call.name), arguments, _label(f"{path}.id", call.id))

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diptych.runtime.strict_json import STRICT_JSON
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -33,7 +35,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call. ``arguments_json`` is a JSON object as the model wrote it.
+    """Tool call. ``arguments_json`` is a JSON object as the model wrote it; in history it may be any text.
 
     Where calls come in pieces, only the first piece of a call has its name and id, and the last is not
     ``partial``.
@@ -46,9 +48,19 @@ class ToolCall:
 
     def as_template_value(self, *, arguments_as_text: bool = False) -> dict[str, object]:
         """Return the call in the same shape, its arguments as an object, which most templates serialise."""
-        arguments = self.arguments_json if arguments_as_text else json.loads(self.arguments_json)
+        arguments = self.arguments_json if arguments_as_text else self.arguments
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+    @property
+    def arguments(self) -> dict[str, object] | str:
+        """The arguments; their text where a model broke off or wrote no JSON object."""
+        try:
+            read = STRICT_JSON.decode(self.arguments_json)
+            json.dumps(read, ensure_ascii=False).encode("utf-8")  # it may escape half of a surrogate pair
+        except (ValueError, RecursionError):
+            return self.arguments_json
+        return read if isinstance(read, dict) else self.arguments_json
 
 
 class Mode(enum.Enum):

@@ -50,7 +50,7 @@ def base_end_gguf(root: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["folder", "gguf"])
+@pytest.fixture(scope="module", params=["folder", pytest.param("gguf", marks=pytest.mark.full)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     root = tmp_path_factory.mktemp(request.param)
     flags = ["--max-model-len", str(CONTEXT), "--device", "cpu"]
@@ -117,8 +117,22 @@ def test_max_model_len_is_the_context_in_lists_and_errors(served: Stack) -> None
             ask(CONTEXT - 9)
 
 
-@pytest.mark.parametrize("module", ["gateway", "prefill_worker", "decode_worker", "diptych"])
-@pytest.mark.parametrize("case", ["lfs_weights", "split", "only_pickles", "architecture"])
+WRONG = ("lfs_weights", "split", "only_pickles", "architecture")
+ALONE = ("gateway", "prefill_worker", "decode_worker")
+SMALL_FORM = {*zip(ALONE, WRONG[1:], strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [
+        *(("diptych", case) for case in WRONG),
+        *(
+            pytest.param(module, case, marks=() if (module, case) in SMALL_FORM else pytest.mark.full)
+            for module in ALONE
+            for case in WRONG
+        ),
+    ],
+)
 def test_program_says_what_its_model_is_in_one_line(module: str, case: str, tmp_path: Path) -> None:
     write, said = CASES[case]
     command = [sys.executable, "-m", module, *(["up"] if module == "diptych" else ["--log-level=error"])]

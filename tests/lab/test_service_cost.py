@@ -44,14 +44,15 @@ def test_a_bare_engine_that_does_not_start_is_told() -> None:
         pass
 
 
-def test_both_by_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_both_by_turns(rounds: int, tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     sizes = ["--clients", "2", "--per-client", "2", "--input-len", "20", "--output-len", "8"]
-    assert main([*sizes, "--rounds", "2", "--output", str(table)]) == 0
+    assert main([*sizes, "--rounds", str(rounds), "--output", str(table)]) == 0
     lines = table.read_text().splitlines()
     assert lines[0] == (
-        f"`--dtype int8`, 2 clients, 20 in / 8 out, {os.cpu_count()} cores; medians of 2 rounds, both in "
-        "each (smallest–largest)."
+        f"`--dtype int8`, 2 clients, 20 in / 8 out, {os.cpu_count()} cores; medians of {rounds} rounds, "
+        "both in each (smallest–largest)."
     )
     parts = {line.split("|")[1].strip() for line in lines if line.startswith("| ")}
     assert {"bare engine", "whole system", "decode_worker"} <= parts  # others may take less than a tick

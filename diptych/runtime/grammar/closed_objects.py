@@ -52,8 +52,10 @@ class _Closing:
             is_open: another schema for the same value says itself what else an object may hold.
             via: references that led here, one a line.
         """
-        made = {name: self._inner(name, value) for name, value in schema.items()}
-        is_open = is_open or any(self._says_itself(schema, frozenset()))
+        made = {name: self._inner(name, value, via) for name, value in schema.items()}
+        target_aside = {name: value for name, value in schema.items() if name != "$ref"}
+        open_beside_target = is_open or any(self._says_itself(target_aside, frozenset()))
+        is_open = open_beside_target or any(self._says_itself(schema, frozenset()))
         named = beside | self._common(schema)
         for branch in _EITHER:
             if isinstance(schema.get(branch), list):
@@ -61,7 +63,7 @@ class _Closing:
         if isinstance(schema.get("allOf"), list):
             every = named | self._names(schema, frozenset())
             made["allOf"] = [self._branch(one, every, is_open, via) for one in schema["allOf"]]
-        self._inline(made, schema, named, is_open=is_open, via=via)
+        self._inline(made, schema, named, is_open=open_beside_target, via=via)
         if isinstance(schema.get("properties"), dict) and not is_open:
             every = named | self._names(schema, frozenset())
             made["properties"] |= {name: {} for name in sorted(every - made["properties"].keys())}
@@ -71,16 +73,16 @@ class _Closing:
     def _branch(self, schema: Any, beside: frozenset[str], is_open: bool, via: str) -> Any:
         return self.close(schema, beside, is_open=is_open, via=via) if isinstance(schema, dict) else schema
 
-    def _inner(self, name: str, value: Any) -> Any:
+    def _inner(self, name: str, value: Any, via: str) -> Any:
         """Close the schemas for other values that a keyword holds."""
         if name in _MAPS and isinstance(value, dict):
-            return {key: self._value(one) for key, one in value.items()}
+            return {key: self._value(one, via) for key, one in value.items()}
         if name in _LISTS and isinstance(value, list):
-            return [self._value(one) for one in value]
-        return self._value(value) if name in _VALUES else value
+            return [self._value(one, via) for one in value]
+        return self._value(value, via) if name in _VALUES else value
 
-    def _value(self, schema: Any) -> Any:
-        return self.close(schema) if isinstance(schema, dict) else schema
+    def _value(self, schema: Any, via: str) -> Any:
+        return self.close(schema, via=via) if isinstance(schema, dict) else schema
 
     def _inline(
         self, made: dict[str, Any], schema: Schema, named: frozenset[str], *, is_open: bool, via: str

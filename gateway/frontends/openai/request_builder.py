@@ -33,6 +33,9 @@ _FUNCTION: Final[Mapping[str, str]] = {
     "parameters_json_schema": "parameters",
 }
 
+_LIKELIEST: Final = 1e-9
+"""``top_p`` that keeps one token."""
+
 
 @dataclass(slots=True)
 class RequestBuilder:
@@ -49,6 +52,8 @@ class RequestBuilder:
         for name, row in ROWS.items():
             if (value := getattr(body, name)) is not None:
                 row.put(request, -value if row.inverted else value)
+        if request.sampling.HasField("top_p") and request.sampling.top_p == 0.0:
+            request.sampling.top_p = _LIKELIEST  # OpenAI's range begins at 0
         if body.use_beam_search:
             builder._search_beams()
         request.response.timings = False
@@ -124,7 +129,8 @@ def read_stream(body: CommonMembers, builder: RequestBuilder) -> StreamUsage:
 
 def param_of(path: str, names: Mapping[str, str]) -> str:
     """Return the client's name of a field that the core calls ``path`` (``sampling.top_p`` → ``top_p``)."""
-    for known, param in (*names.items(), *_RENAMED.items()):
+    renamed = (*names.items(), *_RENAMED.items())
+    for known, param in sorted(renamed, key=lambda pair: -len(pair[0])):  # the innermost one that is known
         if path == known or path.startswith((f"{known}.", f"{known}[")):
             return param + path[len(known) :]
     for group in _GROUPS:

@@ -186,14 +186,13 @@ class ResponsesAnswer(Answer):
     def _response(self, status: str) -> dict[str, Any]:
         body, ended = self._body, status != "in_progress"
         shown = body.model_dump(mode="json", by_alias=True, exclude_none=True)
-        reason = "max_output_tokens" if self._reason == pb.FINISH_REASON_LENGTH else "time_limit"
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": reason} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},

@@ -53,7 +53,7 @@ Content = TextOrParts[TextPart]
 class MessageItem(OpenModel):
     """Turn of a conversation; its type may be left out."""
 
-    type: Text = MESSAGE
+    type: Text | None = None
     role: Text
     content: Content
 
@@ -84,7 +84,9 @@ class ReasoningItem(OpenModel):
 
 
 def _kind_of(value: object) -> str | None:
-    kind = value.get("type", MESSAGE) if isinstance(value, dict) else None
+    kind = None
+    if isinstance(value, dict):
+        kind = MESSAGE if value.get("type") is None else value["type"]
     return tagged(kind) if kind in (MESSAGE, CALL, RESULT, REASONING) else None
 
 

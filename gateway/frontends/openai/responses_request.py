@@ -23,8 +23,16 @@ from gateway.frontends.openai.responses_bodies import (
 )
 from gateway.frontends.openai.tool_choice import put_tool_choice
 
-# Answers with more than the text that is always there; nothing of it is made here.
-_INCLUDED: Final = ("reasoning.encrypted_content",)
+# Of tools and inputs that are not there, and encrypted reasoning: an answer has none of it.
+_INCLUDED: Final = (
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 def read_responses(members: dict[str, Any]) -> tuple[HttpGenerateRequest, ResponsesMembers]:
@@ -84,11 +92,21 @@ def _put_items(items: list[Any], builder: RequestBuilder) -> None:
             turn = _add_turn(builder, path)
             turn.role = "assistant"
         if isinstance(item, CallItem):
-            turn.tool_calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments or "{}")
+            _put_call(path, item, builder)
         elif isinstance(item, ReasoningItem):
             turn.reasoning_content += _joined(f"{path}.content", item.content or item.summary or [])
         else:
             turn.content = _text(f"{path}.content", item.content)
+
+
+def _put_call(path: str, item: CallItem, builder: RequestBuilder) -> None:
+    """Add a call to the last turn."""
+    messages = builder.request.chat.messages
+    calls = messages[-1].tool_calls
+    known = f"chat.messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+    calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments or "{}")
+    members = {"id": "call_id", "name": "name", "arguments_json": "arguments"}
+    builder.names |= {f"{known}.{name}": f"{path}.{own}" for name, own in members.items()}
 
 
 def _text(path: str, content: Content) -> str:

@@ -47,7 +47,9 @@ def oracle_tokens(oracle: Any) -> Callable[[tuple[int, ...]], list[int]]:
     return continuation
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(
+    "name", ["chat", "one token", *(pytest.param(name, marks=pytest.mark.full) for name in ("plain", "code"))]
+)
 def test_tokens_equal_transformers(
     name: str,
     bundled_model: Model,

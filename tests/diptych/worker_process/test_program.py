@@ -10,8 +10,15 @@ import torch
 from decode_worker.config import DecodeSettings
 from diptych.worker_process import engine_loader
 from prefill_worker.config import PrefillSettings
+from tests.end_to_end import tiny_model
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model, which is loaded at once."""
+    return tiny_model.write(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +33,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             "decode_worker",
-            ("--device=cpu", "--kv-memory-mib=9999999"),
-            "a pool of 9999998 MiB",
+            ("--model={tiny}", "--device=cpu", "--kv-memory-mib=9999999"),
+            "a pool of 9999999 MiB",
         ),
         pytest.param(
             *("decode_worker", ("--device=cuda",), "device cuda: torch"),
@@ -36,7 +43,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_a_startup_error_is_one_line(
-    module: str, flags: tuple[str, ...], problem: str, tmp_path: Path
+    module: str, flags: tuple[str, ...], problem: str, tmp_path: Path, tiny: Path
 ) -> None:
     (tmp_path / "model.gguf").write_text("no model")
     done = subprocess.run(
@@ -45,7 +52,7 @@ def test_a_startup_error_is_one_line(
             "-m",
             module,
             "--log-level=error",
-            *(flag.format(folder=tmp_path) for flag in flags),
+            *(flag.format(folder=tmp_path, tiny=tiny) for flag in flags),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -149,10 +156,10 @@ def test_a_signal_while_loading_ends_the_process() -> None:
         assert process.wait(30) == 0
 
 
-def test_a_pool_smaller_than_a_context_is_logged() -> None:
+def test_a_pool_smaller_than_a_context_is_logged(tiny: Path) -> None:
     command = [sys.executable, "-m", "decode_worker", "--device=cpu", "--redis-url=redis://127.0.0.1:1/0"]
     with subprocess.Popen(
-        [*command, "--kv-memory-mib=1"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, f"--model={tiny}", "--kv-blocks=8"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         lines = []
@@ -162,4 +169,4 @@ def test_a_pool_smaller_than_a_context_is_logged() -> None:
                 break
         process.terminate()
     [told] = [line for line in lines if "the KV pool holds" in line]
-    assert "the model's context has 8192: longer requests are refused" in told
+    assert f"the model's context has {tiny_model.CONTEXT}: longer requests are refused" in told

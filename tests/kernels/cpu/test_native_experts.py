@@ -86,8 +86,16 @@ def fitted(weights: Weights, shape: ModelShape) -> Weights:
     return replace(weights, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("name", ROUTINGS)
+THREADED = ("many", "gated-shared", "one-of-all")
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [
+        *((name, 1) for name in ROUTINGS),
+        *(pytest.param(name, 3, marks=() if name in THREADED else pytest.mark.full) for name in ROUTINGS),
+    ],
+)
 def test_experts_in_fp32_equal_the_torch_backend(name: str, threads: int) -> None:
     shape = shape_with(ROUTINGS[name][0])
     weights = weights_of(shape, torch.float32)
@@ -164,10 +172,14 @@ def test_of_equal_logits_the_first_experts_are_picked() -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+OF_KINDS = {kind: native.instruction_sets(flags[0]) for kind, flags in KINDS.items()}
+ENDS = {(kind, sets[place]) for kind, sets in OF_KINDS.items() for place in (0, -1)}
+SETS = [pytest.param(*one, marks=() if one in ENDS else pytest.mark.full) for one in EVERY_SET]
+"""Of each kind the widest instructions and the plain code in every run; dense layers are tried on all."""
 MIXED = shape_with(replace(PLAIN, num_experts=12, shared_size=70, shared_gate=True, normalise=True))
 
 
-@pytest.mark.parametrize(("kind", "instructions"), EVERY_SET, ids=str)
+@pytest.mark.parametrize(("kind", "instructions"), SETS, ids=str)
 def test_experts_in_every_precision_come_near_to_torch(kind: str, instructions: str) -> None:
     _, dtype, weights_in = KINDS[kind]
     # All experts for every row: which of them are picked does not hang on a rounding.
@@ -180,7 +192,7 @@ def test_experts_in_every_precision_come_near_to_torch(kind: str, instructions: 
     assert relative_error(mixed_batches(shape, backend, 16, dtype), expected) < 0.03
 
 
-@pytest.mark.parametrize(("kind", "instructions"), EVERY_SET, ids=str)
+@pytest.mark.parametrize(("kind", "instructions"), SETS, ids=str)
 def test_neighbours_chunks_and_threads_change_no_bit_of_experts(kind: str, instructions: str) -> None:
     _, dtype, weights_in = KINDS[kind]
     assert_same_bits(NativeBackend(MIXED, weights_in(MIXED), dtype, instructions), MIXED, dtype)

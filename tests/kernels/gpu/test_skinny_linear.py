@@ -74,7 +74,7 @@ def test_skinny_linear_keeps_float32_results_unrounded(
     assert error(out, meaning(x, weight, None)) < 1e-5
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 16, 256), (16, 74, 520), (3, 16_400, 136)])
 def test_the_gated_product_has_the_bits_of_product_and_activation(
@@ -90,8 +90,14 @@ def test_the_gated_product_has_the_bits_of_product_and_activation(
     assert error(got, gated_meaning(meaning(x, weight, bias))) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize(("outputs", "inputs"), [(40, 1000), (16_392, 64)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype"),
+    [
+        *((40, 1000, dtype) for dtype in SHORT),
+        (16_392, 64, torch.bfloat16),
+        pytest.param(16_392, 64, torch.float16, marks=pytest.mark.full),
+    ],
+)
 def test_a_row_alone_has_the_bits_that_it_has_among_others(
     outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> None:

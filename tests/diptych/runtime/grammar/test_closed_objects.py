@@ -94,6 +94,32 @@ def test_recursive_and_circular_schemas_end() -> None:
     assert close_objects({"$defs": doubling, "$ref": "#/$defs/d0"})
 
 
+CLOSED_TREE: Any = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["name", "children"],
+    "additionalProperties": False,
+}
+DEFINED_TREE: Any = {
+    "$defs": {"tree": json.loads(json.dumps(CLOSED_TREE).replace('"#"', '"#/$defs/tree"'))},
+    "$ref": "#/$defs/tree",
+}
+
+
+@pytest.mark.parametrize("schema", [CLOSED_TREE, DEFINED_TREE])
+def test_a_recursive_schema_that_is_closed_already_stays_as_it_is(schema: dict[str, Any]) -> None:
+    """Compile the form that OpenAI asks for. It was copied into itself until the stack ended."""
+    assert close_objects(schema) == schema
+    assert matches(schema, '{"name":"a","children":[{"name":"b","children":[]}]}')
+    assert not matches(schema, '{"name":"a","children":[{"name":"b","children":[],"x":1}]}')
+
+
+def test_a_recursive_reference_with_members_beside_it_ends() -> None:
+    node = {"properties": {"next": {"$ref": "#/$defs/node", "properties": {"extra": {"type": "integer"}}}}}
+    closed = close_objects({"$defs": {"node": node}, "$ref": "#/$defs/node"})
+    assert "$ref" not in closed["$defs"]["node"]["properties"]["next"]
+
+
 def test_the_schema_that_is_given_stays_as_it_is() -> None:
     before = json.dumps(PET)
     close_objects({**DEFS, "allOf": [PET_REF, DAY]})

@@ -305,7 +305,7 @@ async def test_one_header_may_name_several_live_requests(bundled: ServedModel, r
 
 
 async def test_without_workers_it_is_unavailable(bundled: ServedModel, redis_url: str) -> None:
-    async with running(bundled, redis_url) as stack:
+    async with running(bundled, redis_url, worker_wait_timeout=0.2) as stack:
         status, answer, headers = await post(
             stack, "/v1/completions", {"model": bundled.card.name, "prompt": "x"}
         )
