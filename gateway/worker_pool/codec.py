@@ -80,6 +80,7 @@ class Load:
     max_fallback_prefill_tokens: int = 0  # likewise while no prefill worker is ready
     local_prefill_chunk: int = 0  # tokens of such prompts in a step beside running sequences
     local_prefills: int = 0  # prompts that it has computed
+    tier_token_s: float | None = None  # seconds a token that it loads from its tiers; None = not measured
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -245,6 +246,7 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.max_fallback_prefill_tokens,
             sent.local_prefill_chunk,
             sent.local_prefills,
+            sent.tier_token_s if sent.HasField("tier_token_s") else None,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
