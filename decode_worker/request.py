@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_tiers import Loaded
 from decode_worker.sequence import AttemptBlocks
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
@@ -74,6 +75,7 @@ class DecodeRequest:
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
     transport: str = ""  # of its handoff
+    loaded: Loaded | None = None  # blocks that came from tiers for it
 
     def move(self, to: State) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -96,6 +98,9 @@ class DecodeRequest:
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))
+        if self.loaded is not None:
+            self.times.tier_blocks = self.loaded.blocks.total()
+            self.times.kv_load.FromNanoseconds(int(self.loaded.seconds * 1e9))
         if running is not None:
             self.times.decode.FromNanoseconds(int((now - running) * 1e9))
         return self.times

@@ -15,6 +15,7 @@ from typing import Protocol
 from decode_worker.beams import Beams
 from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_tiers import KvTiers, Loaded
 from decode_worker.local_prefill import LocalPrefills, new_tokens
 from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
@@ -64,6 +65,7 @@ class RequestManager:
     grants: GrantPort
     local: LocalPrefills
     grammars: Grammars
+    tiers: KvTiers | None = None
 
     def __init__(
         self,
@@ -126,11 +128,26 @@ class RequestManager:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         tokens, size = attempt.token_ids, self._memory.layout.block_size
         keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
-        if work.local_prefill and not self._add_local(request, work.local_prefill, keys):
+        announce = partial(self._announce, request, work.local_prefill, keys)
+        if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
+            announce()
+
+    def _announce(
+        self,
+        request: DecodeRequest,
+        local: work_pb2.LocalPrefill,
+        keys: Sequence[bytes],
+        loaded: Loaded | None = None,
+    ) -> None:
+        """Let an attempt be granted blocks, once what tiers have of its prefix is in the pool."""
+        if request.state is State.ENDED:
+            return
+        request.loaded = loaded
+        if local and not self._add_local(request, local, keys):
             return
         self._expect(request, keys)
         reach("decode.attached")
-        if work.local_prefill:
+        if local:
             self._ask_local(request)
 
     def _add_local(self, request: DecodeRequest, kind: work_pb2.LocalPrefill, keys: Sequence[bytes]) -> bool:
@@ -326,6 +343,10 @@ class RequestManager:
         if not groups:
             del self._groups[request]
             request.blocks.close()
+        self.blocks_changed()
+
+    def blocks_changed(self) -> None:
+        """Report what changed in the prefix cache, and serve who waits for blocks."""
         self.prefixes.report_changes()
         self.grants.blocks_freed()
 

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_tiers import KvTiers
 from decode_worker.pool_memory import make_pool
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import PromptLookup, Speculation
+from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.metrics import DecodeMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
@@ -78,6 +82,7 @@ class DecodeWorker:
         )
         self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
+        self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
         self._server = WorkerServer(settings, engine, self._spec())
@@ -92,6 +97,28 @@ class DecodeWorker:
             return await self._server.run(stop)
         finally:
             await self._handoff.close()
+            if self._tiers is not None:
+                await asyncio.to_thread(self._tiers.close)
+
+    def _make_tiers(self, settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> KvTiers | None:
+        stack = make_stack(parse_tiers(settings.kv_tier), engine.fingerprint, memory.layout.bytes_per_block)
+        if stack is None:
+            return None
+        requests = self._loop.requests
+        tiers = KvTiers(
+            memory,
+            self._pool,
+            stack,
+            running=lambda: requests.num_running,
+            changed=requests.blocks_changed,
+            left=lambda keys: self._server.prefix_changed((), keys),
+        )
+        requests.tiers = tiers
+        for tier in stack.tiers:
+            self._metrics.tier_bytes.labels(tier.name).set_function(lambda tier=tier: tier.used)  # type: ignore[misc]
+            self._metrics.tier_blocks_loaded.labels(tier.name)
+        self._metrics.tier_entries_damaged.set_function(lambda: stack.damaged)
+        return tiers
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
@@ -103,7 +130,7 @@ class DecodeWorker:
             metrics=self._metrics,
             registry=self._registry,
             total_blocks=self._pool.total,
-            owned_keys=self._pool.cached_keys,
+            owned_keys=self._owned_keys,
             memory_domain=self._memory_domain,
         )
 
@@ -126,7 +153,15 @@ class DecodeWorker:
     def _utilization(self) -> float:
         return 1 - self._pool.available() / self._pool.total
 
+    def _owned_keys(self) -> list[bytes]:
+        """Return the keys that a prompt would find here, in the pool or in a tier."""
+        keys = self._pool.cached_keys()
+        return keys if self._tiers is None else list(dict.fromkeys([*keys, *self._tiers.stack.keys()]))
+
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        if self._tiers is not None:
+            self._tiers.entered(added)
+            removed = [key for key in removed if key not in self._tiers.stack]
         self._server.prefix_changed(added, removed)
 
     def _ended(self, request: DecodeRequest) -> None:
@@ -136,6 +171,9 @@ class DecodeWorker:
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
+        if request.loaded is not None:
+            for tier, blocks in request.loaded.blocks.items():
+                metrics.tier_blocks_loaded.labels(tier).inc(blocks)
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:

@@ -165,6 +165,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 **_share(homes and homes[1][index], cores),
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
+                "kv-tier": options.kv_tier,
                 "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
                 **on_workers,
             },

@@ -136,6 +136,10 @@ class StackOptions:
     kv_blocks: Annotated[
         int | None, _option("Blocks of that pool, instead of --kv-memory-mib.", "KV cache")
     ] = None
+    kv_tier: Annotated[
+        str | None,
+        _option("Stores for blocks that leave the pool: ram:SIZE, disk:FOLDER:SIZE; several.", "KV cache"),
+    ] = None
     kv_cache_dtype: Annotated[
         str | None,
         _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),

@@ -106,7 +106,7 @@ class HandoffServer:
             self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
         self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
         self._forgotten = 0
-        pool.on_forgotten = self._on_forgotten
+        pool.on_forgotten.append(self._on_forgotten)
         self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:
