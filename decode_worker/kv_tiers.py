@@ -151,10 +151,11 @@ class KvTiers:
         """Return when an evicted block may be written over, with a copy of it if there was none."""
         if key == self._copying:
             self._copied.wait()
-        elif (place := self._queue.pop(key, None)) is not None:
-            # A device has to be waited for, which an event loop does not.
-            if self._storing < MOST_COPIES and self._memory.device.type == "cpu":
-                self._store(key, place[1], _copy_of(self._memory, block), self.stack.epoch)
+            return
+        place = self._queue.pop(key, None)
+        # A device has to be waited for, which an event loop does not.
+        if place is not None and self._storing < MOST_COPIES and self._memory.device.type == "cpu":
+            self._store(key, place[1], _copy_of(self._memory, block), self.stack.epoch)
 
     def _store(self, key: bytes, parent: bytes, payload: memoryview, epoch: int) -> None:
         self._storing += 1

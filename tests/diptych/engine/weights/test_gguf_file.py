@@ -263,7 +263,7 @@ def test_kquants_are_kept_and_stand_for_the_numbers_of_the_gguf_package(
 
 
 def test_values_keep_their_own_format_beside_queries_and_keys(tmp_path: Path) -> None:
-    """As Q4_K_M has them; gate and up, which take turns in one matrix, do not."""
+    """Mix formats as Q4_K_M does. Gate and up, whose rows take turns in one matrix, need one format."""
     path = tmp_path / "m.gguf"
     _write_kquants(path, {"v_proj": "q6_k", "gate_proj": "q5_k", "_proj": "q4_k"})
     layer = read_checkpoint(path, "gguf").weights.layers[0]
