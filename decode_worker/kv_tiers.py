@@ -132,14 +132,12 @@ class KvTiers:
         self._copying, epoch = key, self.stack.epoch
         self._copied.clear()
         copy = self._copier.submit(self._copy, block)
+        copy.add_done_callback(lambda _: self._copied.set())  # also of a copy that is cancelled
         copy.add_done_callback(lambda done: self._on_loop(self._copy_done, key, parent, done, epoch))
 
     def _copy(self, block: int) -> memoryview:
         """Return a copy of a block that nothing writes. Runs on the copier's thread."""
-        try:
-            return _copy_of(self._memory, block)
-        finally:
-            self._copied.set()
+        return _copy_of(self._memory, block)
 
     def _copy_done(self, key: bytes, parent: bytes, done: Future[memoryview], epoch: int) -> None:
         self._copying = None
