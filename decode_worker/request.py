@@ -26,6 +26,7 @@ from decode_worker.kv_tiers import Loaded
 from decode_worker.sequence import AttemptBlocks
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.adapter_store import AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
 from diptych.worker_process.logprob_codec import failure_name
@@ -64,6 +65,7 @@ class DecodeRequest:
     gateway: GatewayStream
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
+    adapter: AdapterUse | None = None  # until its blocks are released
     failed_for: int | None = None  # the reason, where all of it failed at once
     outcomes: list[Outcome] = field(default_factory=list)  # of the step groups that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
@@ -86,6 +88,11 @@ class DecodeRequest:
     @property
     def key(self) -> Key:
         return self.attempt.key
+
+    @property
+    def adapter_slot(self) -> int | None:
+        """Slot of its adapter, which it has from its grant on; None: it is one of the base model."""
+        return None if self.adapter is None else self.adapter.slot
 
     @property
     def outcome(self) -> Outcome:

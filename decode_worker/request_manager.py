@@ -26,6 +26,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore, AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.step_thread import StepThread
@@ -65,6 +67,8 @@ class RequestManager:
     grants: GrantPort
     local: LocalPrefills
     grammars: Grammars
+    adapters: AdapterStore
+    adapter_calls: AdapterCalls
     tiers: KvTiers | None = None
 
     def __init__(
@@ -104,6 +108,11 @@ class RequestManager:
         """Attempts whose blocks are still being filled, or waited for."""
         return sum(request.state in WAITING for request in self._requests.values())
 
+    def adapter_of(self, key: Key) -> AdapterUse | None:
+        """Return an attempt's use of its adapter; None for one of the base model, or that has ended."""
+        request = self._requests.get(key)
+        return None if request is None else request.adapter
+
     # ---- from attach to the handoff ------------------------------------------------------------------
 
     def attach(self, work: work_pb2.Work, gateway: GatewayStream) -> None:
@@ -113,12 +122,14 @@ class RequestManager:
             log.warning("attempt %s attached twice; the second is ignored", attempt.key)
             return
         if self.draining:
-            for choice in attempt.choices:
-                gateway.failed(attempt.key, choice, work_pb2.FAILURE_REASON_DRAINING, "")
-            gateway.flush()
+            _refuse(attempt, gateway, work_pb2.FAILURE_REASON_DRAINING)
+            return
+        adapter = self.adapters.use(attempt.key, attempt.adapter) if attempt.adapter else None
+        if attempt.adapter and adapter is None:
+            _refuse(attempt, gateway, work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED)
             return
         blocks = AttemptBlocks(attempt, self._pool, self._memory, self.prefixes)
-        request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key))
+        request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key), adapter)
         groups = _step_groups(request, self._arrivals + 1)
         self._groups[request] = groups
         self._arrivals += len(groups)
@@ -343,6 +354,8 @@ class RequestManager:
         if not groups:
             del self._groups[request]
             request.blocks.close()
+            if request.adapter is not None:
+                request.adapter.release()
         self.blocks_changed()
 
     def blocks_changed(self) -> None:
@@ -359,6 +372,13 @@ class RequestManager:
             self.local.drop(request.key)
             self.grants.cancel(request.key)
         self._listeners.ended(request)
+
+
+def _refuse(attempt: Attempt, gateway: GatewayStream, reason: int) -> None:
+    """Fail an attempt that was not taken."""
+    for choice in attempt.choices:
+        gateway.failed(attempt.key, choice, reason, "")
+    gateway.flush()
 
 
 def _step_groups(request: DecodeRequest, arrival_order: int) -> list[StepGroup]:

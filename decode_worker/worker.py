@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from decode_worker.adapter_gate import AdapterGate
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
@@ -23,6 +24,8 @@ from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
@@ -79,7 +82,14 @@ class DecodeWorker:
             on_failed=self._loop.requests.on_failed,
             host=settings.host,
             heartbeat=lambda: engine_heartbeat(self._loop),
+            gate=AdapterGate(self._loop.requests.adapter_of),
         )
+        self._adapters = AdapterStore(
+            engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank
+        )
+        self._adapters.on_slot_free = self._handoff.blocks_freed
+        self._loop.requests.adapters = self._adapters
+        self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
         self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
         self._tiers = self._make_tiers(settings, engine, memory.memory)
@@ -148,6 +158,8 @@ class DecodeWorker:
             max_fallback_prefill_tokens=local.bounds.fallback,
             local_prefill_chunk=local.bounds.chunk,
             local_prefills=local.done,
+            adapters=self._adapters.digests,
+            max_loras=self._adapters.max_loras,
             tier_token_s=None if self._tiers is None else self._tiers.token_s,
         )
 
@@ -225,6 +237,10 @@ def gateway_links(
                 drain(drain_grace_s(message.drain))
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
+            case "load_adapter":
+                loop.requests.adapter_calls.load(message.load_adapter, gateway)
+            case "unload_adapter":
+                loop.requests.adapter_calls.unload(message.unload_adapter, gateway)
 
     response = decode_pb2.DecodeServiceLinkResponse(hello=hello)
     return GatewayLinks(response, GatewayStream, on_message, loop.requests.gateway_lost)

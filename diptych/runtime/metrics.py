@@ -233,6 +233,11 @@ class GatewayMetrics(RoleMetrics):
             "diptych_workers_ready", "Workers that can take requests", ["role"], registry=registry
         )
 
+    def forget_model(self, name: str) -> None:
+        """Remove the series of a model that is not served any more: adapters come and go."""
+        for metric in (self.request_duration, self.time_to_first_token, self.time_per_output_token):
+            metric.remove_by_labels({"gen_ai_request_model": name})
+
 
 class WorkerMetrics(RoleMetrics):
     """Metrics of both workers: the engine's steps and the handoff."""

@@ -56,7 +56,7 @@ def test_blocks_are_the_numbers_that_gguf_says_in_any_number_of_dimensions(
     writer.close()
     tensor = read_header(tmp_path / "model.gguf").tensors["any"]
     meant = gguf.quants.dequantize(np.asarray(tensor.data), packed)
-    assert torch.equal(gguf_file._dequantised(tensor), torch.from_numpy(meant))
+    assert torch.equal(gguf_file.dequantised(tensor), torch.from_numpy(meant))
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
