@@ -27,8 +27,8 @@ class DecodeSettings(WorkerSettings):
     )
     kv_tier: str = setting(
         "",
-        "Stores for blocks that leave the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE, with sizes as in "
-        "8g. Several, or separated by commas.",
+        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
+        "redis://HOST:PORT/DB. Several, or separated by commas.",
         section="KV cache",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(

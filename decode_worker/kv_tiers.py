@@ -1,14 +1,15 @@
 """Blocks between the pool of a decode worker and its tiers (diptych/engine/kv/tiers).
 
-**Out.** A block that enters the prefix cache is copied to the tiers soon after, by a thread of its own: one
-block at a time is held for the time of the copy, and is not given out meanwhile. Where the thread falls
-behind, the oldest blocks that wait are left out.
+**Out.** A block that enters the prefix cache is copied soon after, by a thread of its own, one at a time, and
+then stored by another thread. A block whose copy runs is not given out: its eviction waits for that copy,
+which is one of memory alone. One that is evicted before is copied at that moment. Nothing is held for this,
+so that no sequence has to make way for it. Where tiers are slower than blocks come, blocks are left out.
 
 **In.** When an attempt is announced and a tier holds more of its prefix than the pool does, the announcement
-waits while another thread reads these blocks: into memory of its own, where they are checked, then into
-blocks that are taken from the pool for the copy alone. They enter the prefix cache as computed blocks do, and
-the attempt's grant finds them there. What has not come within `LOAD_S` is a miss, and a tier that hangs holds
-no block.
+waits while another thread reads these blocks into memory of its own, where they are checked. Then the event
+loop takes a block of the pool, copies, and enters it into the prefix cache, one after the other: between two
+of them nothing is held. The attempt's grant finds them there as it finds computed blocks. What has not come
+within `LOAD_S` is a miss; until a read that was too slow returns, no other is begun.
 
 All calls are made on the event loop, but where it is said.
 """
@@ -16,26 +17,36 @@ All calls are made on the event loop, but where it is said.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from diptych.engine.kv.block_pool import BlockPool
+import torch
+
+from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
-from kvtransfer.transports.host_blocks import read_block, write_block
+from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 
 LOAD_S = 0.5
-"""Most seconds that an attempt waits for blocks from tiers: less than a prefill worker's ask waits for it."""
-BATCH = 16
-"""Blocks that are read, checked and copied at a time."""
+"""Most seconds that an attempt waits for blocks from tiers. A prefill worker's ask waits a second for it
+(`EscalationTimeouts.attach_s`).
+"""
+BATCH = 8
+"""Blocks that are read and checked at a time."""
 MOST_QUEUED = 4096
 """Most blocks that wait to be copied out."""
 MOST_LOADS = 8
-"""Loads at a time; where a tier hangs, further attempts do without."""
+"""Loads at a time; further attempts do without."""
+MOST_COPIES = 32
+"""Most copies that wait to be stored."""
+CLOSE_S = 2.0
+"""Time at the end for what is being stored."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,11 +67,10 @@ class KvTiers:
         pool: BlockPool,
         stack: TierStack,
         *,
-        running: Callable[[], int],
         changed: Callable[[], None],
         left: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """Take the number of sequences that run, each of which needs a block to grow, and two callbacks.
+        """Take two callbacks.
 
         `changed` is called when blocks were released or the prefix cache has changed, `left` with keys that
         are neither in a tier nor in the pool any more.
@@ -68,62 +78,93 @@ class KvTiers:
         self._memory = memory
         self._pool = pool
         self.stack = stack
-        self._running = running
         self._changed = changed
         self._left = left
         stack.on_dropped = lambda keys: self._on_loop(self._dropped, keys)
-        self._queue: deque[bytes] = deque(maxlen=MOST_QUEUED)
-        self._storing = False
+        self._queue: dict[bytes, tuple[int, bytes]] = {}
+        self._copying: bytes | None = None
+        self._copied = threading.Event()
+        self._storing = 0
         self._forgetting = 0
-        self._overdue = 0  # reads that an attempt has given up, and that have not returned
         self._loads: set[asyncio.Task[None]] = set()
+        self._late: Future[list[StoredBlock]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.token_s: float | None = None
+        """Seconds a token of what was loaded lately; None before."""
+        self._copier = ThreadPoolExecutor(1, "kv-tiers-copy")
         self._out = ThreadPoolExecutor(1, "kv-tiers-out")
         self._in = ThreadPoolExecutor(1, "kv-tiers-in")
         pool.on_forgotten.append(self._forget)
+        pool.on_evicted = self._evicted
 
     def close(self) -> None:
-        """Wait until no thread reads or writes the pool, and close the tiers."""
+        """Wait until no thread reads the pool, and for a while for what is being stored; close the tiers.
+
+        A tier that hangs is left behind: the process ends without its thread.
+        """
         self._queue.clear()
-        self._out.shutdown(cancel_futures=True)
-        self._in.shutdown(cancel_futures=True)
-        self.stack.close()
+        self._copier.shutdown(cancel_futures=True)
+        self._in.shutdown(wait=False, cancel_futures=True)
+        last = self._out.submit(self.stack.close)
+        self._out.shutdown(wait=False)
+        try:
+            last.result(CLOSE_S)
+        except TimeoutError:
+            _log.warning("a KV tier does not answer: what it was to store is lost")
 
     # ---- out -----------------------------------------------------------------------------------------
 
     def entered(self, keys: Iterable[bytes]) -> None:
         """Take the keys that entered the prefix cache."""
-        self._queue.extend(keys)
-        self._store_next()
+        for key in keys:
+            if key not in self.stack and (place := self._pool.place_of(key)) is not None:
+                self._queue[key] = place
+        while len(self._queue) > MOST_QUEUED:
+            del self._queue[next(iter(self._queue))]
+        self._copy_next()
 
-    def _store_next(self) -> None:
-        while self._queue and not self._storing:
-            key = self._queue.popleft()
-            if key in self.stack or (held := self._pool.hold(key)) is None:
-                continue
-            self._storing = True
-            self._loop = self._loop or asyncio.get_running_loop()
-            block, parent = held
-            future = self._out.submit(self._store, key, parent, block, self.stack.epoch)
-            future.add_done_callback(lambda done: self._on_loop(self._stored, done))
+    def _copy_next(self) -> None:
+        if not self._queue or self._copying is not None or self._storing >= MOST_COPIES:
+            return
+        self._loop = self._loop or asyncio.get_running_loop()
+        key = next(iter(self._queue))
+        block, parent = self._queue.pop(key)
+        self._copying, epoch = key, self.stack.epoch
+        self._copied.clear()
+        copy = self._copier.submit(self._copy, block)
+        copy.add_done_callback(lambda _: self._copied.set())  # also of a copy that is cancelled
+        copy.add_done_callback(lambda done: self._on_loop(self._copy_done, key, parent, done, epoch))
 
-    def _store(self, key: bytes, parent: bytes, block: int, epoch: int) -> None:
-        """Copy a block that is held, release it, and put the copy into the tiers. Runs on a thread."""
-        try:
-            payload = bytes(read_block(self._memory, block))
-        finally:
-            self._on_loop(self._release, [block])
-        self.stack.put(key, parent, payload, epoch)
+    def _copy(self, block: int) -> memoryview:
+        """Return a copy of a block that nothing writes. Runs on the copier's thread."""
+        return _copy_of(self._memory, block)
+
+    def _copy_done(self, key: bytes, parent: bytes, done: Future[memoryview], epoch: int) -> None:
+        self._copying = None
+        if not done.cancelled():
+            self._store(key, parent, done.result(), epoch)
+        self._copy_next()
+
+    def _evicted(self, key: bytes, block: int) -> None:
+        """Return when an evicted block may be written over, with a copy of it if there was none."""
+        if key == self._copying:
+            self._copied.wait()
+            return
+        place = self._queue.pop(key, None)
+        # A device has to be waited for, which an event loop does not.
+        if place is not None and self._storing < MOST_COPIES and self._memory.device.type == "cpu":
+            self._store(key, place[1], _copy_of(self._memory, block), self.stack.epoch)
+
+    def _store(self, key: bytes, parent: bytes, payload: memoryview, epoch: int) -> None:
+        self._storing += 1
+        future = self._out.submit(self.stack.put, key, parent, payload, epoch)
+        future.add_done_callback(lambda done: self._on_loop(self._stored, done))
 
     def _stored(self, done: Future[None]) -> None:
-        self._storing = False
+        self._storing -= 1
         if not done.cancelled() and (error := done.exception()) is not None:
             _log.error("a block could not be stored in the tiers", exc_info=error)
-        self._store_next()
-
-    def _release(self, blocks: Sequence[int]) -> None:
-        self._pool.release(blocks)
-        self._changed()
+        self._copy_next()
 
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -143,7 +184,8 @@ class KvTiers:
         """
         first = self._pool.match(keys)
         count = self.stack.leading(keys[first:])
-        if not count or self._forgetting or self._overdue or len(self._loads) >= MOST_LOADS:
+        late = self._late is not None and not self._late.done()
+        if not count or self._forgetting or late or len(self._loads) >= MOST_LOADS:
             return False
         self._loop = self._loop or asyncio.get_running_loop()
         task = self._loop.create_task(self._load(keys[: first + count], first, then), name="load from tiers")
@@ -153,59 +195,68 @@ class KvTiers:
 
     async def _load(self, keys: Sequence[bytes], first: int, then: Callable[[Loaded], None]) -> None:
         loaded, started = Loaded(), time.monotonic()
-        held = self._pool.acquire_prefix(keys[:first])  # else their eviction would make room for the rest
         try:
-            if len(held) == first:
-                await self._load_after(keys, first, held, loaded, started + LOAD_S)
+            await self._load_after(keys, first, loaded, started + LOAD_S)
         except Exception:
             _log.exception("blocks could not be loaded from the tiers")
-        finally:
-            self._release(held)
         loaded.seconds = time.monotonic() - started
+        if loaded.blocks:
+            tokens = loaded.blocks.total() * self._memory.layout.block_size
+            now = loaded.seconds / tokens
+            self.token_s = now if self.token_s is None else 0.8 * self.token_s + 0.2 * now
+            self._changed()
         then(loaded)
 
-    async def _load_after(
-        self, keys: Sequence[bytes], first: int, held: list[int], loaded: Loaded, until: float
-    ) -> None:
-        """Load `keys[first:]` batch by batch; the blocks join `held`."""
+    async def _load_after(self, keys: Sequence[bytes], first: int, loaded: Loaded, until: float) -> None:
+        """Load `keys[first:]`, one after the other."""
         epoch = self.stack.epoch
         for start in range(first, len(keys), BATCH):
             batch = keys[start : start + BATCH]
             parents = [keys[place - 1] if place else b"" for place in range(start, start + len(batch))]
             found = await self._in_time(until, self._read, batch, parents, until)
-            room = max(self._pool.available() - self._running(), 0)
-            if not found or not room or self.stack.epoch != epoch:
-                return
-            whole = len(found) == len(batch) <= room
-            found = found[:room]
-            blocks = self._pool.allocate(len(found))
-            held += blocks
-            # Not bounded: it is memory alone, and the blocks are ours until it is done.
-            await asyncio.wrap_future(self._in.submit(self._fill, blocks, found))
-            if self.stack.epoch != epoch:
-                return
-            for block, one in zip(blocks, found, strict=True):
-                self._pool.insert(block, one.key, one.parent)
+            for one in found:
+                if self.stack.epoch != epoch or not self._cache(one):
+                    return
                 loaded.blocks[one.tier] += 1
-            if not whole:
+                await asyncio.sleep(0)  # streams go on between two copies
+            if len(found) < len(batch):
                 return
+
+    def _cache(self, one: StoredBlock) -> bool:
+        """Copy a block into the pool and the prefix cache.
+
+        False if the pool has no room, or if the block before it was evicted meanwhile.
+        """
+        pool = self._pool
+        if pool.match([one.key]):
+            return True  # another attempt was faster
+        before = pool.acquire_prefix([one.parent]) if one.parent else []  # else it may make room for this one
+        try:
+            if one.parent and not before:
+                return False
+            try:
+                (block,) = pool.allocate(1)
+            except OutOfBlocks:
+                return False
+            write_block(self._memory, block, one.payload)
+            cached = pool.insert(block, one.key, one.parent)
+            pool.release([block])
+            return cached
+        finally:
+            pool.release(before)
 
     async def _in_time(
         self, until: float, read: Callable[..., list[StoredBlock]], *arguments: object
     ) -> list[StoredBlock]:
         """Return what `read` returns on the thread for loads; nothing if that takes too long."""
         reading = self._in.submit(read, *arguments)
-        future = asyncio.shield(asyncio.wrap_future(reading))
+        future = asyncio.wrap_future(reading)
         done, _ = await asyncio.wait([future], timeout=max(until - time.monotonic(), 0.0))
-        if done:
-            return future.result()
-        if not reading.cancel():  # it has begun, and what it reads is dropped
-            self._overdue += 1
-            reading.add_done_callback(lambda _: self._on_loop(self._returned))
-        return []
-
-    def _returned(self) -> None:
-        self._overdue -= 1
+        if not done:
+            if not reading.cancel():  # it has begun: what it reads is dropped
+                self._late = reading
+            return []
+        return future.result()
 
     def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
         """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""
@@ -214,13 +265,10 @@ class KvTiers:
             one = self.stack.get(key, parent) if time.monotonic() < until else None
             if one is None:
                 break
+            if self._memory.device.type != "cpu":
+                one = replace(one, payload=memoryview(bytearray(one.payload)))  # torch wants it writable
             found.append(one)
         return found
-
-    def _fill(self, blocks: Sequence[int], found: Sequence[StoredBlock]) -> None:
-        """Write what was read into blocks that are held for it. Runs on a thread."""
-        for block, one in zip(blocks, found, strict=True):
-            write_block(self._memory, block, one.payload)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         """Forget keys and what continues them, or everything where none is named."""
@@ -239,3 +287,14 @@ class KvTiers:
             )
             return
         self._forgetting -= 1
+
+
+def _copy_of(memory: KVMemory, block: int) -> memoryview:
+    """Return a copy of a block in host memory."""
+    if memory.device.type != "cpu":
+        return read_block(memory, block)
+    size = memory.layout.bytes_per_block
+    copy = torch.empty(size, dtype=torch.uint8)
+    # Neither a slice, which keeps the interpreter's lock, nor torch, which takes several threads for it.
+    ctypes.memmove(copy.data_ptr(), memory.address + block * size, size)
+    return host_view(copy)

@@ -6,15 +6,22 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
 from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import FINGERPRINT_BYTES, EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
+from diptych.engine.kv.tiers.remote import RemoteTier
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.tiers.tier import Tier
-from diptych.runtime.kv_tier_specs import DISK, RAM, TierSpec
+from diptych.runtime.kv_tier_specs import DISK, RAM, REDIS, TierSpec
 from diptych.runtime.settings import StartupError
 from kvtransfer.drivers.handshake import Fingerprint
 
+_CONNECT_S, _ANSWER_S = 0.25, 0.4
 _log = logging.getLogger(__name__)
 
 
@@ -37,9 +44,10 @@ def make_stack(specs: Sequence[TierSpec], fingerprint: Fingerprint, block_bytes:
         raise TierUnusable(f"--kv-tier: {error.strerror}: {error.filename}") from error
     for spec, tier in zip(specs, stack.tiers, strict=True):
         blocks = spec.quota // form.entry_bytes
-        if not blocks:
+        if not blocks and spec.kind != REDIS:
             raise TierUnusable(f"--kv-tier {spec.kind}: one block takes {form.entry_bytes} bytes")
-        _log.info("the %s tier has room for %d blocks and holds %d", tier.name, blocks, len(tier.items()))
+        room = str(blocks) if blocks else "the server's limit of"
+        _log.info("the %s tier has room for %s blocks and holds %d", tier.name, room, len(tier.items()))
     return stack
 
 
@@ -49,7 +57,22 @@ def _disk(spec: TierSpec, form: EntryFormat) -> Tier:
     return DiskTier(spec.folder, spec.quota, form.fingerprint)
 
 
+def _remote(spec: TierSpec, form: EntryFormat) -> Tier:
+    try:
+        client = Redis.from_url(
+            spec.url,
+            socket_connect_timeout=_CONNECT_S,
+            socket_timeout=_ANSWER_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise TierUnusable(f"--kv-tier redis: {error}") from None
+    return RemoteTier(client, (RedisError, OSError), form.fingerprint, form.entry_bytes)
+
+
 _MAKERS: dict[str, Callable[[TierSpec, EntryFormat], Tier]] = {
     RAM: lambda spec, form: RamTier(spec.quota),
     DISK: _disk,
+    REDIS: _remote,
 }

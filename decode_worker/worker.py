@@ -119,7 +119,6 @@ class DecodeWorker:
             memory,
             self._pool,
             stack,
-            running=lambda: requests.num_running,
             changed=requests.blocks_changed,
             left=lambda keys: self._server.prefix_changed((), keys),
         )
@@ -140,7 +139,8 @@ class DecodeWorker:
             metrics=self._metrics,
             registry=self._registry,
             total_blocks=self._pool.total,
-            owned_keys=self._owned_keys,
+            owned_keys=self._pool.cached_keys,
+            tiered_keys=self._tiered_keys,
             memory_domain=self._memory_domain,
         )
 
@@ -160,21 +160,21 @@ class DecodeWorker:
             local_prefills=local.done,
             adapters=self._adapters.digests,
             max_loras=self._adapters.max_loras,
+            tier_token_s=None if self._tiers is None else self._tiers.token_s,
         )
 
     def _utilization(self) -> float:
         return 1 - self._pool.available() / self._pool.total
 
-    def _owned_keys(self) -> list[bytes]:
-        """Return the keys that a prompt would find here, in the pool or in a tier."""
-        keys = self._pool.cached_keys()
-        return keys if self._tiers is None else list(dict.fromkeys([*keys, *self._tiers.stack.keys()]))
+    def _tiered_keys(self) -> list[bytes]:
+        return [] if self._tiers is None else self._tiers.stack.keys()
 
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        tiered: list[bytes] = []
         if self._tiers is not None:
             self._tiers.entered(added)
-            removed = [key for key in removed if key not in self._tiers.stack]
-        self._server.prefix_changed(added, removed)
+            tiered = [key for key in removed if key in self._tiers.stack]
+        self._server.prefix_changed(added, removed, tiered)
 
     def _ended(self, request: DecodeRequest) -> None:
         """Count and trace an attempt that has ended."""

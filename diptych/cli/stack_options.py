@@ -149,7 +149,10 @@ class StackOptions:
     ] = None
     kv_tier: Annotated[
         str | None,
-        _option("Stores for blocks that leave the pool: ram:SIZE, disk:FOLDER:SIZE; several.", "KV cache"),
+        _option(
+            "Tiers for blocks beyond the pool: ram:SIZE, disk:FOLDER:SIZE, redis://HOST:PORT/DB; several.",
+            "KV cache",
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         str | None,

@@ -1,14 +1,16 @@
-"""Tiers for KV blocks as settings name them: ram:8g, disk:/var/kv:100g; several, fastest first."""
+"""Tiers for KV blocks as settings name them: ram:8g, disk:/var/kv:100g, redis://…; several, fastest first."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
-RAM, DISK = KINDS = ("ram", "disk")
+RAM, DISK, REDIS = KINDS = ("ram", "disk", "redis")
+_SCHEMES = ("redis", "rediss", "unix")
 SECRET_FILE = "secret"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt])(?:i?b)?", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -16,11 +18,15 @@ _POWERS = "kmgt"
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """Tier that a worker is to have: its kind, the most bytes it may hold, the folder of files."""
+    """Tier that a worker is to have: its kind, the most bytes it may hold, the folder of files.
+
+    A server keeps a limit of its own: there the quota is 0.
+    """
 
     kind: str
     quota: int
     folder: Path | None = None
+    url: str = field(default="", repr=False)
 
 
 def parse_tiers(text: str) -> tuple[TierSpec, ...]:
@@ -30,7 +36,7 @@ def parse_tiers(text: str) -> tuple[TierSpec, ...]:
     if len(set(kinds)) != len(kinds):
         raise ValueError(f"names {next(kind for kind in kinds if kinds.count(kind) > 1)} twice")
     if kinds != sorted(kinds, key=KINDS.index):
-        raise ValueError("the faster tier comes first: ram, then disk")
+        raise ValueError("the faster tier comes first: ram, then disk, then redis")
     return specs
 
 
@@ -59,8 +65,13 @@ def kept_secret(specs: tuple[TierSpec, ...]) -> str | None:
 
 def _parse(text: str) -> TierSpec:
     kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"{text!r} is no tier: ram:SIZE or disk:FOLDER:SIZE")
+    if kind in _SCHEMES:
+        parts = urlsplit(text)
+        if not (parts.hostname or (kind == "unix" and parts.path)):
+            raise ValueError("a tier in a server is redis://HOST:PORT/DB, rediss://… or unix://…")
+        return TierSpec(REDIS, 0, url=text)
+    if kind not in (RAM, DISK):
+        raise ValueError(f"{text!r} is no tier: ram:SIZE, disk:FOLDER:SIZE or redis://HOST:PORT/DB")
     folder, colon, size = rest.rpartition(":")
     if kind == RAM and colon:
         raise ValueError(f"{text!r} names a folder: a tier in memory is ram:SIZE")

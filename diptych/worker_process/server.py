@@ -106,7 +106,12 @@ class WorkerServer:
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")
         record = self._record(address)
-        self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._spec.owned_keys)
+        self._publisher = DirectoryPublisher(
+            settings.redis_url,
+            record,
+            owned_keys=self._spec.owned_keys,
+            tiered_keys=self._spec.tiered_keys,
+        )
         await self._publisher.start()
         await health.set_ready(True)
         ports = {"grpc_port": port, "http_port": http.port}
@@ -129,10 +134,12 @@ class WorkerServer:
         self._spec.metrics.step_duration.observe(seconds)
         self._spec.metrics.step_tokens.inc(tokens)
 
-    def prefix_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Publish to the directory which prefixes were added and removed."""
+    def prefix_changed(
+        self, added: Sequence[bytes], removed: Sequence[bytes], tiered: Sequence[bytes] = ()
+    ) -> None:
+        """Publish to the directory which prefixes were added, removed, and left for a tier."""
         if self._publisher is not None:
-            self._publisher.prefix_changed(list(added), list(removed))
+            self._publisher.prefix_changed(list(added), list(removed), list(tiered))
 
     def _record(self, address: str) -> WorkerRecord:
         fingerprint = self._engine.fingerprint

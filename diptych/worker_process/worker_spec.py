@@ -64,6 +64,8 @@ class WorkerSpec:
     """Blocks of the pool that prefill workers can be granted."""
     owned_keys: Callable[[], Collection[bytes]] = list
     """Prefixes that the directory may name as held here."""
+    tiered_keys: Callable[[], Collection[bytes]] = list
+    """Prefixes that it may name as held in a tier of this worker."""
     memory_domain: str = ""
     """Name that is equal for workers that compute in one memory."""
 

@@ -84,6 +84,7 @@ class Load:
     local_prefills: int = 0  # prompts that it has computed
     adapters: tuple[bytes, ...] = ()  # digests of those in its memory
     max_loras: int = 0  # that a step can compute at once
+    tier_token_s: float | None = None  # seconds a token that it loads from its tiers; None = not measured
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -269,6 +270,7 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.local_prefills,
             tuple(sent.adapters),
             sent.max_loras,
+            sent.tier_token_s if sent.HasField("tier_token_s") else None,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.attempt.types import LocalPrefill
+from gateway.worker_pool.pair_savings import loaded_blocks
 from gateway.worker_pool.router import (
     MISSING_TOKEN_COST,
     SEQUENCE_COST,
@@ -116,9 +117,11 @@ def local_cost_s(request: RouteRequest, candidate: LocalCandidate, token_s: floa
     """Return what it costs to compute the prompt on its decode worker, in seconds."""
     decode, rates = candidate.decode, candidate.rates
     new = new_tokens(request, decode)
-    missing = max(0, -(-new // decode.block_size) - decode.free_blocks) * decode.block_size
+    loaded = loaded_blocks(usable_blocks(request, decode), decode)
+    missing = max(0, -(-new // decode.block_size) + loaded - decode.free_blocks) * decode.block_size
     waiting, running = candidate.waiting_tokens + new, decode.sequences
-    place_s = (SEQUENCE_COST * running + MISSING_TOKEN_COST * missing) * token_s
+    load_tokens = loaded * decode.block_size * decode.load_cost
+    place_s = (SEQUENCE_COST * running + MISSING_TOKEN_COST * missing + load_tokens) * token_s
     if not running:
         return place_s + rates.step_s(waiting, token_s)
     chunk = max(min(candidate.chunk, waiting), 1)

@@ -25,22 +25,26 @@ class PairSaving:
     blocks: int
     pulled: int
     """Number of them that the prefill worker takes from the decode worker's pool."""
+    loaded: int = 0
+    """Number of them that the decode worker loads from a tier first."""
 
-    def compute_cost(self, tokens: int, block_size: int, pull_cost: float | None) -> float:
+    def compute_cost(
+        self, tokens: int, block_size: int, pull_cost: float | None, load_cost: float = 0.0
+    ) -> float:
         """Return the cost of a prompt of `tokens` tokens, in tokens to compute."""
-        pulled = self.pulled * block_size * (pull_cost or 0.0)
-        return tokens - self.blocks * block_size + pulled
+        moved = self.pulled * block_size * (pull_cost or 0.0) + self.loaded * block_size * load_cost
+        return tokens - self.blocks * block_size + moved
 
 
 def pair_saving(tokens: int, prefill: PrefillCandidate, decode: DecodeCandidate) -> PairSaving:
     """Return what the pair saves of a prompt: at least one token is always computed, for its logits."""
     there = held_blocks(tokens, decode)
     if prefill.memory_domain == decode.memory_domain:
-        return PairSaving(there, 0)
+        return PairSaving(there, 0, loaded_blocks(there, decode))
     own = min(prefill.cached_blocks, (tokens - 1) // decode.block_size)
     if there <= own or prefill.pull_cost is None or prefill.pull_cost >= COMPUTE_COST:
         return PairSaving(own, 0)
-    return PairSaving(there, there - own)
+    return PairSaving(there, there - own, loaded_blocks(there, decode))
 
 
 def most_saved_tokens(
@@ -58,4 +62,9 @@ def most_saved_tokens(
 
 def held_blocks(tokens: int, decode: DecodeCandidate) -> int:
     """Return the blocks of a prompt that the decode worker holds; one token is always computed."""
-    return min(decode.cached_blocks, (tokens - 1) // decode.block_size)
+    return min(decode.cached_blocks + decode.tiered_blocks, (tokens - 1) // decode.block_size)
+
+
+def loaded_blocks(held: int, decode: DecodeCandidate) -> int:
+    """Return how many of the first `held` blocks of a prompt the decode worker has in a tier only."""
+    return max(0, held - decode.cached_blocks)

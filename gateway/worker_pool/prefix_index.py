@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from diptych.runtime.block_hash import block_keys, namespace_key
 from gateway.attempt.work import Job
+from gateway.worker_pool.prefix_held import NOTHING, Held
 from gateway.worker_pool.registry import Worker
 
 
 class PrefixIndex(Protocol):
-    """The index of cached blocks: how many leading keys each worker holds. Does no I/O."""
+    """The index of cached blocks: how many leading keys each worker holds. Does no I/O.
+
+    `tier_hits` counts what follows the hits and lies in a worker's tiers.
+    """
 
     def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]: ...
+    def tier_hits(self, keys: Sequence[bytes], hits: Mapping[str, int]) -> dict[str, int]: ...
 
 
 class PrefixIndexReader:
@@ -40,18 +45,21 @@ class PrefixIndexReader:
             job.tenant, job.request.salt, kv_dtype, b"" if adapter is None else adapter.digest
         )
 
-    def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
+    def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, Held]:
         """Return the leading cached blocks by worker, of whichever role.
 
         Key chains differ by KV dtype and block size, so each pair of them is looked up once.
         """
         if not job.request.cache_read or job.request.prompt_logprobs is not None:
             return {}  # cached tokens have no logits
-        found: dict[str, int] = {}
+        found: dict[str, Held] = {}
         for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
             keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)
             if keys:
-                found.update({w: n for w, n in self._index.prefix_hits(keys).items() if n})
+                cached = self._index.prefix_hits(keys)
+                tiered = self._index.tier_hits(keys, cached)
+                held = ((w, Held(cached.get(w, 0), tiered.get(w, 0))) for w in cached.keys() | tiered)
+                found.update({w: one for w, one in held if one != NOTHING})
         return found
 
     def _keys(self, namespace: bytes, block_size: int, token_ids: tuple[int, ...]) -> list[bytes]:

@@ -16,6 +16,7 @@ from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.links import Link, LinkDown
 from gateway.worker_pool.local_prefill import LocalCandidate
+from gateway.worker_pool.prefix_held import Held
 from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.step_rates import StepRates
 
@@ -23,6 +24,7 @@ KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
 """Fields of the records that are equal for workers that can exchange blocks."""
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
 UNKNOWN_BATCH = 65536  # a worker that reports no batch size sets no limit
+UNKNOWN_LOAD_COST = 0.1  # of a token in a tier, in tokens to compute, before a worker has loaded any
 
 
 @dataclass(slots=True)
@@ -118,12 +120,16 @@ class Worker:
             pull_cost=self.load.pull_cost,
         )
 
-    def decode_candidate(self, cached_blocks: int) -> DecodeCandidate:
-        """Return it as a candidate for the router, with the request's cached blocks here."""
+    def decode_candidate(self, held: Held, token_s: float) -> DecodeCandidate:
+        """Return it as a candidate for the router, with the request's blocks here.
+
+        `token_s`: seconds a token of prefill, by which loading from tiers is charged.
+        """
         size, unreported = self.record.block_size, self.unreported.values()
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
         promised = sum(-(-work.tokens // size) + len(work.choices) - 1 for work in unreported)
         sequences = self.load.running + self.load.waiting + sum(len(work.choices) for work in unreported)
+        load_s = self.load.tier_token_s
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,
@@ -131,15 +137,17 @@ class Worker:
             max_tokens=self.max_tokens,
             free_blocks=max(self.load.free_blocks - promised, 0),
             sequences=max(sequences, sum(len(work.choices) for work in self.outstanding.values())),
-            cached_blocks=cached_blocks,
+            cached_blocks=held.cached,
             memory_domain=self.record.memory_domain,
+            tiered_blocks=held.tiered,
+            load_cost=UNKNOWN_LOAD_COST if load_s is None else load_s / token_s,
         )
 
-    def local_candidate(self, cached_blocks: int) -> LocalCandidate:
+    def local_candidate(self, held: Held, token_s: float) -> LocalCandidate:
         """Return it as a candidate for prompts that it computes itself."""
         load = self.load
         return LocalCandidate(
-            self.decode_candidate(cached_blocks),
+            self.decode_candidate(held, token_s),
             short=load.max_local_prefill_tokens,
             fallback=load.max_fallback_prefill_tokens,
             chunk=load.local_prefill_chunk,

@@ -2,7 +2,8 @@
 
 Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheapest pair wins:
 
-- the prompt tokens that the pair has to compute, and those that it has to move first (pair_savings.py);
+- the prompt tokens that the pair has to compute, and those that it has to move or to load from a tier first
+  (pair_savings.py);
 - the tokens that already wait for the prefill worker;
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.attempt.types import LocalPrefill, Role
-from gateway.worker_pool.pair_savings import held_blocks, pair_saving
+from gateway.worker_pool.pair_savings import held_blocks, loaded_blocks, pair_saving
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
@@ -55,6 +56,8 @@ class DecodeCandidate:
     sequences: int  # running, or expected by this gateway
     cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
     memory_domain: str = ""  # as of prefill workers
+    tiered_blocks: int = 0  # blocks of the prompt after these that it holds in tiers
+    load_cost: float = 0.0  # of a token that it loads from there, in tokens to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,12 @@ def choose_route(
 
 
 def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    needed = -(-request.tokens // decode.block_size) - usable_blocks(request, decode)
+    held = usable_blocks(request, decode)
+    needed = -(-request.tokens // decode.block_size) - held + loaded_blocks(held, decode)
     missing = max(0, needed - decode.free_blocks) * decode.block_size
     saving = pair_saving(request.tokens, prefill, decode)
     return (
-        saving.compute_cost(request.tokens, decode.block_size, prefill.pull_cost)
+        saving.compute_cost(request.tokens, decode.block_size, prefill.pull_cost, decode.load_cost)
         + QUEUED_TOKEN_COST * prefill.waiting_tokens
         + SEQUENCE_COST * decode.sequences
         + MISSING_TOKEN_COST * missing

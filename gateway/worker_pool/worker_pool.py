@@ -36,6 +36,7 @@ from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
 from gateway.worker_pool.pair_savings import most_saved_tokens
+from gateway.worker_pool.prefix_held import NOTHING, Held
 from gateway.worker_pool.prefix_index import PrefixIndex, PrefixIndexReader
 from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
@@ -226,7 +227,8 @@ class WorkerPool:
             return False
         decode, prompt = self.registry.serving(Role.DECODE), job.request.prompt_ids
         hits = self._prefixes.hits(decode, job, prompt)
-        cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
+        held = ((sum(hits.get(w.record.worker_id, NOTHING)), w.record.block_size) for w in decode)
+        cached = max((blocks * size for blocks, size in held), default=0)
         return max(len(prompt) - cached, 1) <= most
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
@@ -282,7 +284,7 @@ class WorkerPool:
         request: RouteRequest,
         prefill: Sequence[Worker],
         decode: Sequence[Worker],
-        hits: Mapping[str, int],
+        hits: Mapping[str, Held],
     ) -> Route | NoWorker:
         route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
         if isinstance(route, NoWorker):  # a slow worker is better than none
@@ -294,7 +296,7 @@ class WorkerPool:
         request: RouteRequest,
         prefill: Sequence[Worker],
         decode: Sequence[Worker],
-        hits: Mapping[str, int],
+        hits: Mapping[str, Held],
     ) -> Route | NoWorker:
         route = choose_route(request, *_candidates(prefill, decode, hits))
         return self._choose_local(request, route, decode, hits) or route
@@ -304,16 +306,17 @@ class WorkerPool:
         request: RouteRequest,
         remote: Route | NoWorker,
         decode: Sequence[Worker],
-        hits: Mapping[str, int],
+        hits: Mapping[str, Held],
     ) -> Route | None:
         """Return the route of a decode worker that computes the prompt itself, if that is the better one."""
         prefill = self.registry.serving(Role.PREFILL)
+        token_s = prefill_token_s(w.rates for w in prefill or decode)
         return choose_local(
             request,
             remote,
-            (w.local_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
+            (w.local_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode),
             self._local_prefill,
-            token_s=prefill_token_s(w.rates for w in prefill or decode),
+            token_s=token_s,
             fall_back=all(w.record.worker_id in request.avoid for w in prefill),
         )
 
@@ -427,12 +430,13 @@ class WorkerPool:
 
 
 def _candidates(
-    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, int]
+    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, Held]
 ) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
-    """Return the router's view of these workers; `hits`: cached blocks of the prompt by worker id."""
+    """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
+    token_s = prefill_token_s(w.rates for w in prefill or decode)
     return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, 0)) for w in prefill],
-        [w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode],
+        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING).cached) for w in prefill],
+        [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
     )
 
 

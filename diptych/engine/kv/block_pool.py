@@ -52,6 +52,8 @@ class BlockPool:
         """Told when blocks come back from quarantine."""
         self.on_forgotten: list[Callable[[Sequence[bytes]], None]] = []
         """Called with the keys that `forget` was given, and with none when the whole cache is cleared."""
+        self.on_evicted: Callable[[bytes, int], None] | None = None
+        """Called with a key and its block when it is evicted; the block is given out after it returns."""
 
     # -- counts
 
@@ -90,6 +92,8 @@ class BlockPool:
             if evicted is None:
                 raise BlockMisuse("the cache counted more evictable blocks than it could evict")
             key, block = evicted
+            if self.on_evicted is not None:
+                self.on_evicted(key, block)
             self._note_removed(key)
             self._free.append(block)
         blocks = [self._free.popleft() for _ in range(count)]
@@ -148,15 +152,9 @@ class BlockPool:
                 self._cache.set_referenced(block, True)
         return blocks
 
-    def hold(self, key: bytes) -> tuple[int, bytes] | None:
-        """Hold the block under `key` once more, and return it with the key before it; None if not cached."""
-        found = self._cache.place_of(key)
-        if found is not None:
-            block = found[0]
-            self._refs[block] += 1
-            if self._refs[block] == 1:
-                self._cache.set_referenced(block, True)
-        return found
+    def place_of(self, key: bytes) -> tuple[int, bytes] | None:
+        """Return the block under `key` and the key before it, None if it is not cached."""
+        return self._cache.place_of(key)
 
     def insert(self, block: int, key: bytes, parent: bytes) -> bool:
         """Enter a held, full, verified block into the cache under `key`; `parent` is the key before it, b""

@@ -9,7 +9,7 @@ sign of death: the workers need that time to write theirs again.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -75,6 +75,14 @@ class DirectoryMirror:
             for worker_id, lease in self._leases.items()
         }
         return {worker_id: count for worker_id, count in hits.items() if count}
+
+    def tier_hits(self, keys: Sequence[bytes], hits: Mapping[str, int]) -> dict[str, int]:
+        """Count the blocks that follow the `hits` of a prompt and lie in a worker's tiers."""
+        found = {
+            worker_id: self._index.tier_hits(worker_id, lease.record.identity, keys, hits.get(worker_id, 0))
+            for worker_id, lease in self._leases.items()
+        }
+        return {worker_id: count for worker_id, count in found.items() if count}
 
     async def start(self) -> None:
         """Start following; returns when the first copy is complete, or after a second without Redis."""
@@ -231,16 +239,17 @@ class DirectoryMirror:
         seq = await self._redis.hget(owned, store.SEQ_FIELD.decode())
         if seq is None or self._index.position(worker_id) == (identity, int(seq)):
             return
-        keys: set[bytes] = set()
+        media: dict[bytes, bytes] = {}
         cursor = 0
         while True:
             # Small pages: parsing one must not hold the event loop for longer than a millisecond.
             cursor, page = cast(_Page, await self._redis.hscan(owned, cursor, count=_PAGE))
-            keys.update(page)
+            media.update(page)
             if cursor == 0:
                 break
-        keys.discard(store.SEQ_FIELD)
-        self._index.load(PrefixSnapshot(worker_id, identity, int(seq), keys))
+        media.pop(store.SEQ_FIELD, None)
+        tiered = [key for key, medium in media.items() if medium == store.TIERED]
+        self._index.load(PrefixSnapshot(worker_id, identity, int(seq), media.keys() - set(tiered), tiered))
 
 
 def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -1,5 +1,8 @@
 """Index of the blocks that workers hold: the pure state behind a mirror. Snapshots and events in, no I/O.
 
+A block lies in a worker's pool, or only in a tier below it (memory, disk, a store): in its *medium*. What is
+in a tier has to be loaded first.
+
 Every worker numbers its updates 1, 2, …. An update that repeats is passed over, so senders may send
 again when unsure; a number that is missing means that something was lost, and the worker's whole
 snapshot has to be read again. What belongs to another life of the worker than its lease names
@@ -14,23 +17,32 @@ from diptych.runtime.discovery.records import Identity
 
 @dataclass(frozen=True)
 class PrefixEvent:
-    """Update: blocks that entered and left a worker's cache, as 16-byte keys."""
+    """Update: blocks that entered and left a worker's cache, as 16-byte keys.
+
+    `tiered`: those that are in a tier only now. Those that left the pool for it are in `removed` as well, for
+    readers that know no tiers.
+    """
 
     worker_id: str
     identity: Identity
     seq: int
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+    tiered: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class PrefixSnapshot:
-    """Snapshot of all blocks of a worker, at least up to update `seq`; later updates may be in it already."""
+    """Snapshot of all blocks of a worker, at least up to update `seq`; later updates may be in it already.
+
+    `tiered`: of blocks that are in a tier only; `keys` does not have them.
+    """
 
     worker_id: str
     identity: Identity
     seq: int
     keys: Collection[bytes]
+    tiered: Collection[bytes] = ()
 
 
 @dataclass
@@ -38,6 +50,7 @@ class _Holdings:
     identity: Identity
     seq: int
     keys: set[bytes] = field(default_factory=set)
+    tiered: set[bytes] = field(default_factory=set)
 
 
 class PrefixIndex:
@@ -46,7 +59,9 @@ class PrefixIndex:
 
     def load(self, snapshot: PrefixSnapshot) -> None:
         """Replace all that is known of the snapshot's worker."""
-        self._holdings[snapshot.worker_id] = _Holdings(snapshot.identity, snapshot.seq, set(snapshot.keys))
+        self._holdings[snapshot.worker_id] = _Holdings(
+            snapshot.identity, snapshot.seq, set(snapshot.keys), set(snapshot.tiered)
+        )
 
     def apply(self, event: PrefixEvent) -> bool:
         """Take an update in. False: updates are missing before it, read the worker's snapshot."""
@@ -61,8 +76,11 @@ class PrefixIndex:
         if event.seq != known.seq + 1:
             return False
         known.seq = event.seq
-        known.keys.difference_update(event.removed)
+        for held in (known.keys, known.tiered):
+            held.difference_update(event.removed)
         known.keys.update(event.added)
+        known.tiered.difference_update(event.added)
+        known.tiered.update(event.tiered)
         return True
 
     def drop(self, worker_id: str) -> None:
@@ -95,3 +113,18 @@ class PrefixIndex:
             else:
                 high = middle
         return low
+
+    def tier_hits(self, worker_id: str, identity: Identity, keys: Sequence[bytes], first: int) -> int:
+        """Count the blocks of a prompt from index `first` on that the worker holds, most of them in tiers.
+
+        0 unless its identity is this one. Each is looked up: tiers evict in an order of their own.
+        """
+        known = self._holdings.get(worker_id)
+        if known is None or known.identity != identity or not known.tiered:
+            return 0
+        count = 0
+        for key in keys[first:]:
+            if key not in known.tiered and key not in known.keys:
+                break
+            count += 1
+        return count

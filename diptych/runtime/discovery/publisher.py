@@ -51,18 +51,22 @@ class DirectoryPublisher:
         redis_url: str,
         record: WorkerRecord,
         owned_keys: Callable[[], Collection[bytes]] = tuple,
+        tiered_keys: Callable[[], Collection[bytes]] = tuple,
     ) -> None:
         """`owned_keys` returns the keys of all blocks in the worker's prefix cache, parents first or not.
 
-        Raises ValueError for a malformed URL.
+        `tiered_keys` returns those of the blocks in its tiers, which may be in the cache as well. Raises
+        ValueError for a malformed URL.
         """
         self._redis: Redis = store.connect(redis_url)
         self._outages = OutageLog(redis_url)
         self._record = record
         self._owned_keys = owned_keys
+        self._tiered_keys = tiered_keys
         self._load = WorkerLoad()
         self._seq = 0
-        self._pending: dict[bytes, bool] = {}  # key -> added (else removed), in order of happening
+        # key -> its medium from now on, None for removed; in order of happening
+        self._pending: dict[bytes, bytes | None] = {}
         self._in_flight: PrefixEvent | None = None
         self._reopen = True
         self._generation: bytes | None = None
@@ -95,14 +99,17 @@ class DirectoryPublisher:
         """Note the load; it goes out with the next renewal of the lease."""
         self._load = WorkerLoad(running, waiting, waiting_tokens, free_blocks)
 
-    def prefix_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Note blocks that entered and left the prefix cache; they go out some 100 ms later, together."""
-        for key in removed:
-            self._pending.pop(key, None)
-            self._pending[key] = False
-        for key in added:
-            self._pending.pop(key, None)
-            self._pending[key] = True
+    def prefix_changed(
+        self, added: Iterable[bytes], removed: Iterable[bytes], tiered: Iterable[bytes] = ()
+    ) -> None:
+        """Note blocks that entered and left the prefix cache; they go out some 100 ms later, together.
+
+        `tiered`: blocks that are in a tier only from now on.
+        """
+        for keys, medium in ((removed, None), (tiered, store.TIERED), (added, store.POOL)):
+            for key in keys:
+                self._pending.pop(key, None)
+                self._pending[key] = medium
         if len(self._pending) > _MAX_PENDING:
             # Redis has been away for long: writing the whole list again is cheaper than its history.
             self._start_again()
@@ -196,14 +203,15 @@ class DirectoryPublisher:
         # No await between these lines: what changes later is noted as a change.
         self._start_again()
         self._reopen = False
-        keys = list(self._owned_keys())
+        owned = dict.fromkeys(self._owned_keys())
+        tiered = [key for key in self._tiered_keys() if key not in owned]
         self._seq, self._generation = 0, None
         try:
             await self._redis.delete(outdated, self._owned)
-            for start in range(0, len(keys), _BATCH_KEYS):
-                await self._redis.hset(
-                    self._owned, items=store.hash_fields(keys[start : start + _BATCH_KEYS])
-                )
+            for keys, medium in ((list(owned), store.POOL), (tiered, store.TIERED)):
+                for start in range(0, len(keys), _BATCH_KEYS):
+                    batch = keys[start : start + _BATCH_KEYS]
+                    await self._redis.hset(self._owned, items=store.hash_fields(batch, medium))
             await self._send(PrefixEvent(worker_id, self._record.identity, seq=1))
         except BaseException:
             self._reopen = True
@@ -256,8 +264,9 @@ class DirectoryPublisher:
                     self._record.worker_id,
                     self._record.identity,
                     self._seq + 1,
-                    added=tuple(key for key, added in batch if added),
-                    removed=tuple(key for key, added in batch if not added),
+                    added=tuple(key for key, medium in batch if medium == store.POOL),
+                    removed=tuple(key for key, medium in batch if medium != store.POOL),
+                    tiered=tuple(key for key, medium in batch if medium == store.TIERED),
                 )
             await self._send(self._in_flight)
 
@@ -266,7 +275,8 @@ class DirectoryPublisher:
         async with self._redis.pipeline(transaction=True) as pipe:
             if event.removed:
                 pipe.hdel(self._owned, *event.removed)
-            pipe.hset(self._owned, items=[*store.hash_fields(event.added), store.SEQ_FIELD, event.seq])
+            held = store.hash_fields(event.added) + store.hash_fields(event.tiered, store.TIERED)
+            pipe.hset(self._owned, items=[*held, store.SEQ_FIELD, event.seq])
             self._write_lease(pipe, event.seq)
             pipe.xadd(store.STREAM, store.encode_event(event), maxlen=store.STREAM_LENGTH, approximate=True)
             await pipe.execute()

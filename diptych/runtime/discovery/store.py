@@ -4,8 +4,9 @@
     diptych:workers          set of worker ids, live or lately so
     diptych:worker:ID        Lease as JSON; expires LEASE_MS after its last renewal
     diptych:epoch:ID         counter, grows at every start and every cache clear of the worker
-    diptych:owned:ID:I:E     hash of the worker's cached block keys (fields, no values) in the life
-                             (incarnation I, epoch E); its field "seq" is the last update's number
+    diptych:owned:ID:I:E     hash of the worker's cached block keys (fields; the value is the medium: empty
+                             for its pool, TIERED) in the life (incarnation I, epoch E); its field "seq" is
+                             the last update's number
     diptych:prefix           stream of all workers' updates, capped
 
 A hash and not a set holds the blocks, because its number must never be apart from its content.
@@ -34,6 +35,8 @@ GENERATION = "diptych:generation"
 WORKERS = "diptych:workers"
 STREAM = "diptych:prefix"
 SEQ_FIELD = b"seq"
+POOL, TIERED = b"", b"t"
+"""Media of a block: the worker's pool, or a tier below it from which it has to be loaded."""
 
 STORE_ERRORS = (RedisError, OSError, TimeoutError, RuntimeError)
 """Errors that a Redis which is gone, frozen or confused raises. Never lets a request fail.
@@ -75,7 +78,7 @@ def connect(url: str) -> Redis:
 
 
 def encode_event(event: PrefixEvent) -> dict[FieldT, EncodableT]:
-    return {
+    fields: dict[FieldT, EncodableT] = {
         "w": event.worker_id,
         "i": event.identity.incarnation,
         "e": event.identity.epoch,
@@ -83,6 +86,9 @@ def encode_event(event: PrefixEvent) -> dict[FieldT, EncodableT]:
         "a": b"".join(event.added),
         "r": b"".join(event.removed),
     }
+    if event.tiered:
+        fields["t"] = b"".join(event.tiered)
+    return fields
 
 
 def decode_event(fields: Mapping[bytes, bytes]) -> PrefixEvent:
@@ -94,6 +100,7 @@ def decode_event(fields: Mapping[bytes, bytes]) -> PrefixEvent:
             seq=int(fields[b"s"]),
             added=_split_keys(fields[b"a"]),
             removed=_split_keys(fields[b"r"]),
+            tiered=_split_keys(fields.get(b"t", b"")),
         )
     except KeyError as error:
         raise ValueError(f"a prefix event without {error}") from error
@@ -105,6 +112,6 @@ def _split_keys(data: bytes) -> tuple[bytes, ...]:
     return tuple(data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES))
 
 
-def hash_fields(keys: Sequence[bytes]) -> list[bytes]:
-    """Return fields with empty values, as HSET takes them."""
-    return list(itertools.chain.from_iterable((key, b"") for key in keys))
+def hash_fields(keys: Sequence[bytes], medium: bytes = POOL) -> list[bytes]:
+    """Return fields with the medium as their values, as HSET takes them."""
+    return list(itertools.chain.from_iterable((key, medium) for key in keys))

@@ -338,7 +338,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras", "tier_token_s")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +355,7 @@ class Load(_message.Message):
     LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    TIER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -371,7 +372,8 @@ class Load(_message.Message):
     local_prefills: int
     adapters: _containers.RepeatedScalarFieldContainer[bytes]
     max_loras: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_loras: _Optional[int] = ...) -> None: ...
+    tier_token_s: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_loras: _Optional[int] = ..., tier_token_s: _Optional[float] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median", "tokens")

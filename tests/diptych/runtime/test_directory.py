@@ -118,6 +118,34 @@ async def test_prefixes_follow_the_cache(fleet: Fleet) -> None:
     assert mirror.prefix_hits([]) == {}
 
 
+async def test_blocks_that_leave_for_a_tier_are_named_as_such(fleet: Fleet) -> None:
+    first = await fleet.mirror()
+    worker = await fleet.worker()
+    prompt = keys(700)
+    worker.change(prompt)
+    await eventually(lambda: first.prefix_hits(prompt) == {"a": 700})
+    worker.publisher.prefix_changed([], prompt[690:], prompt[100:690])
+    await eventually(lambda: first.prefix_hits(prompt) == {"a": 100})
+    second = await fleet.mirror()
+    for mirror in (first, second):
+        await eventually(lambda one=mirror: one.tier_hits(prompt, one.prefix_hits(prompt)) == {"a": 590})
+    worker.publisher.prefix_changed(prompt[100:110], [])
+    await eventually(lambda: first.prefix_hits(prompt) == {"a": 110})
+    assert first.tier_hits(prompt, {"a": 110}) == {"a": 580}
+    worker.publisher.prefix_changed([], [prompt[110]])
+    await eventually(lambda: first.tier_hits(prompt, {"a": 110}) == {})
+
+
+async def test_tiers_that_outlived_a_worker_are_named_at_its_start(fleet: Fleet) -> None:
+    mirror = await fleet.mirror()
+    prompt = keys(5)
+    publisher = DirectoryPublisher(fleet.url, record("a", 2), lambda: prompt[:2], lambda: prompt)
+    fleet.opened.append(publisher)
+    await publisher.start()
+    await eventually(lambda: mirror.prefix_hits(prompt) == {"a": 2})
+    assert mirror.tier_hits(prompt, {"a": 2}) == {"a": 3}
+
+
 async def test_a_fresh_mirror_knows_everything_at_once(fleet: Fleet) -> None:
     """As a second gateway that never saw the first one's requests."""
     prompt = keys(3000)

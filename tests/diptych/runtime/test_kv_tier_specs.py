@@ -15,6 +15,11 @@ def test_tiers_are_read_in_their_order() -> None:
         TierSpec("ram", 3 << 29),
         TierSpec("disk", 100 << 30, Path("/var/kv")),
     )
+    assert parse_tiers("ram:1g,redis://host:6379/1") == (
+        TierSpec("ram", 1 << 30),
+        TierSpec("redis", 0, url="redis://host:6379/1"),
+    )
+    assert "pass" not in repr(parse_tiers("redis://:pass@host/1"))
     assert parse_tiers("disk:C:/kv:20MiB") == (TierSpec("disk", 20 << 20, Path("C:/kv")),)
 
 
@@ -29,6 +34,8 @@ def test_tiers_are_read_in_their_order() -> None:
         ("disk:8g", "names no folder"),
         ("disk:/var/kv:", "is no size"),
         ("disk:/a:1g,ram:1g", "the faster tier comes first"),
+        ("redis://host,ram:1g", "the faster tier comes first"),
+        ("redis://", "is redis://HOST"),
         ("ram:1g,ram:2g", "names ram twice"),
     ],
 )

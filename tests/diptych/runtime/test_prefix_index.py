@@ -45,11 +45,27 @@ def test_updates_of_another_life() -> None:
     assert index.blocks("w") == 0
 
 
+def test_blocks_in_tiers_count_after_those_in_the_pool_and_only_without_a_gap() -> None:
+    index = PrefixIndex()
+    index.load(PrefixSnapshot("w", LIFE, 1, KEYS[:4], KEYS[4:7]))
+    assert index.leading_hits("w", LIFE, KEYS) == 4
+    assert index.tier_hits("w", LIFE, KEYS, 4) == 3
+    assert index.tier_hits("w", Identity(5, 2), KEYS, 4) == 0
+    assert index.apply(PrefixEvent("w", LIFE, 2, removed=tuple(KEYS[2:4]), tiered=tuple(KEYS[2:4])))
+    assert index.leading_hits("w", LIFE, KEYS) == 2
+    assert index.tier_hits("w", LIFE, KEYS, 2) == 5
+    assert index.apply(PrefixEvent("w", LIFE, 3, added=(KEYS[2],), removed=(KEYS[4],)))
+    assert index.leading_hits("w", LIFE, KEYS) == 3
+    assert index.tier_hits("w", LIFE, KEYS, 3) == 1, "the one after it is gone"
+    assert index.tier_hits("other", LIFE, KEYS, 0) == 0
+
+
 @dataclass
 class Worker:
-    """What the worker's cache holds, and the stream as Redis keeps it."""
+    """What the worker's cache and tiers hold, and the stream as Redis keeps it."""
 
     keys: list[bytes] = field(default_factory=list)
+    tiered: set[bytes] = field(default_factory=set)
     seq: int = 1
     stream: list[PrefixEvent] = field(default_factory=list)
 
@@ -68,13 +84,22 @@ class LossyStream(RuleBasedStateMachine):
     def grow(self, count: int) -> None:
         added = tuple(KEYS[len(self.worker.keys) : len(self.worker.keys) + count])
         self.worker.keys += added
+        self.worker.tiered -= set(added)
         self._publish(PrefixEvent("w", LIFE, self.worker.seq + 1, added=added))
 
-    @rule(count=st.integers(1, 4))
-    def evict_leaves(self, count: int) -> None:
+    @rule(count=st.integers(1, 4), kept=st.booleans())
+    def evict_leaves(self, count: int, kept: bool) -> None:
         keep = max(0, len(self.worker.keys) - count)
         removed = tuple(self.worker.keys[keep:])
         del self.worker.keys[keep:]
+        tiered = removed if kept else ()
+        self.worker.tiered |= set(tiered)
+        self._publish(PrefixEvent("w", LIFE, self.worker.seq + 1, removed=removed, tiered=tiered))
+
+    @rule(count=st.integers(1, 4))
+    def a_tier_lets_go(self, count: int) -> None:
+        removed = tuple(sorted(self.worker.tiered)[:count])
+        self.worker.tiered -= set(removed)
         self._publish(PrefixEvent("w", LIFE, self.worker.seq + 1, removed=removed))
 
     def _publish(self, event: PrefixEvent) -> None:
@@ -99,7 +124,8 @@ class LossyStream(RuleBasedStateMachine):
 
     @rule()
     def reload(self) -> None:
-        self.index.load(PrefixSnapshot("w", LIFE, self.worker.seq, list(self.worker.keys)))
+        worker = self.worker
+        self.index.load(PrefixSnapshot("w", LIFE, worker.seq, list(worker.keys), set(worker.tiered)))
 
     @invariant()
     def what_is_up_to_date_is_right(self) -> None:
@@ -107,7 +133,11 @@ class LossyStream(RuleBasedStateMachine):
         assert position is not None
         if position[1] == self.worker.seq:
             assert self.index.blocks("w") == len(self.worker.keys)
-            assert self.index.leading_hits("w", LIFE, KEYS) == len(self.worker.keys)
+            first = self.index.leading_hits("w", LIFE, KEYS)
+            assert first == len(self.worker.keys)
+            held = set(self.worker.keys) | self.worker.tiered
+            there = [key in held for key in (*KEYS[first:], b"none")].index(False)
+            assert self.index.tier_hits("w", LIFE, KEYS, first) == there
 
 
 TestLossyStream = LossyStream.TestCase

@@ -137,3 +137,15 @@ def test_report_replaces_times_of_its_classes_only() -> None:
     steps.record([StepTime(9, 5, 0.4, 512)])
     assert steps.token_s == pytest.approx(0.4 / 512)
     assert steps.step_s(8, 0.0) == pytest.approx(0.010)
+
+
+def test_blocks_in_a_tier_are_not_new_but_cost_the_time_to_load_them() -> None:
+    whole = candidate(cached=CACHED)
+    tiered = replace(
+        whole, decode=replace(whole.decode, cached_blocks=0, tiered_blocks=CACHED, load_cost=0.1)
+    )
+    difference = local_cost_s(REQUEST, tiered, TOKEN_S) - local_cost_s(REQUEST, whole, TOKEN_S)
+    assert difference == pytest.approx(0.1 * CACHED * 16 * TOKEN_S)
+    route = choose(tiered, NoWorker(Role.PREFILL), LocalMode.ALWAYS)
+    assert route is not None
+    assert route.matched_blocks == CACHED

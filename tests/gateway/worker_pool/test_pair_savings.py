@@ -87,3 +87,37 @@ def test_most_saved_tokens_looks_at_fitting_pairs() -> None:
         "the decode worker's own, until a prefill worker is there"
     )
     assert most_saved_tokens(359, [COPYING], []) == 0
+
+
+def test_blocks_in_a_tier_are_saved_and_charged_by_the_time_to_load_them() -> None:
+    tiered = replace(OWNER, cached_blocks=4, tiered_blocks=16, load_cost=0.25)
+    one_memory = replace(COPYING, memory_domain=tiered.memory_domain)
+    saving = pair_saving(359, one_memory, tiered)
+    assert saving == PairSaving(20, pulled=0, loaded=16)
+    assert saving.compute_cost(359, 16, None, 0.25) == pytest.approx(359 - 320 + 0.25 * 16 * 16)
+    pulled = pair_saving(359, COPYING, tiered)
+    assert pulled == PairSaving(20, pulled=20, loaded=16), "loaded first, then pulled"
+
+
+@pytest.mark.parametrize(("load_cost", "chosen"), [(0.1, "d1"), (2.0, "d2")])
+def test_tier_attracts_a_prompt_while_loading_costs_less_than_computing(
+    load_cost: float, chosen: str
+) -> None:
+    tiered = replace(OWNER, cached_blocks=0, tiered_blocks=20, load_cost=load_cost)
+    other = replace(OWNER, worker_id="d2", cached_blocks=0)
+    route = choose_route(REQUEST, [replace(COPYING, memory_domain=OWNER.memory_domain)], [tiered, other])
+    assert isinstance(route, Route)
+    assert route.decode_id == chosen
+
+
+def test_pool_is_preferred_to_a_tier_and_loaded_blocks_need_room() -> None:
+    writer = replace(COPYING, memory_domain=OWNER.memory_domain)
+    tiered = replace(OWNER, worker_id="d0", cached_blocks=0, tiered_blocks=20, load_cost=0.1)
+    route = choose_route(REQUEST, [writer], [tiered, OWNER])
+    assert isinstance(route, Route)
+    assert route.decode_id == "d1"
+    costs = [
+        choose_route(REQUEST, [writer], [replace(tiered, free_blocks=free)]).cost  # type: ignore[union-attr]
+        for free in (23, 13)
+    ]
+    assert costs[1] - costs[0] == pytest.approx(10 * 16 * 4.0)

@@ -12,6 +12,7 @@ from diptych.runtime.discovery.records import WorkerRecord
 from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load, PrefillCodec
 from gateway.worker_pool.links import Link
+from gateway.worker_pool.prefix_held import NOTHING
 from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 
 
@@ -81,8 +82,8 @@ def test_choice_completed_twice_counts_once() -> None:
     one.on_load(Load(running=2))
     one.complete("a", 1, [1])
     one.complete("a", 1, [1])
-    assert one.decode_candidate(0).sequences == 2  # as reported
+    assert one.decode_candidate(NOTHING, 0.001).sequences == 2  # as reported
     one.on_load(Load(running=0))
-    assert one.decode_candidate(0).sequences == 1  # it is still outstanding
+    assert one.decode_candidate(NOTHING, 0.001).sequences == 1  # it is still outstanding
     one.complete("a", 1, [0])
-    assert one.decode_candidate(0).sequences == 0
+    assert one.decode_candidate(NOTHING, 0.001).sequences == 0

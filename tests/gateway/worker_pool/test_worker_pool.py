@@ -49,6 +49,9 @@ class ListedWorkers:
     def prefix_hits(self, *args: object) -> dict[str, int]:
         return {}
 
+    def tier_hits(self, *args: object) -> dict[str, int]:
+        return {}
+
 
 @contextlib.asynccontextmanager
 async def linked(redis_url: str) -> AsyncIterator[tuple[WorkerPool, ListedWorkers, Journal, ScriptedDecode]]:

@@ -68,7 +68,7 @@ class TierStack:
             count += 1
         return count
 
-    def put(self, key: bytes, parent: bytes, payload: bytes, epoch: int) -> None:
+    def put(self, key: bytes, parent: bytes, payload: bytes | memoryview, epoch: int) -> None:
         """Store a block that was read in `epoch` in every tier that lacks it."""
         lacking = [tier for tier in self.tiers if tier.parent_of(key) is None]
         if lacking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -251,6 +252,29 @@ def test_full_disk_costs_a_line_and_no_error(
     assert stack.get(CHAIN[0], b"") is not None, "memory has it"
     assert files(tmp_path) == []
     assert stack_module._LOG_EVERY_S > 0
+
+
+def test_file_system_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user cannot mount a small file system")
+    try:
+        stack = made(folder, ram=8, disk=8)
+        for key in CHAIN:
+            put(stack, key)
+        ram, disk = stack.tiers
+        assert 0 < len(disk.items()) < len(CHAIN)
+        assert len(ram.items()) == len(CHAIN)
+        assert {file.stat().st_size for file in files(folder)} == {ENTRY}, "nothing half written is left"
+        again = made(folder)
+        for key in CHAIN:
+            found = again.get(key, parent(key))
+            assert found is None or bytes(found.payload) == payload(key)
+        assert again.damaged == 0
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_files_are_their_owners_alone(tmp_path: Path) -> None:
