@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from decode_worker.local_schedule import LocalBounds
 from diptych.runtime.settings import setting
@@ -69,6 +69,14 @@ class DecodeSettings(WorkerSettings):
         "Tokens of a step, drafts included, up to which its sequences get drafts.",
         section="Speculative decoding",
     )
+
+    @model_validator(mode="after")
+    def _drafts_need_one_part(self) -> Self:
+        if self.speculative_tokens and self.parts > 1:
+            raise ValueError(
+                f"--speculative-tokens {self.speculative_tokens} does not go with --tensor-parallel or --sum-parts"
+            )
+        return self
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""

@@ -1,6 +1,7 @@
 """Processes of Diptych on one machine, and their flags."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,6 +114,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
+        "sum-parts": common_parts(options),
     }
     gateway = _spec(
         "gateway",
@@ -172,6 +174,15 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         for index, threads in enumerate(plan.decode)
     ]
     return [gateway, *decode, *prefill]
+
+
+def common_parts(options: StackOptions) -> int | None:
+    """Return the fewest parts that every role's --tensor-parallel divides; None where they are one."""
+    degrees = [
+        value for _, flag, value in options.overrides if flag == "tensor-parallel" and value.isdecimal()
+    ]
+    parts = math.lcm(*(int(degree) or 1 for degree in degrees))
+    return parts if parts > 1 else None
 
 
 def _gpu_share(options: StackOptions) -> float | None:
