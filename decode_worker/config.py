@@ -74,7 +74,7 @@ class DecodeSettings(WorkerSettings):
     def _drafts_need_one_part(self) -> Self:
         if self.speculative_tokens and self.parts > 1:
             raise ValueError(
-                f"--speculative-tokens {self.speculative_tokens} does not go with --tensor-parallel or --sum-parts"
+                f"--speculative-tokens {self.speculative_tokens}: no drafts with --tensor-parallel, --sum-parts"
             )
         return self
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.dtype import Precision
@@ -84,7 +85,7 @@ def load_parts(
 
 
 def join_group(
-    rank: int, ranks: int, open_store: Callable[[], torch.distributed.Store], device: torch.device
+    rank: int, ranks: int, open_store: Callable[[], c10d.Store], device: torch.device
 ) -> Communicator:
     """Join a group as `rank`, over Gloo on CPUs and NCCL on GPUs, once `open_store` gave its store.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 
@@ -65,7 +66,7 @@ def deal_parts(shape: ModelShape, count: int) -> tuple[Part, ...]:
 def deal(size: int, count: int) -> list[range]:
     """Return `count` ranges in a row that cover `size`, whose lengths differ by 1 at most."""
     ends = [index * size // count for index in range(count + 1)]
-    return [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def parts_of_rank(count: int, rank: int, ranks: int) -> range:

@@ -1,0 +1,87 @@
+"""Weights are read by shard: of every file only the rows and columns that a rank computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.engine.parallel.parts import deal_parts, parts_of_rank
+from diptych.engine.weights import safetensors_folder
+from diptych.engine.weights.canonical import Weights
+from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
+from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
+from tests.diptych.engine.models.family_models import config_of, oracle_of, save
+
+
+def cut(tensor: torch.Tensor, of: object) -> torch.Tensor:
+    rows, columns = (getattr(of, name) for name in ("rows", "columns"))
+    if rows is not None:
+        tensor = tensor[rows.start : rows.stop]
+    return tensor if columns is None else tensor[:, columns.start : columns.stop]
+
+
+def check_parts_are_cut_from(whole: Weights, path: Path, parts: int) -> None:
+    opened = open_checkpoint(path, "fp32")
+    dealt = deal_parts(opened.shape, parts)
+    for part, own in zip(dealt, read_parts(opened, dealt), strict=True):
+        assert torch.equal(own.embed, whole.embed[part.vocab.start : part.vocab.stop])
+        for layer, all_of_it in zip(own.layers, whole.layers, strict=True):
+            for field, tensor in vars(layer).items():
+                if tensor is not None:
+                    expected = cut(getattr(all_of_it, field), cut_of(field, part, opened.shape.head_dim))
+                    assert torch.equal(tensor, expected), field
+
+
+@pytest.mark.parametrize("case", ["seed-oss", "phi3-longrope", "glm4", "starcoder2"])
+def test_a_folders_parts_are_cuts_of_the_whole(case: str, tmp_path: Path) -> None:
+    """Biases, fused matrices and reordered lanes included."""
+    folder = save(oracle_of(config_of(case)), tmp_path)
+    check_parts_are_cut_from(read_checkpoint(folder, "fp32").weights, folder, 4)
+
+
+def test_a_gguf_files_parts_are_cuts_of_the_whole(bundled_path: Path) -> None:
+    """Quantised rows and columns, whose blocks of 32 the parts cut through."""
+    check_parts_are_cut_from(read_checkpoint(bundled_path, "fp32").weights, bundled_path, 7)
+
+
+def test_a_rank_reads_no_more_than_its_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors that are read are norms; all else comes in slices, whose bytes are counted."""
+    folder = save(oracle_of(config_of("seed-oss")), tmp_path)
+    sizes: list[int] = []
+    files = safetensors_folder._TensorFiles
+    read, read_slice = files.read, files.read_slice
+
+    def spied(self: object, name: str, *rest: object) -> torch.Tensor:
+        tensor = read(self, name, *rest)  # type: ignore[arg-type]
+        assert "norm" in name, name
+        return tensor
+
+    def counted(self: object, *what: object) -> torch.Tensor:
+        tensor = read_slice(self, *what)  # type: ignore[arg-type]
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    opened = open_checkpoint(folder, "fp32")
+    everything = weight_bytes([opened.read_all().weights])
+    monkeypatch.setattr(files, "read", spied)
+    monkeypatch.setattr(files, "read_slice", counted)
+    parts = deal_parts(opened.shape, 3)
+    own = read_parts(opened, [parts[number] for number in parts_of_rank(3, 1, 3)])
+    assert sum(sizes) <= weight_bytes(own) <= everything / 3 * 1.1
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(2, 2), (3, 3), (6, 3)])
+def test_no_rank_of_the_bundled_model_holds_a_tenth_more_than_its_share(
+    bundled_path: Path, parts: int, ranks: int
+) -> None:
+    opened = open_checkpoint(bundled_path, "bf16")
+    everything = weight_bytes([read_checkpoint(bundled_path, "bf16").weights])
+    dealt = deal_parts(opened.shape, parts)
+    held = [
+        weight_bytes(read_parts(opened, [dealt[n] for n in parts_of_rank(parts, rank, ranks)]))
+        for rank in range(ranks)
+    ]
+    assert max(held) <= everything / ranks * 1.1
+    assert sum(held) >= everything
