@@ -13,10 +13,12 @@ from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.dtype import Precision
 from diptych.engine.loaded_model import lowered_context
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.communicator import Alone, Communicator
+from diptych.engine.parallel import shared_memory_communicator
+from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.gloo_communicator import GlooCommunicator
 from diptych.engine.parallel.nccl_communicator import NcclCommunicator
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
@@ -85,14 +87,14 @@ def load_parts(
 
 
 def join_group(
-    rank: int, ranks: int, open_store: Callable[[], c10d.Store], device: torch.device
+    rank: int, ranks: int, exchange_fd: int, open_store: Callable[[], c10d.Store], device: torch.device
 ) -> Communicator:
-    """Join a group as `rank`, over Gloo on CPUs and NCCL on GPUs, once `open_store` gave its store.
+    """Join a group as `rank`: over the file `exchange_fd` on CPUs that order stores, else over a library.
 
-    Raises GroupBroken.
+    Raises GroupBroken, OSError.
     """
-    if ranks == 1:
-        return Alone()
     if device.type == "cuda":
         return NcclCommunicator(open_store(), rank, ranks, device)
+    if shared_memory_communicator.works_here():
+        return SharedMemoryCommunicator(exchange_fd, rank, ranks)
     return GlooCommunicator(open_store(), rank, ranks)

@@ -1,4 +1,4 @@
-"""The exchange of ranks that compute on CPUs: torch.distributed's Gloo, over TCP on the loopback."""
+"""The exchange of ranks on CPUs other than x86-64: torch.distributed's Gloo, over TCP on the loopback."""
 
 from __future__ import annotations
 

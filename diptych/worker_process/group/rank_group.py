@@ -1,7 +1,7 @@
 """The other ranks of this worker's group: processes that live and die with this one.
 
     started  → each waits for its StartRank; this process checks model and settings first
-    joined   → all share one communicator
+    joined   → all share one exchange
     loaded   → each holds its share of the weights and waits for plans
     over     → one process of the group died, and all others follow: they cannot compute without it
 
@@ -26,6 +26,8 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.communicator import Communicator, GroupBroken
+from diptych.engine.parallel.gloo_communicator import BUILD_S
+from diptych.engine.parallel.shared_memory_communicator import exchange_file
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.parallel_model import join_group
@@ -66,6 +68,7 @@ class RankGroup:
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd)
         self.stop_word.reset()
+        self._exchange_fd = exchange_file(ranks)
         self._death, self._alive = os.pipe()
         """This process holds the only writing end, whose closing ends the ranks."""
         names = [f"{log_name}/rank-{number}" for number in range(1, ranks)]
@@ -90,7 +93,13 @@ class RankGroup:
         listener, port = listen_for_store(_HOST)
         for rank in self._ranks:
             rank.control.send(replace(order, rank=rank.number, store_port=port))
-        return join_group(0, self.size, lambda: open_store(_HOST, port, listener), torch.device(order.device))
+        return join_group(
+            0,
+            self.size,
+            self._exchange_fd,
+            lambda: open_store(_HOST, port, listener, BUILD_S),
+            torch.device(order.device),
+        )
 
     def wait_loaded(self) -> list[int]:
         """Wait until every rank has its weights; return their bytes. Raises RankCannotStart, GroupBroken."""
@@ -137,10 +146,8 @@ class RankGroup:
         ends = [socket.socketpair(), socket.socketpair()]
         theirs = [their.fileno() for _, their in ends]
         command = [*module_command(RANK_MODULE), name, log_level]
-        command += [str(fd) for fd in (*theirs, self._stop_fd, self._death)]
-        process = subprocess.Popen(
-            command, pass_fds=(*theirs, self._stop_fd, self._death), stdin=subprocess.DEVNULL
-        )
+        fds = (*theirs, self._stop_fd, self._exchange_fd, self._death)
+        process = subprocess.Popen([*command, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL)
         for _, their in ends:
             their.close()
         plans, control = (Connection(our.detach()) for our, _ in ends)

@@ -1,6 +1,7 @@
 """The program of ranks 1 and up: load a share of the model, then compute it in every step of rank 0's.
 
-Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word and the death pipe.
+Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the exchange
+and the death pipe.
 Nobody else starts it. It serves no port, and a signal that asks to stop is rank 0's business.
 """
 
@@ -20,6 +21,7 @@ import torch
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.gloo_communicator import BUILD_S
 from diptych.engine.parallel.step_plan import follow_plan
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.parallel_model import LoadedParts, join_group, load_parts, open_parts
@@ -82,7 +84,7 @@ class Memories:
 def main(argv: Sequence[str]) -> None:
     """Serve as one rank until rank 0 is gone."""
     name, log_level, *descriptors = argv
-    plans_fd, control_fd, stop_fd, death_fd = map(int, descriptors)
+    plans_fd, control_fd, stop_fd, exchange_fd, death_fd = map(int, descriptors)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     watch_parent(death_fd)
@@ -93,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     control: Connection[Any, Any] = Connection(control_fd)
     plans: Connection[Any, Any] = Connection(plans_fd)
     try:
-        loaded = _load(control.recv(), StopWord(stop_fd))
+        loaded = _load(control.recv(), StopWord(stop_fd), exchange_fd)
     except Exception as error:
         _log.exception("this rank cannot start")
         control.send(RankFailed(str(error) or repr(error)))
@@ -111,12 +113,16 @@ def main(argv: Sequence[str]) -> None:
         leave(1)
 
 
-def _load(order: StartRank, stop_word: StopWord) -> LoadedParts:
+def _load(order: StartRank, stop_word: StopWord, exchange_fd: int) -> LoadedParts:
     torch.set_num_threads(order.threads)
     model = open_parts(order.model, order.precision, order.parts, order.max_context)
     device = torch.device(order.device)
     communicator = join_group(
-        order.rank, order.ranks, lambda: open_store("127.0.0.1", order.store_port, None), device
+        order.rank,
+        order.ranks,
+        exchange_fd,
+        lambda: open_store("127.0.0.1", order.store_port, None, BUILD_S),
+        device,
     )
     return load_parts(model, communicator, stop_word, order.threads, device)
 

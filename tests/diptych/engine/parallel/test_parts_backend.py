@@ -74,7 +74,7 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
             assert torch.equal(found[ranks][1], kept), (parts, ranks)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (3, 1), (2, 3), (6, 2)])
 def test_any_degree_goes_on_from_the_blocks_of_any_other(
     llama: OpenCheckpoint, tmp_path: Path, prefill: int, decode: int, dtype: str
