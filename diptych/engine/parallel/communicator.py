@@ -16,7 +16,7 @@ class GroupBroken(RuntimeError):
 
 
 class Communicator(Protocol):
-    """One rank's end of a group."""
+    """End of a group that one rank holds."""
 
     rank: int
     ranks: int

@@ -10,7 +10,7 @@ from diptych.engine.models.shape import ModelShape, UnsupportedModel
 
 @dataclass(frozen=True)
 class Part:
-    """What one part has of every layer, and of the vocabulary."""
+    """Share of every layer, and of the vocabulary, that is computed as if it were alone."""
 
     heads: range
     """Query heads."""

@@ -1,4 +1,4 @@
-"""What rank 0 sends to another rank over its two pipes.
+"""Orders of rank 0 to another rank, over two pipes.
 
 plans    StepPlan, answered with an empty message when the rank has written its share
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, RegisterPool and DropMemory,

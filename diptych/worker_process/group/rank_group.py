@@ -70,7 +70,7 @@ class RankGroup:
         self.stop_word.reset()
         self._exchange_fd = exchange_file(ranks)
         self._death, self._alive = os.pipe()
-        """This process holds the only writing end, whose closing ends the ranks."""
+        """Pipe whose only writing end this process holds: its closing ends the ranks."""
         names = [f"{log_name}/rank-{number}" for number in range(1, ranks)]
         self._ranks = [self._start(number, name, log_level) for number, name in enumerate(names, start=1)]
         self.memories = SharedMemories([(rank.process.pid, rank.control) for rank in self._ranks])

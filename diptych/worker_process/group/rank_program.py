@@ -2,7 +2,7 @@
 
 Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the exchange
 and the death pipe.
-Nobody else starts it. It serves no port, and a signal that asks to stop is rank 0's business.
+Only rank 0 starts it. It serves no port, and a signal that asks to stop is rank 0's business.
 """
 
 from __future__ import annotations
