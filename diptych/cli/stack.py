@@ -177,7 +177,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
 
 
 def common_parts(options: StackOptions) -> int | None:
-    """Return the fewest parts that the --tensor-parallel and --sum-parts of every role divide; None for one."""
+    """Return the fewest parts that every role's --tensor-parallel and --sum-parts divide; None for one."""
     chosen = [value for _, flag, value in options.overrides if flag in ("tensor-parallel", "sum-parts")]
     parts = math.lcm(*(int(value) or 1 for value in chosen if value.isdecimal()))
     return parts if parts > 1 else None
