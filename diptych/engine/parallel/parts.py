@@ -51,7 +51,7 @@ def deal_parts(shape: ModelShape, count: int) -> tuple[Part, ...]:
     Raises UnsupportedModel for a model that is not computed in parts, or has too little for so many.
     """
     if count > 1 and (why := why_not_in_parts(shape)) is not None:
-        raise UnsupportedModel(f"--sum-parts {count}: {why} is not computed in parts")
+        raise UnsupportedModel(f"--sum-parts {count}: not computed in parts: {why}")
     for size, what in (
         (shape.num_heads, "query heads"),
         (shape.intermediate_size, "inner numbers of a feed-forward"),

@@ -8,8 +8,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from diptych.engine.models.shape import BadModelFile, UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
+from diptych.engine.parallel_model import open_parts
 from diptych.engine.weights import gguf_file, safetensors_folder
 from diptych.engine.weights.canonical import Weights
 from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
@@ -17,6 +20,7 @@ from diptych.engine.weights.gguf_header import GgufTensor
 from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
 from diptych.engine.weights.reader import Cut
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save
+from tests.diptych.engine.weights.quantised_folders import awq, plain_folder, write
 
 
 def cut(tensor: torch.Tensor, of: object) -> torch.Tensor:
@@ -113,3 +117,22 @@ def test_no_rank_of_the_bundled_model_holds_a_tenth_more_than_its_share(
     ]
     assert max(held) <= everything / ranks * 1.1
     assert sum(held) >= everything
+
+
+def test_a_quantised_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path)
+    assert len(open_parts(folder, "fp32", 2).parts) == 2
+    quantisation = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    write(folder, quantisation, awq())
+    with pytest.raises(UnsupportedModel, match="q_proj: quantised matrices are not read in parts"):
+        open_parts(folder, "fp32", 2)
+
+
+def test_a_folder_whose_tensor_is_too_small_is_refused(tmp_path: Path) -> None:
+    folder = save(oracle_of(config_of("seed-oss")), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"][:, :-3]
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    opened = open_checkpoint(folder, "fp32")
+    with pytest.raises(BadModelFile, match=r"layers.1.mlp.down_proj.weight is .*: it has no columns"):
+        read_parts(opened, deal_parts(opened.shape, 2))
