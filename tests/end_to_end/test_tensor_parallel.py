@@ -118,6 +118,7 @@ def test_the_bundled_model_at_any_degree_is_one_process(prefill: int, decode: in
         (("--tensor-parallel", "2", "--device", "cuda"), "groups compute on CPUs so far"),
         (("--sum-parts", "2", "--kv-cache-dtype", "fp8", "--backend", "torch"), "--kv-cache-dtype fp8"),
         (("--sum-parts", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
+        (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
     ],
 )
 def test_what_does_not_work_with_groups_is_refused_by_name(

@@ -55,7 +55,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
     header = read_header(path)
     tensors = header.tensors
     factors = {
-        name: _dequantised(tensors[name]).flatten().tolist() for name in ROPE_FACTORS if name in tensors
+        name: dequantised(tensors[name]).flatten().tolist() for name in ROPE_FACTORS if name in tensors
     }
     family, shape = shape_from_header(header, factors)
     own = {*_model_names(family, shape), *ROPE_FACTORS}
@@ -100,7 +100,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
                 blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
                 if (found := blocks_in_precision(blocks, precision)) is not None:
                     return found
-        numbers = _dequantised(tensor)
+        numbers = dequantised(tensor)
         if rows is not None:
             numbers = numbers[rows]
         if stored.make is not None:
@@ -161,7 +161,7 @@ def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:
     own, order = rows_to_read(rows, cut)
     data, shape, first, columns = tensor.data, tensor.shape, 0, cut.columns
     if len(shape) == 1:
-        numbers = _dequantised(tensor)[own]
+        numbers = dequantised(tensor)[own]
     else:
         if columns is not None:
             count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
@@ -169,13 +169,14 @@ def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:
             data, first = data[:, begin * size : end * size], begin * count
             shape = (shape[0], (end - begin) * count)
         data = np.ascontiguousarray(data[own])
-        numbers = _dequantised(replace(tensor, data=data, shape=(len(data), shape[1])))
+        numbers = dequantised(replace(tensor, data=data, shape=(len(data), shape[1])))
     if order is not None:
         numbers = numbers[order]
     return numbers if columns is None else numbers[:, columns.start - first : columns.stop - first]
 
 
-def _dequantised(tensor: GgufTensor) -> torch.Tensor:
+def dequantised(tensor: GgufTensor) -> torch.Tensor:
+    """Return the numbers of a tensor in float32. Raises UnsupportedModel for a type that is not read."""
     kept = kept_format(tensor.kind)
     if kept is not None:  # the same numbers, in a tenth of the time
         rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])

@@ -66,14 +66,14 @@ class PartsDecoder:
                 return None
             normed = lead.norm(x_TH, layer.input_norm, layer.input_norm_bias)
             attended = self._sum(
-                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend)
+                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, None)
                 for decoder, attend in zip(self._decoders, attends, strict=True)
             )
             x_TH = x_TH + lead.added(attended, layer.attention_out_norm)
             if not self._shape.parallel_residual:
                 normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
             fed = self._sum(
-                decoder.feed_forward(index, decoder.layers[index], normed) for decoder in self._decoders
+                decoder.feed_forward(index, decoder.layers[index], normed, None) for decoder in self._decoders
             )
             x_TH = x_TH + lead.added(fed, layer.feed_forward_out_norm)
         x_TH = lead.norm(x_TH[last], lead.final_norm, lead.final_norm_bias)

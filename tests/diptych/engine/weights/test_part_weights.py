@@ -69,7 +69,7 @@ def test_columns_are_cut_through_blocks_of_any_size(kind: str) -> None:
     count, size = gguf.GGML_QUANT_SIZES[of]
     data = np.random.default_rng(5).integers(0, 60, (6, 768 // count * size), dtype=np.uint8)
     tensor = GgufTensor("t", (6, 768), of, data)
-    whole = gguf_file._dequantised(tensor)
+    whole = gguf_file.dequantised(tensor)
     for columns in (range(768), range(1, 2), range(255, 513), range(300, 768)):
         found = gguf_file._read_cut(tensor, torch.tensor([4, 2, 3, 5]), Cut(range(1, 3), columns))
         expected = whole[[2, 3], columns.start : columns.stop]
