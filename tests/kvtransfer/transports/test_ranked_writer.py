@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import RankedReceiver, ReceiverHooks, host_id
+from kvtransfer.transports.base import RankedReceiver, ReceiverHooks, TransportError, Welcome, host_id
+from kvtransfer.transports.fd_passing import register
 from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import allocate_pool
 from kvtransfer.transports.shared_memory import SharedMemoryReceiver
@@ -101,11 +103,13 @@ async def test_a_fence_kills_every_rank(pair: Receiving) -> None:
     assert [rank.wait() for rank in pair.ranks] == [-signal.SIGKILL] * 2
 
 
-async def test_a_ranks_token_is_no_other_process_token(pair: Receiving) -> None:
-    tokens = pair.receiver.admit_ranks(WRITER, [pair.ranks[0].pid, os.getpid()])
-    process = pair.ranks[1]
-    assert process.stdin is not None
-    process.stdin.write(f"{pair.receiver.endpoint} {tokens[0].hex()}\n")
-    process.stdin.flush()
-    assert await asyncio.to_thread(process.wait) != 0
-    assert not pair.receiver.registered(WRITER)
+async def test_a_ranks_token_is_no_other_processs_token() -> None:
+    alone = Receiving(0)
+    await alone.receiver.start()
+    tokens = alone.receiver.admit_ranks(WRITER, [os.getppid(), os.getpid()])
+    for token, refused in ((tokens[0], True), (tokens[1], False)):
+        welcome = Welcome("127.0.0.1:1", alone.receiver.endpoint, token, LAYOUT, 4)
+        with pytest.raises(TransportError) if refused else contextlib.nullcontext():
+            await register(welcome, lambda pool: HostMapping(host_id()).map(pool, LAYOUT, 4))
+    assert not alone.receiver.registered(WRITER), "the other rank has not come"
+    await alone.receiver.close()
