@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from decode_worker.local_schedule import LocalBounds
 from diptych.runtime.kv_tier_specs import parse_tiers
@@ -82,6 +82,15 @@ class DecodeSettings(WorkerSettings):
     def _tiers_are_tiers(cls, value: str) -> str:
         parse_tiers(value)
         return value
+
+    @model_validator(mode="after")
+    def _one_part_for_what_knows_no_parts(self) -> Self:
+        here = "does not go with --tensor-parallel or --sum-parts"
+        if self.speculative_tokens and self.parts > 1:
+            raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
+        if self.kv_tier and self.parts > 1:
+            raise ValueError(f"--kv-tier {self.kv_tier} {here}")
+        return self
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""

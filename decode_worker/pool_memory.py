@@ -31,6 +31,8 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
             tokens,
             context,
         )
+    if engine.group is not None:
+        engine.group.memories.share(pool.memory, pool.file())
     engine.runner.prepare_decode(pool.memory)
     return pool
 

@@ -86,6 +86,7 @@ class PrefillWorker:
             cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
             on_pull_end=self._count_pull,
             pull_mode=settings.pull_prefixes,
+            ranks=engine.group,
         )
         self._loop.requests.handoff = self._handoff
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)

@@ -1,6 +1,7 @@
 """Processes of Diptych on one machine, and their flags."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,6 +116,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "max-loras": options.max_loras,
         "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
+        "sum-parts": common_parts(options),
     }
     gateway = _spec(
         "gateway",
@@ -177,6 +179,13 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         for index, threads in enumerate(plan.decode)
     ]
     return [gateway, *decode, *prefill]
+
+
+def common_parts(options: StackOptions) -> int | None:
+    """Return the fewest parts that every role's --tensor-parallel and --sum-parts divide; None for one."""
+    chosen = [value for _, flag, value in options.overrides if flag in ("tensor-parallel", "sum-parts")]
+    parts = math.lcm(*(int(value) or 1 for value in chosen if value.isdecimal()))
+    return parts if parts > 1 else None
 
 
 def _gpu_share(options: StackOptions) -> float | None:

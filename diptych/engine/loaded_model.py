@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,8 @@ class Model:
     device: torch.device = _CPU
     why_torch: str | None = None
     """Reason, in words, why torch computes; None where another backend does, or torch was asked for."""
+    make_memory: Callable[[KVLayout, int], KVMemory] | None = None
+    """Makes the blocks of this process' own where other processes compute in them, too."""
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
@@ -47,6 +50,8 @@ class Model:
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Blocks of this process' own, where this model computes."""
+        if self.make_memory is not None:
+            return self.make_memory(layout, num_blocks)
         if self.device.type == "cpu":
             return KVMemory(layout, num_blocks)
         return KVMemory.on_device(layout, num_blocks, self.device)
@@ -89,7 +94,7 @@ def load_model(
     checkpoint = read_checkpoint(path, chosen)
     shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
     if max_context is not None:
-        shape = replace(shape, max_context=_lowered(shape.max_context, max_context))
+        shape = replace(shape, max_context=lowered_context(shape.max_context, max_context))
     if kv_cache == "fp8" and shape.latent is not None:
         raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
@@ -100,7 +105,7 @@ def load_model(
     return Model(shape, chosen, dtype, made, name, where, why)
 
 
-def _lowered(limit: int, chosen: int) -> int:
+def lowered_context(limit: int, chosen: int) -> int:
     """Return `chosen`. Raises UnsupportedModel if the model reads fewer tokens."""
     if chosen > limit:
         raise UnsupportedModel(f"a context of {chosen} tokens: the model reads {limit}")

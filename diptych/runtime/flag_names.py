@@ -23,6 +23,7 @@ SYNONYMS: Mapping[str, str] = {
     "max_num_batched_tokens": "prefill_chunk",
     "max_num_seqs": "max_batch",
     "num_gpu_blocks_override": "kv_blocks",
+    "tensor_parallel_size": "tensor_parallel",
     "kv_cache_memory": "kv_memory_mib",
     "kv_cache_memory_bytes": "kv_memory_mib",
 }

@@ -14,6 +14,9 @@ from diptych.runtime.settings import ProgramSettings, internal, setting
 MAX_THREADS = 1024
 """More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
 
+MAX_RANKS = 64
+MAX_PARTS = 1024
+
 LARGEST_GPU_BLOCK = 128
 """Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
@@ -33,6 +36,17 @@ class WorkerSettings(ProgramSettings):
     )
     backend: Literal["auto", "native", "torch", "triton"] = setting(
         "auto", "Code that computes the model; triton is for GPUs, the others for CPUs.", section="Compute"
+    )
+    tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
+        1,
+        "Processes of this worker, each of which computes its share of every layer and holds those weights.",
+        section="Parallelism",
+    )
+    sum_parts: Annotated[int, Field(ge=0, le=MAX_PARTS)] = setting(
+        0,
+        "Parts in which products are added, the same for all workers and a multiple of each one's "
+        "--tensor-parallel; 0 takes --tensor-parallel.",
+        section="Parallelism",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "auto",
@@ -80,6 +94,11 @@ class WorkerSettings(ProgramSettings):
     )
 
     @property
+    def parts(self) -> int:
+        """Parts in which this worker adds products."""
+        return self.sum_parts or self.tensor_parallel
+
+    @property
     def step_pacing(self) -> tuple[float, float]:
         """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
         return 1.0, 1.0
@@ -94,6 +113,8 @@ class WorkerSettings(ProgramSettings):
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
         """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
+        if (why := next(_faults_in_parts(self), None)) is not None:
+            raise ValueError(why)
         device_type = self.device.partition(":")[0]
         if device_type != "auto" and (why := why_not_together(self, device_type)) is not None:
             raise ValueError(why)
@@ -103,6 +124,23 @@ class WorkerSettings(ProgramSettings):
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
     """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
     return next(_faults_on_cpu(settings) if device_type == "cpu" else _faults_on_gpu(settings), None)
+
+
+def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
+    parts, ranks = settings.parts, settings.tensor_parallel
+    if parts % ranks:
+        yield f"--sum-parts {parts} is no multiple of --tensor-parallel {ranks}"
+    if parts == 1:
+        return
+    flag = f"--tensor-parallel {ranks}" if ranks > 1 else f"--sum-parts {parts}"
+    if settings.backend in ("native", "triton"):
+        yield f"--backend {settings.backend} does not compute with {flag}: only torch does"
+    if settings.quantization != "auto":
+        yield f"--quantization {settings.quantization} is not computed with {flag}"
+    if settings.kv_cache_dtype != "auto":
+        yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if ranks > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
+        yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
 
 
 def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
@@ -122,6 +160,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
+    if settings.parts > 1:
+        yield f"--tensor-parallel, --sum-parts {settings.parts}: groups compute on CPUs so far, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

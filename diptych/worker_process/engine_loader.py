@@ -28,6 +28,8 @@ from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features
 from diptych.worker_process.config import WorkerSettings, why_not_together
+from diptych.worker_process.group.load import load_in_parts
+from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
@@ -44,6 +46,10 @@ class LoadedEngine:
     layout: KVLayout
     digest: str
     dtype: str
+    parts: int = 1
+    """Parts in which products are added."""
+    group: RankGroup | None = None
+    """The other processes of this worker that compute; None where it is alone."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -59,16 +65,22 @@ class LoadedEngine:
             num_kv_heads=self.layout.num_kv_heads,
             head_dim=self.layout.head_dim,
             hash_version=HASH_VERSION,
-            tensor_parallel=1,
+            tensor_parallel=1 if self.group is None else self.group.size,
+            sum_parts=self.parts,
         )
 
 
 async def load_engine(settings: WorkerSettings) -> LoadedEngine:
     """Load the model and run its self-test, off the event loop: it takes seconds. Raises SelfTestFailed."""
-    return await asyncio.to_thread(_load, settings)
+    group = None
+    if settings.tensor_parallel > 1:
+        group = RankGroup(
+            settings.tensor_parallel, f"{settings.program}/{settings.worker_id}", settings.log_level
+        )
+    return await asyncio.to_thread(_load, settings, group)
 
 
-def _load(settings: WorkerSettings) -> LoadedEngine:
+def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     take_long_turns()  # inherited by the threads that the first step starts, which compute later ones too
     started = time.monotonic()
     device = choose_device(settings.device)
@@ -81,14 +93,17 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
-    model = load_model(
-        path,
-        dtype,
-        backend=settings.backend,
-        device=device,
-        kv_cache=settings.kv_cache_dtype,
-        max_context=settings.max_model_len,
-    )
+    if settings.parts > 1:
+        model = load_in_parts(settings, path, dtype, device, group)
+    else:
+        model = load_model(
+            path,
+            dtype,
+            backend=settings.backend,
+            device=device,
+            kv_cache=settings.kv_cache_dtype,
+            max_context=settings.max_model_len,
+        )
     cpu = CpuPolicy(
         model.backend,
         settings.threads,
@@ -99,7 +114,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     )
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
-    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
+    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, settings.parts, group)
     run_self_test(runner, layout)
     log.info(
         "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
@@ -122,7 +137,7 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
         return settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
-        native=settings.backend != "torch" and native_step_works(),
+        native=settings.parts == 1 and settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=device.type == "cuda" or settings.backend == "triton",
         file_bytes=weight_bytes(path),

@@ -152,7 +152,7 @@ class WorkerServer:
             model_name=model_names(self._settings.model_path, self._settings.model_name).name,
             dtype=fingerprint.dtype,
             kv_dtype=fingerprint.kv_dtype,
-            kv_layout=fingerprint.kv_layout,
+            kv_layout=fingerprint.cache_layout,
             block_size=fingerprint.block_size,
             max_context=self._engine.model.shape.max_context,
             total_blocks=self._spec.total_blocks,

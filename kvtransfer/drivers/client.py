@@ -25,7 +25,7 @@ from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgre
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, gpu_uuid
+from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -56,6 +56,7 @@ class HandoffClient:
         pull_mode: rule by which cached prefixes are pulled.
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
+        ranks: the other processes of this worker that compute, where it is a group.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class HandoffClient:
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
+        ranks: WriterRanks | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._ranks = device, ranks
         self._stall_s = stall_s
         self._writer_id = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
@@ -146,7 +148,12 @@ class HandoffClient:
         if self._closed:
             raise HandoffDenied(_PEER_LOST, "this worker is closing")
         link = await PeerLink.connect(
-            address, self._writer_id, self._fingerprint, self._transports, gpu_uuid(self._device)
+            address,
+            self._writer_id,
+            self._fingerprint,
+            self._transports,
+            gpu_uuid(self._device),
+            () if self._ranks is None else self._ranks.pids,
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -193,7 +200,7 @@ class HandoffClient:
             if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
                 mapped = peer.memory
-                memory = mapped if mapped is not None else await registry.map_pool(welcome, self._device)
+                memory = mapped if mapped is not None else await self._map_pool(welcome, hello.rank_tokens)
                 copying = None
             else:
                 await peer.wait_quiesced()
@@ -214,6 +221,13 @@ class HandoffClient:
             progress=progress,
         )
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
+
+    async def _map_pool(self, welcome: Welcome, rank_tokens: Sequence[bytes]) -> KVMemory:
+        """Map the decode worker's pool in all processes that compute. Raises TransportError."""
+        memory = await registry.map_pool(welcome, self._device)
+        if self._ranks is not None:
+            await self._ranks.map_pool(memory, welcome, rank_tokens)
+        return memory
 
     def flush_prefix_cache(self) -> int:
         """Remove the cached prefixes of scratch, not held blocks; return the number of keys that went."""

@@ -1,7 +1,8 @@
 """Handshake of two workers: model and KV layout must be equal, then a transport is chosen.
 
-Both sides check the fingerprint; a difference is refused with the field's name. No field can be converted by
-index arithmetic yet, so every one must be equal.
+Both sides check the fingerprint; a difference is refused with the field's name. Every field must be equal but
+one: the ranks of a worker all write, or read, their heads of blocks that hold all heads, so that the degrees
+are free.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import pull_mapped
-from kvtransfer.transports.base import Locality, ReceivingTransport
+from kvtransfer.transports.base import Locality, RankedReceiver, ReceivingTransport
 from kvtransfer.transports.pull_frames import PullServer
 from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED
+
+_FREE = frozenset({"tensor_parallel"})
+"""Fields in which two workers may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,14 @@ class Fingerprint:
     hash_version: int
     """Version of the hash that makes block keys."""
     tensor_parallel: int = 1
+    """Ranks of the worker; two workers may differ in it."""
+    sum_parts: int = 1
+    """Parts in which products are added: other parts are other bits."""
+
+    @property
+    def cache_layout(self) -> str:
+        """Name of all by which gateways keep caches apart beside model, types and block size."""
+        return self.kv_layout if self.sum_parts == 1 else f"{self.kv_layout}+parts-{self.sum_parts}"
 
     def to_proto(self) -> handoff_pb2.Fingerprint:
         """Return the message for a hello or welcome."""
@@ -43,16 +55,27 @@ class Fingerprint:
 
     @classmethod
     def from_proto(cls, message: handoff_pb2.Fingerprint) -> Fingerprint:
-        """Read a peer's fingerprint; absent fields are empty or zero and so will not match."""
-        return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+        """Read a peer's fingerprint; absent fields are empty or zero and so will not match.
+
+        A peer of the release before says nothing of parts: it has one.
+        """
+        found = {f.name: getattr(message, f.name) for f in fields(cls)}
+        return cls(**{**found, "sum_parts": message.sum_parts or 1})
 
 
 def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
     """Return the name of the first field in which the two differ, None if blocks can be exchanged."""
     for field in fields(Fingerprint):
-        if getattr(a, field.name) != getattr(b, field.name):
+        if field.name not in _FREE and getattr(a, field.name) != getattr(b, field.name):
             return field.name
     return None
+
+
+def _admit(transport: ReceivingTransport, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+    """Let a writer register; return a token for each of its processes that has to, its own first."""
+    if len(pids) > 1 and isinstance(transport, RankedReceiver):
+        return transport.admit_ranks(writer, pids)
+    return [transport.admit(writer, pids[0])]
 
 
 def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
@@ -101,6 +124,7 @@ class Handshake:
         """
         writer = WriterId(hello.worker_id, hello.incarnation)
         pulls = self._pulls if transport.name in PULLS_FRAMES else None
+        token, *rank_tokens = _admit(transport, writer, [hello.pid, *hello.rank_pids])
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,
@@ -108,7 +132,8 @@ class Handshake:
                 fingerprint=self._fingerprint.to_proto(),
                 transport=transport.name,
                 endpoint=transport.endpoint,
-                token=transport.admit(writer, hello.pid),
+                token=token,
+                rank_tokens=rank_tokens,
                 num_blocks=self._num_blocks,
                 pull_endpoint=_pull_endpoint(transport, pulls),
                 pull_token=b"" if pulls is None else pulls.admit(writer),

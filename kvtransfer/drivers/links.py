@@ -44,11 +44,13 @@ class PeerLink:
         fingerprint: Fingerprint,
         transports: Sequence[str],
         device: str = "",
+        rank_pids: Sequence[int] = (),
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
         Args:
             device: UUID of the GPU that holds this worker's blocks, empty for host memory.
+            rank_pids: processes of this worker that write blocks, beside this one.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -61,6 +63,7 @@ class PeerLink:
             transports=transports,
             host_id=host_id(),
             device=device,
+            rank_pids=rank_pids,
         )
         stream = await _open_stream(address)
         try:

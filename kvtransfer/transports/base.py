@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -92,6 +92,18 @@ class ReceivingTransport(Protocol):
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
+        ...
+
+
+@runtime_checkable
+class RankedReceiver(ReceivingTransport, Protocol):
+    """A receiving end whose writers may be several processes, each of which writes.
+
+    Such a writer has registered when all of them have, and `dead` is reported when none of them is left.
+    """
+
+    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+        """Let these processes register as one writer; return the token of each."""
         ...
 
 
@@ -178,6 +190,22 @@ class Welcome:
     pull_endpoint: str = ""
     """Address where the cached prefix of grants can be read; empty where it cannot."""
     pull_token: bytes = b""
+
+
+class WriterRanks(Protocol):
+    """The processes of a prefill worker beside the one that holds its links: they compute, and so write."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process ids, in the order of the ranks."""
+        ...
+
+    async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
+        """Have each of them register with its token, and map the pool that is `memory` here.
+
+        They unmap it when `memory` is dropped. Raises TransportError.
+        """
+        ...
 
 
 def host_id() -> str:

@@ -6,7 +6,8 @@
     decode  → "registered"
 
 The socket, which leaves no file behind, is closed then. From here on only the death of the process proves
-that it stopped writing.
+that it stopped writing. A writer may be several processes, the ranks of a group: each registers with a token
+of its own, and only the death of all of them proves that the writer stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,7 +53,9 @@ class PoolFdSocket:
         self._listener: socket.socket | None = None
         self._path = f"diptych-{secrets.token_hex(16)}"
         self._admitted: dict[bytes, _Admission] = {}
-        self._writers: dict[WriterId, WriterProcess] = {}
+        self._writers: dict[WriterId, dict[int, WriterProcess]] = {}
+        """Processes of each writer that map the pool, by pid."""
+        self._expected: dict[WriterId, frozenset[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -70,25 +73,29 @@ class PoolFdSocket:
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
         """Let the process `pid` register as `writer`; return the token."""
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        return self.admit_ranks(writer, [pid])[0]
+
+    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+        """Let the processes `pids` register as `writer`, all of them; return the token of each."""
         for old in [t for t, admission in self._admitted.items() if admission.writer == writer]:
             del self._admitted[old]
-        self._admitted[token] = _Admission(writer, pid)
-        return token
+        self._expected[writer] = frozenset(pids)
+        tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in pids]
+        self._admitted.update((t, _Admission(writer, pid)) for t, pid in zip(tokens, pids, strict=True))
+        return tokens
 
     def registered(self, writer: WriterId) -> bool:
-        """Return True if this writer maps the pool, as far as this process knows."""
-        return writer in self._writers
+        """Return True if all processes of this writer map the pool, as far as this process knows."""
+        return writer in self._writers and self._expected[writer] <= self._writers[writer].keys()
 
     def fence(self, writer: WriterId) -> None:
-        """Kill the process; `dead` follows."""
-        process = self._writers.get(writer)
-        if process is None:
-            return
-        try:
-            process.kill()
-        except (ValueError, OSError) as error:
-            _log.error("cannot fence prefill worker %s (pid %d): %s", writer.worker_id, process.pid, error)
+        """Kill the writer's processes; `dead` follows."""
+        for process in list(self._writers.get(writer, {}).values()):
+            try:
+                process.kill()
+            except (ValueError, OSError) as error:
+                name = writer.worker_id
+                _log.error("cannot fence prefill worker %s (pid %d): %s", name, process.pid, error)
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
@@ -99,8 +106,9 @@ class PoolFdSocket:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self._writers.values():
-            process.close()
+        for processes in self._writers.values():
+            for process in processes.values():
+                process.close()
         self._writers.clear()
 
     def _accept(self) -> None:
@@ -148,14 +156,18 @@ class PoolFdSocket:
         raise TransportError("an unknown token")
 
     def _keep(self, writer: WriterId, process: WriterProcess) -> None:
-        earlier = self._writers.pop(writer, None)
+        processes = self._writers.setdefault(writer, {})
+        earlier = processes.pop(process.pid, None)
         if earlier is not None:
             earlier.close()  # the same process again: the hello's pid was checked both times
-        self._writers[writer] = process
+        processes[process.pid] = process
 
         def dead() -> None:
-            del self._writers[writer]
-            self._dead(writer)
+            del processes[process.pid]
+            if not processes:
+                del self._writers[writer]
+                self._expected.pop(writer, None)
+                self._dead(writer)
 
         process.watch(dead)
 
@@ -166,10 +178,11 @@ async def register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
     `mapped` is called with the exported pool off the event loop. The file descriptors are closed on return.
     Raises TransportError.
     """
-    return await asyncio.to_thread(_register, welcome, mapped)
+    return await asyncio.to_thread(register_blocking, welcome, mapped)
 
 
-def _register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
+def register_blocking(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
+    """Register as `register` does, on the calling thread. Raises TransportError."""
     if not welcome.endpoint.startswith("@"):
         raise TransportError("the endpoint of the decode worker's pool is not an abstract socket")
     with contextlib.ExitStack() as stack:

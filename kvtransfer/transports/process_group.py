@@ -67,14 +67,16 @@ def listen_for_store(host: str) -> tuple[socket.socket, int]:
     return listener, int(listener.getsockname()[1])
 
 
-def open_store(host: str, port: int, listener: socket.socket | None) -> c10d.Store:
+def open_store(
+    host: str, port: int, listener: socket.socket | None, timeout_s: float = BUILD_S
+) -> c10d.Store:
     """Serve the group's store over `listener`, or join it where that is None. Raises TransportError."""
     try:
         store: c10d.Store = distributed.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             is_master=listener is not None,
-            timeout=timedelta(seconds=BUILD_S),
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )

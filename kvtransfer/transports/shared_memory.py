@@ -6,6 +6,8 @@ is `cuda_shared`, between workers on that same GPU: the pool is passed as an IPC
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, Welcome
@@ -44,12 +46,16 @@ class SharedMemoryReceiver:
         """Let the process `pid` register as `writer`; return the token."""
         return self._socket.admit(writer, pid)
 
+    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+        """Let these processes register as one writer; return the token of each."""
+        return self._socket.admit_ranks(writer, pids)
+
     def registered(self, writer: WriterId) -> bool:
         """Return True if this writer maps the pool, as far as this process knows."""
         return self._socket.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
-        """Kill the process; `dead` follows."""
+        """Kill the writer's processes; `dead` follows."""
         self._socket.fence(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:

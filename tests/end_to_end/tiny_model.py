@@ -20,10 +20,11 @@ from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folde
 CONTEXT = 768
 
 
-def write(folder: Path, added: Sequence[str] = ()) -> Path:
+def write(folder: Path, added: Sequence[str] = (), **sizes: int) -> Path:
     """A Hugging Face folder. The end of sequence is likely enough to occur in short answers.
 
-    `added` are more tokens, control tokens if they begin as those of gpt-oss or Mistral do.
+    `sizes` are fields of the config with other values. `added` are more tokens, control tokens if they begin
+    as those of gpt-oss or Mistral do.
     """
     tokenizer = byte_level(vocab_size=320)
     for text in added:
@@ -31,18 +32,19 @@ def write(folder: Path, added: Sequence[str] = ()) -> Path:
         tokenizer.add_tokens([AddedToken(text, special=special, normalized=False)])
     write_folder(folder, tokenizer)
     torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size() + 8,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.token_to_id("<s>"),
-        eos_token_id=tokenizer.token_to_id("</s>"),
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size() + 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.2,
+        "bos_token_id": tokenizer.token_to_id("<s>"),
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+    }
+    config = LlamaConfig(**fields | sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

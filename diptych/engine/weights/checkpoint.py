@@ -8,6 +8,7 @@ from diptych.engine.dtype import Precision
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import Checkpoint
 from diptych.engine.weights.gguf_parts import all_parts
+from diptych.engine.weights.reader import OpenCheckpoint
 
 
 def is_quantised(path: Path) -> bool:
@@ -49,14 +50,19 @@ def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:
 
     Raises FileNotFoundError, UnsupportedModel or BadModelFile.
     """
-    if path.is_dir():
-        from diptych.engine.weights.safetensors_folder import read_folder
+    return open_checkpoint(path, precision).read_all()
 
-        return read_folder(path, precision)
+
+def open_checkpoint(path: Path, precision: Precision) -> OpenCheckpoint:
+    """Open such a file or folder, to be read in parts. Raises as `read_checkpoint` does."""
+    if path.is_dir():
+        from diptych.engine.weights.safetensors_folder import open_folder
+
+        return open_folder(path, precision)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
     if path.suffix.lower() != ".gguf":
         raise UnsupportedModel(f"{path.name}: a model is a .gguf file or a folder with config.json")
-    from diptych.engine.weights.gguf_file import read_gguf
+    from diptych.engine.weights.gguf_file import open_gguf
 
-    return read_gguf(path, precision)
+    return open_gguf(path, precision)

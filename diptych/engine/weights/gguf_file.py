@@ -20,10 +20,11 @@ from diptych.engine.weights.block_quantised import (
     kept_together,
     multiplied_together,
 )
-from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
+from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
-from diptych.engine.weights.rows import rows_of
+from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read
+from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.kquants import KQUANT_BYTES
 from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
@@ -47,8 +48,10 @@ def has_kept_kquants(path: Path) -> bool:
     return any(kept_format(tensor.kind) in KQUANT_BYTES for tensor in layers)
 
 
-def read_gguf(path: Path, precision: Precision) -> Checkpoint:
-    """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
+def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
+    """Open a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile, as its reader
+    does.
+    """
     header = read_header(path)
     tensors = header.tensors
     factors = {
@@ -83,9 +86,13 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
         tensor, expert = find(name), place(name).expert
         return tensor if expert is None else _of_expert(tensor, expert)
 
-    def read(name: str) -> Matrix:
+    def read(name: str, cut: Cut = WHOLE) -> Matrix:
         tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
+        if cut != WHOLE:
+            if precision not in PLAIN or stored.make is not None or stored.plus or stored.expert is not None:
+                raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
+            return in_precision(name, _read_cut(tensor, rows, cut), precision, float32=stored.float32)
         if precision not in PLAIN and is_matrix(name) and stored.make is None:
             kept = kept_as(name)
             if kept is not None:
@@ -103,7 +110,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
         return in_precision(name, numbers, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not shape.tied_embeddings or precision not in PLAIN
-    return Checkpoint(shape, assemble(shape, read, own_head=own_head))
+    return OpenCheckpoint(shape, read, own_head)
 
 
 def _layers_behind(family: GgufFamily, header: GgufHeader, shape: ModelShape) -> tuple[str, ...]:
@@ -146,6 +153,26 @@ def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
     if expert >= tensor.shape[0]:
         raise BadModelFile(f"tensor {tensor.name} has {tensor.shape[0]} experts")
     return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
+
+
+def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:
+    """Return the numbers of a part of a matrix; of rows that are cut, only the blocks around it are read."""
+    check_columns(tensor.name, tensor.shape, cut)
+    own, order = rows_to_read(rows, cut)
+    data, shape, first, columns = tensor.data, tensor.shape, 0, cut.columns
+    if len(shape) == 1:
+        numbers = dequantised(tensor)[own]
+    else:
+        if columns is not None:
+            count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
+            begin, end = columns.start // count, -(-columns.stop // count)
+            data, first = data[:, begin * size : end * size], begin * count
+            shape = (shape[0], (end - begin) * count)
+        data = np.ascontiguousarray(data[own])
+        numbers = dequantised(replace(tensor, data=data, shape=(len(data), shape[1])))
+    if order is not None:
+        numbers = numbers[order]
+    return numbers if columns is None else numbers[:, columns.start - first : columns.stop - first]
 
 
 def dequantised(tensor: GgufTensor) -> torch.Tensor:

@@ -22,10 +22,11 @@ from diptych.engine.weights.block_quantised import (
     is_matrix,
     multiplied_together,
 )
-from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble, layer_shapes
+from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
 from diptych.engine.weights.quantised import Codes, Scheme, Tensors, scheme_of
+from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
@@ -45,9 +46,9 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in _weight_files(folder) if path.exists())
 
 
-def read_folder(folder: Path, precision: Precision) -> Checkpoint:
-    """Read a model folder. Raises UnsupportedModel or BadModelFile; only safetensors are read, never a
-    pickle.
+def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
+    """Open a model folder. Raises UnsupportedModel or BadModelFile, as its reader does; only safetensors are
+    read, never a pickle.
     """
     config = read_config(folder)
     scheme = scheme_of(config)
@@ -66,13 +67,16 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     refuse_unexpected_tensors(filter(places.only_shape_decides, names), shape, _LAYER_PREFIX, family.layer)
     matrices = _Matrices(tensors, scheme, precision, places, tied=tied)
 
-    def read(name: str) -> Matrix:
-        if is_matrix(name) and (quantised := matrices.read(name)) is not None:
+    def read(name: str, cut: Cut = WHOLE) -> Matrix:
+        if is_matrix(name) and (quantised := matrices.read(name, cut)) is not None:
             return quantised
         stored = places.of("embed" if name == "head" and tied else name)
-        tensor = _of_expert(tensors, stored).read(stored.name)
-        if (rows := places.rows(name, stored, tensor)) is not None:
-            tensor = tensor[rows]
+        if cut == WHOLE:
+            tensor = _of_expert(tensors, stored).read(stored.name)
+            if (rows := places.rows(name, stored, tuple(tensor.shape))) is not None:
+                tensor = tensor[rows]
+        else:
+            tensor = _read_cut(tensors, places, name, stored, cut)
         if stored.make is not None:
             tensor = stored.make(tensor, _field(name), shape)
         if stored.plus:
@@ -80,8 +84,7 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         return in_precision(name, tensor, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not tied or precision not in PLAIN
-    weights = assemble(shape, read, own_head=own_head)
-    return Checkpoint(shape, weights, read_kv_scales(shape, tensors.has, tensors.read))
+    return OpenCheckpoint(shape, read, own_head, read_kv_scales(shape, tensors.has, tensors.read))
 
 
 _LAYER_PREFIX = "model.layers."
@@ -149,9 +152,8 @@ class _Places:
         known = dict(layer_shapes(self.shape, int(name.split(".", 2)[1])))
         return [other for other in multiplied_together(name) if _field(other) in known]
 
-    def rows(self, name: str, stored: Stored, tensor: torch.Tensor | Codes) -> Rows:
-        """Return the rows of the file's tensor that are the canonical one."""
-        size = tuple(tensor.codes.shape if isinstance(tensor, Codes) else tensor.shape)
+    def rows(self, name: str, stored: Stored, size: tuple[int, ...]) -> Rows:
+        """Return the rows of the file's tensor, of `size`, that are the canonical one."""
         return rows_of(stored, name, self.shape, size, interleaved=self._family.interleaved)
 
     def only_shape_decides(self, name: str) -> bool:
@@ -196,16 +198,19 @@ class _Matrices:
         self._tensors, self._scheme, self._precision = tensors, scheme, precision
         self._places, self._shape, self._tied = places, places.shape, tied
 
-    def read(self, name: str) -> Matrix | None:
+    def read(self, name: str, cut: Cut = WHOLE) -> Matrix | None:
         """Read a matrix as the precision stores it; None if it is not quantised."""
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
         stored, matrix = self._places.of(name), self._places.matrix(name)
+        if cut != WHOLE:
+            raise UnsupportedModel(f"{matrix}: quantised matrices are not read in parts")
         try:
             found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
-        if (rows := self._places.rows(name, stored, found)) is not None:
+        size = tuple(found.codes.shape if isinstance(found, Codes) else found.shape)
+        if (rows := self._places.rows(name, stored, size)) is not None:
             found = found.rows(rows) if isinstance(found, Codes) else found[rows]
         if stored.make is not None:
             if isinstance(found, Codes):
@@ -267,11 +272,26 @@ class _TensorFiles:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Return a tensor, or `expert`'s part of one of all experts. Raises BadModelFile."""
+    def size(self, name: str) -> tuple[int, ...]:
+        """Return the size of a tensor, from the header alone. Raises BadModelFile."""
+        handle, stored = self._found(name)
+        return tuple(handle.get_slice(stored).get_shape())
+
+    def read_slice(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Return these rows, and columns of them where there are such; no other bytes are read."""
+        handle, stored = self._found(name)
+        part = handle.get_slice(stored)
+        found: torch.Tensor = part[rows] if len(part.get_shape()) == 1 else part[rows, columns]
+        return found
+
+    def _found(self, name: str) -> tuple[Any, str]:
         if name not in self._files:
             raise BadModelFile(f"tensor {name} is missing")
-        handle, stored = self._files[name]
+        return self._files[name]
+
+    def read(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor, or `expert`'s part of one of all experts. Raises BadModelFile."""
+        handle, stored = self._found(name)
         if expert is None:
             tensor: torch.Tensor = handle.get_tensor(stored)
             return tensor
@@ -299,6 +319,18 @@ class _OfExpert:
 def _of_expert(tensors: _TensorFiles, stored: Stored) -> Tensors:
     """Return the tensors that `stored` is read from."""
     return tensors if stored.expert is None else _OfExpert(tensors, stored.expert)
+
+
+def _read_cut(tensors: _TensorFiles, places: _Places, name: str, stored: Stored, cut: Cut) -> torch.Tensor:
+    """Read a part of a canonical tensor. Raises UnsupportedModel if the file's is not the canonical one."""
+    if stored.make is not None or stored.expert is not None:
+        raise UnsupportedModel(f"tensor {stored.name} is not read in parts")
+    size = tensors.size(stored.name)
+    check_columns(stored.name, size, cut)
+    rows, order = rows_to_read(places.rows(name, stored, size), cut)
+    columns = slice(None) if cut.columns is None else slice(cut.columns.start, cut.columns.stop)
+    tensor = tensors.read_slice(stored.name, rows, columns)
+    return tensor if order is None else tensor[order]
 
 
 def _name_of_text(stored: str) -> str | None:

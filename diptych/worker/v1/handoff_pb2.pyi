@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel")
+    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel", "sum_parts")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class Fingerprint(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     HASH_VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    SUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     dtype: str
     kv_dtype: str
@@ -29,7 +30,8 @@ class Fingerprint(_message.Message):
     head_dim: int
     hash_version: int
     tensor_parallel: int
-    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+    sum_parts: int
+    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., sum_parts: _Optional[int] = ...) -> None: ...
 
 class GrantId(_message.Message):
     __slots__ = ("id", "slot", "generation")
@@ -74,7 +76,7 @@ class HandoffServiceLinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., forgotten: _Optional[_Union[PrefixForgotten, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device")
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +84,7 @@ class HandoffHello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
@@ -89,10 +92,11 @@ class HandoffHello(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
     device: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten")
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "rank_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +107,7 @@ class HandoffWelcome(_message.Message):
     PULL_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     PULL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    RANK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     fingerprint: Fingerprint
@@ -113,7 +118,8 @@ class HandoffWelcome(_message.Message):
     pull_endpoint: str
     pull_token: bytes
     forgotten: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ...) -> None: ...
+    rank_tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ..., rank_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GrantAsk(_message.Message):
     __slots__ = ("id",)

@@ -101,6 +101,19 @@ def test_an_override_reaches_its_role_only_and_wins() -> None:
     assert flag(made["prefill-0"], "max-batch") is None
 
 
+def test_all_workers_get_the_fewest_parts_that_their_degrees_divide() -> None:
+    degrees = (("prefill", "tensor-parallel", "2"), ("decode", "tensor-parallel", "3"))
+    for overrides, parts in (
+        (degrees, "6"),
+        ((*degrees, ("decode", "sum-parts", "12")), "12"),
+        ((("decode", "tensor-parallel", "1"),), None),
+        ((), None),
+    ):
+        made = specs(StackOptions(overrides=overrides))
+        assert [flag(made[name], "sum-parts") for name in ("prefill-0", "decode-0")] == [parts, parts]
+        assert flag(made["gateway"], "sum-parts") is None
+
+
 def test_an_override_turns_switches_on_and_off() -> None:
     overrides = (parse_override("gateway.reuse-port=false"), parse_override("decode.insecure=TRUE"))
     made = specs(StackOptions(model_name="true", overrides=overrides))

@@ -49,12 +49,28 @@ def test_choose_transport_names_every_obstacle():
     assert said == "transports (nccl: its blocks must be on a GPU; shared_memory: on another host)"
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint)])
+FREE = "tensor_parallel"
+"""The only field in which two workers may differ."""
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint) if field.name != FREE])
 def test_incompatible_field_names_the_difference(field):
     value = getattr(FINGERPRINT, field)
     other = replace(FINGERPRINT, **{field: value + ("x" if isinstance(value, str) else 1)})
     assert incompatible_field(FINGERPRINT, other) == field
     assert incompatible_field(Fingerprint.from_proto(other.to_proto()), other) is None
+
+
+def test_degrees_may_differ_and_a_peer_that_names_no_parts_has_one():
+    assert incompatible_field(FINGERPRINT, replace(FINGERPRINT, tensor_parallel=3)) is None
+    message = FINGERPRINT.to_proto()
+    message.ClearField("sum_parts")
+    assert Fingerprint.from_proto(message) == FINGERPRINT
+
+
+def test_parts_keep_caches_apart():
+    assert FINGERPRINT.cache_layout == FINGERPRINT.kv_layout
+    assert replace(FINGERPRINT, sum_parts=6).cache_layout == f"{FINGERPRINT.kv_layout}+parts-6"
 
 
 def test_fingerprint_has_every_field_of_the_wire():

@@ -62,7 +62,7 @@ class TorchBackend:
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
         with torch.inference_mode():
-            tokens, positions, last = (numbers.to(self._device) for numbers in _flatten(sequences))
+            tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups: list[Chunk | Decodes] = group_rows(sequences)
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def on_device(record: Any, device: torch.device) -> Any:
     return record
 
 
-def _flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens and positions of all sequences in a row, and the indices of the tokens after which logits are
     wanted.
     """

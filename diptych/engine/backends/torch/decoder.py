@@ -51,12 +51,12 @@ class Decoder:
         self.shape = shape
         self._embed = weights.embed
         # Quantised products give float32, and all that lies between them stays so.
-        self._dtype = weights.embed.dtype if weights.storage == "dense" else torch.float32
+        self.dtype = weights.embed.dtype if weights.storage == "dense" else torch.float32
         self._linear = _LINEAR[weights.storage]
-        self._layers = [fuse(layer) for layer in weights.layers]
+        self.layers = [fuse(layer) for layer in weights.layers]
         self._latents = [self._latents_of(layer) for layer in weights.layers]
         self._experts = [self._experts_of(layer.experts) for layer in weights.layers]
-        self._final_norm, self._final_norm_bias = weights.final_norm, weights.final_norm_bias
+        self.final_norm, self.final_norm_bias = weights.final_norm, weights.final_norm_bias
         self._head = dense(weights.output_matrix())
 
     def forward(
@@ -73,32 +73,38 @@ class Decoder:
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
         it says no. `adapters` are those of rows that have one.
         """
-        angles = self._angles(positions)
-        growth = self._growth(positions)
-        x_TH = functional.embedding(tokens, self._embed).to(self._dtype)
-        if self.shape.embedding_scale != 1.0:
-            # Rounded like the residual, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
-            x_TH = x_TH * torch.tensor(self.shape.embedding_scale, dtype=self._dtype)
-        for index, layer in enumerate(self._layers):
+        angles = self.angles(positions)
+        growth = self.growth(positions)
+        x_TH = self.scaled(functional.embedding(tokens, self._embed))
+        for index, layer in enumerate(self.layers):
             if not wanted():
                 return None
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
-        x_TH = self._norm(x_TH[last], self._final_norm, self._final_norm_bias)
-        return self._logits(x_TH)
+        x_TH = self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
+        return self.logits(x_TH)
 
-    def _angles(self, positions: torch.Tensor) -> Angles:
+    def scaled(self, embedded_TH: torch.Tensor) -> torch.Tensor:
+        """Return embeddings as they enter the residual."""
+        x_TH = embedded_TH.to(self.dtype)
+        if self.shape.embedding_scale == 1.0:
+            return x_TH
+        # Rounded like the residual, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+        return x_TH * torch.tensor(self.shape.embedding_scale, dtype=self.dtype)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """Return cos and sin of each rotation at `positions [T]`."""
         tables = (
             (number, cos_sin(self.shape, number, positions)) for number in range(len(self.shape.rotations))
         )
-        return {number: (cos.to(self._dtype), sin.to(self._dtype)) for number, (cos, sin) in tables}
+        return {number: (cos.to(self.dtype), sin.to(self.dtype)) for number, (cos, sin) in tables}
 
-    def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
+    def growth(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Return the factor of each token's queries, `[T, 1, 1]`; None if it is 1 for all."""
         growth = self.shape.query_growth
         if growth is None or not self.shape.grows_queries:
             return None
         factors = 1 + growth.beta * torch.log(1 + torch.floor(positions / growth.length))
-        return factors.to(self._dtype)[:, None, None]
+        return factors.to(self.dtype)[:, None, None]
 
     def _layer(
         self,
@@ -110,20 +116,20 @@ class Decoder:
         attend: Attend,
         adapters: StepAdapters | None,
     ) -> torch.Tensor:
-        normed = self._norm(x_TH, layer.input_norm, layer.input_norm_bias)
-        attended = self._attention(index, layer, normed, angles, growth, attend, adapters)
-        x_TH = x_TH + self._added(attended, layer.attention_out_norm)
+        normed = self.norm(x_TH, layer.input_norm, layer.input_norm_bias)
+        attended = self.attention(index, layer, normed, angles, growth, attend, adapters)
+        x_TH = x_TH + self.added(attended, layer.attention_out_norm)
         if not self.shape.parallel_residual:
-            normed = self._norm(x_TH, layer.post_norm, layer.post_norm_bias)
-        fed = self._feed_forward(index, layer, normed, adapters)
-        return x_TH + self._added(fed, layer.feed_forward_out_norm)
+            normed = self.norm(x_TH, layer.post_norm, layer.post_norm_bias)
+        fed = self.feed_forward(index, layer, normed, adapters)
+        return x_TH + self.added(fed, layer.feed_forward_out_norm)
 
-    def _added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return what a sublayer with this output adds to the residual."""
-        normed = self._norm(output, norm, None)
+        normed = self.norm(output, norm, None)
         return normed if self.shape.residual_scale == 1.0 else normed * self.shape.residual_scale
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `x` normalised, or as it is where the layer has no such norm."""
         if weight is None:
             return x
@@ -131,7 +137,7 @@ class Decoder:
             return layer_norm(x, weight, bias, self.shape.rms_eps)
         return rms_norm(x, weight, self.shape.rms_eps)
 
-    def _attention(
+    def attention(
         self,
         index: int,
         layer: FusedLayer,
@@ -141,6 +147,7 @@ class Decoder:
         attend: Attend,
         adapters: StepAdapters | None,
     ) -> torch.Tensor:
+        """Return what attention gives for `normed [T, H]`, before its norm: `[T, H]`."""
         shape, latents = self.shape, self._latents[index]
         if latents is not None:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
@@ -175,9 +182,10 @@ class Decoder:
             return rms_norm(x.flatten(1), weight, self.shape.rms_eps).view(x.shape)
         return rms_norm(x, weight, self.shape.rms_eps)
 
-    def _feed_forward(
+    def feed_forward(
         self, index: int, layer: FusedLayer, normed: torch.Tensor, adapters: StepAdapters | None
     ) -> torch.Tensor:
+        """Return what the feed-forward gives for `normed [T, H]`, before its norm: `[T, H]`."""
         shape, experts = self.shape, self._experts[index]
         if experts is not None:
             return experts(normed)
@@ -202,7 +210,8 @@ class Decoder:
         gate = partial(gated, self.shape.activation, limit=experts.clamp)
         return ExpertFeedForward(experts, weights, self._linear, dense, gate)
 
-    def _logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits `[T, vocab]` of normed hidden rows."""
         shape = self.shape
         logits = self._linear(x_TH, self._head).float()
         if shape.logit_scale != 1.0:

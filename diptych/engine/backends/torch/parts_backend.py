@@ -1,0 +1,98 @@
+"""The torch backend of one rank of a group, or of one process that computes all parts by itself.
+
+Ranks of one host map the same KV memory, and each reads and writes the KV heads of its own parts. Where two
+ranks have a part each of one KV head, both write the same bytes to the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diptych.engine.backends.torch.backend import flatten, on_device
+from diptych.engine.backends.torch.decoder import Attend
+from diptych.engine.backends.torch.parts_decoder import PartsDecoder
+from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.communicator import Communicator
+from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.weights import Weights
+
+
+class PartsBackend:
+    """Executes a rank's parts of steps; every rank of a group must be given the same steps in one order."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parts: Sequence[Part],
+        weights: Sequence[Weights],
+        communicator: Communicator,
+        *,
+        stop_word: StopWord,
+        threads: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Prepare the decoder of the parts that `communicator.rank` computes, whose `weights` these are.
+
+        Every step has `threads` cores: with others a library might add in another order.
+        """
+        self._shape, self._threads = shape, threads
+        self._device, self.stop_word = torch.device(device), stop_word
+        weights = [on_device(own, self._device) for own in weights]
+        self._decoder = PartsDecoder(shape, parts, weights, communicator)
+        self._rules = [
+            [
+                ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
+                for index, layer in enumerate(own.layers)
+            ]
+            for own in weights
+        ]
+
+    def set_threads(self, threads: int) -> None:
+        """Use the cores of every step in torch calls from the calling thread, whatever `threads` says."""
+        torch.set_num_threads(self._threads)
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`. On rank 0, which alone has an `abort` and whose logits alone count.
+
+        The words are read between layers to end a step that no sequence wants any more. Else a sequence that
+        is aborted is written to the end of the step, and its rows are NaN.
+        """
+        with torch.inference_mode():
+            tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
+            attends = [
+                _attention(group_rows(sequences, None, slice(part.kv_heads.start, part.kv_heads.stop)), rules)
+                for part, rules in zip(self._decoder.own, self._rules, strict=True)
+            ]
+
+            def wanted(layer: int) -> bool:
+                if abort is not None and abort.all_aborted():
+                    self.stop_word.stop_before(layer + 1)
+                return not self.stop_word.stops(layer)
+
+            logits = self._decoder.forward(tokens, positions, last, attends, wanted)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
+            if logits is None:
+                return torch.full((len(last), self._shape.vocab_size), torch.nan)
+            logits = logits.cpu()
+            if abort is not None:
+                owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
+                logits[[abort.is_aborted(i) for i in owners]] = torch.nan
+            return logits
+
+
+def _attention(groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:
+    """Return the attention of one part over the step's groups."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(q)
+        for group in groups:
+            group.attend(layer, rules[layer], q, k, v, mixed, None)
+        return mixed
+
+    return attend

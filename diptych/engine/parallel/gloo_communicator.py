@@ -1,0 +1,57 @@
+"""The exchange of ranks on CPUs other than x86-64: torch.distributed's Gloo, over TCP on the loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from diptych.engine.parallel.communicator import GroupBroken
+
+BUILD_S = 300.0
+"""Seconds that ranks wait for one another at the start, when each imports torch on a busy machine."""
+EXCHANGE_S = 300.0
+"""Seconds that a rank waits for a slower one within a step: a decode worker's peers give up as late."""
+
+
+class GlooCommunicator:
+    """A rank's end of a Gloo group, made of the backend's own class and not of torch's default group."""
+
+    def __init__(self, store: c10d.Store, rank: int, ranks: int, host: str = "127.0.0.1") -> None:
+        """Join the group at `store`; returns when all ranks have. Raises GroupBroken."""
+        self.rank, self.ranks = rank, ranks
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=BUILD_S)
+        options._threads = 1
+        try:
+            self._group: Any = c10d.ProcessGroupGloo(store, rank, ranks, options)
+        except RuntimeError as error:
+            raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        everything = own.new_empty((self.ranks, *own.shape))
+        _finish(lambda: self._group.allgather([list(everything.unbind(0))], [own.contiguous()]))
+        return everything
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor | None:
+        """See `Communicator.gather`."""
+        options = c10d.GatherOptions()
+        options.rootRank = 0
+        if self.rank != 0:
+            _finish(lambda: self._group.gather([], [own.contiguous()], options))
+            return None
+        everything = own.new_empty((self.ranks, *own.shape))
+        _finish(lambda: self._group.gather([list(everything.unbind(0))], [own.contiguous()], options))
+        return everything
+
+
+def _finish(start: Callable[[], c10d.Work]) -> None:
+    try:
+        start().wait(timedelta(seconds=EXCHANGE_S))
+    except RuntimeError as error:
+        raise GroupBroken(f"a rank did not answer: {str(error).strip().splitlines()[0]}") from error

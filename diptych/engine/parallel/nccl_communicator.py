@@ -1,0 +1,50 @@
+"""The exchange of ranks that compute on GPUs, one device a rank: torch.distributed's NCCL.
+
+Written against torch's documentation. No machine with two GPUs was at hand: it has never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.gloo_communicator import BUILD_S
+
+
+class NcclCommunicator:
+    """A rank's end of an NCCL group. Its calls are queued on the device's current stream, as products are."""
+
+    def __init__(self, store: c10d.Store, rank: int, ranks: int, device: torch.device) -> None:
+        """Join the group at `store` with `device`. Raises GroupBroken."""
+        self.rank, self.ranks = rank, ranks
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=BUILD_S)
+        try:
+            with torch.cuda.device(device):
+                self._group: Any = c10d.ProcessGroupNCCL(store, rank, ranks, options)
+        except RuntimeError as error:
+            raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        everything = own.new_empty((self.ranks, *own.shape))
+        _queue(lambda: self._group.allgather([list(everything.unbind(0))], [own.contiguous()]))
+        return everything
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor | None:
+        """See `Communicator.gather`."""
+        everything = self.all_gather(own)  # NCCL has no gather of its own
+        return everything if self.rank == 0 else None
+
+
+def _queue(start: Callable[[], c10d.Work]) -> None:
+    """Queue an exchange, after which the stream waits and the host does not."""
+    try:
+        start().wait()
+    except RuntimeError as error:
+        raise GroupBroken(f"a rank did not answer: {str(error).strip().splitlines()[0]}") from error

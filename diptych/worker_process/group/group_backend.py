@@ -1,0 +1,39 @@
+"""The backend of rank 0: every step is computed by all ranks of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diptych.engine.backends.torch.parts_backend import PartsBackend
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.parallel.step_plan import make_plan
+from diptych.worker_process.group.rank_group import RankGroup
+
+
+class GroupBackend:
+    """Executes steps with the other ranks: sends the plan, computes `own` parts, waits for the rest.
+
+    A step ends when every rank has said that it writes no more. So what rank 0 then promises of its blocks
+    (Pushed, Commit, Stopped) it promises for all ranks.
+    """
+
+    def __init__(self, own: PartsBackend, group: RankGroup) -> None:
+        self._own, self._group = own, group
+
+    def set_threads(self, threads: int) -> None:
+        """See `PartsBackend.set_threads`; the other ranks have their cores from the start."""
+        self._own.set_threads(threads)
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`. An error within a step ends the process: the ranks are out of step then."""
+        plan = make_plan(sequences, self._group.memories.number_of)
+        self._group.stop_word.reset()
+        try:
+            self._group.begin_step(plan)
+            logits = self._own.forward(sequences, abort)
+            self._group.end_step()
+        except Exception as error:
+            self._group.fail(error)
+        return logits

@@ -1,0 +1,137 @@
+"""The program of ranks 1 and up: load a share of the model, then compute it in every step of rank 0's.
+
+Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the exchange
+and the death pipe.
+Only rank 0 starts it. It serves no port, and a signal that asks to stop is rank 0's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from os import close
+from typing import Any
+
+import torch
+
+from diptych.engine.backends.torch.parts_backend import PartsBackend
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.gloo_communicator import BUILD_S
+from diptych.engine.parallel.step_plan import follow_plan
+from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel_model import LoadedParts, join_group, load_parts, open_parts
+from diptych.runtime.nonblocking_stderr import NonblockingStream
+from diptych.runtime.process import OneLineFormatter, leave, watch_parent
+from diptych.worker_process.group.orders import (
+    DropMemory,
+    MapFile,
+    Order,
+    RankFailed,
+    RankReady,
+    RegisterPool,
+    StartRank,
+)
+from kvtransfer.transports.base import TransportError, host_id
+from kvtransfer.transports.fd_passing import register_blocking
+from kvtransfer.transports.memory_mapping import HostMapping
+from kvtransfer.transports.pool_memory import map_pool
+from kvtransfer.transports.process_group import open_store
+
+_log = logging.getLogger(__name__)
+
+
+class Memories:
+    """KV memories by number, mapped and dropped as rank 0 orders on a thread of its own."""
+
+    def __init__(self, control: Connection[Any, Any]) -> None:
+        self._control = control
+        self.mapped: dict[int, KVMemory] = {}
+
+    def serve(self) -> None:
+        """Carry out orders until rank 0 is gone, which ends the process."""
+        try:
+            while True:
+                order: Order = self._control.recv()
+                if isinstance(order, DropMemory):
+                    self.mapped.pop(order.number, None)
+                else:
+                    self._control.send(self._carry_out(order))
+        except (OSError, EOFError):
+            leave(1)
+
+    def _carry_out(self, order: Order) -> RankFailed | None:
+        try:
+            match order:
+                case MapFile(number, layout, num_blocks):
+                    fd = recv_handle(self._control)
+                    self.mapped[number] = map_pool(fd, layout, num_blocks)
+                    close(fd)
+                case RegisterPool(number, welcome):
+                    self.mapped[number] = register_blocking(
+                        welcome,
+                        lambda pool: HostMapping(host_id()).map(pool, welcome.layout, welcome.num_blocks),
+                    )
+        except (OSError, ValueError, TransportError) as error:
+            return RankFailed(str(error))
+        return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve as one rank until rank 0 is gone."""
+    name, log_level, *descriptors = argv
+    plans_fd, control_fd, stop_fd, exchange_fd, death_fd = map(int, descriptors)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    watch_parent(death_fd)
+    program, _, worker = name.partition("/")
+    handler = logging.StreamHandler(NonblockingStream(sys.stderr))
+    handler.setFormatter(OneLineFormatter(program, worker))
+    logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+    control: Connection[Any, Any] = Connection(control_fd)
+    plans: Connection[Any, Any] = Connection(plans_fd)
+    try:
+        loaded = _load(control.recv(), StopWord(stop_fd), exchange_fd)
+    except Exception as error:
+        _log.exception("this rank cannot start")
+        control.send(RankFailed(str(error) or repr(error)))
+        control.recv()  # rank 0 says why, and ends
+        raise
+    control.send(RankReady(loaded.weight_bytes))
+    memories = Memories(control)
+    threading.Thread(target=memories.serve, name="memories", daemon=True).start()
+    try:
+        _compute(plans, loaded.backend, memories)
+    except (OSError, EOFError):
+        leave(0)  # rank 0 is gone
+    except Exception:
+        _log.exception("a step failed: the group ends")
+        leave(1)
+
+
+def _load(order: StartRank, stop_word: StopWord, exchange_fd: int) -> LoadedParts:
+    torch.set_num_threads(order.threads)
+    model = open_parts(order.model, order.precision, order.parts, order.max_context)
+    device = torch.device(order.device)
+    communicator = join_group(
+        order.rank,
+        order.ranks,
+        exchange_fd,
+        lambda: open_store("127.0.0.1", order.store_port, None, BUILD_S),
+        device,
+    )
+    return load_parts(model, communicator, stop_word, order.threads, device)
+
+
+def _compute(plans: Connection[Any, Any], backend: PartsBackend, memories: Memories) -> None:
+    while True:
+        backend.forward(follow_plan(plans.recv(), memories.mapped), None)
+        plans.send_bytes(b"")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

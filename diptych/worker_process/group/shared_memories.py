@@ -1,0 +1,103 @@
+"""The KV memories that all ranks map, by the number that plans name them with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.communicator import GroupBroken
+from diptych.worker_process.group.orders import DropMemory, MapFile, RankFailed, RegisterPool
+from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.pool_memory import allocate_pool
+
+
+class SharedMemories:
+    """Memories of rank 0 that the other ranks have mapped, until rank 0 drops them. Any thread may call."""
+
+    def __init__(self, controls: Sequence[tuple[int, Connection[Any, Any]]]) -> None:
+        """Take pid and control pipe of each other rank."""
+        self._controls = controls
+        self._lock = threading.Lock()
+        self._numbers: weakref.WeakKeyDictionary[KVMemory, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()
+        self._dropped: deque[int] = deque()
+
+    def number_of(self, memory: KVMemory) -> int:
+        """Return the number of a memory. Raises KeyError for one that is not shared."""
+        return self._numbers[memory]
+
+    def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
+        """Allocate zeroed blocks that all ranks map. Raises OSError, GroupBroken."""
+        made = allocate_pool(layout, num_blocks)
+        try:
+            self.share(made.memory, made.file())
+        finally:
+            os.close(made.file())  # the mappings keep the memory
+        return made.memory
+
+    def share(self, memory: KVMemory, fd: int) -> None:
+        """Have the ranks map `memory`, the blocks of the file `fd`. Raises GroupBroken."""
+
+        def order(number: int, at: int) -> None:
+            pid, control = self._controls[at]
+            control.send(MapFile(number, memory.layout, memory.num_blocks))
+            send_handle(control, fd, pid)
+
+        if why := self._map_everywhere(memory, order):
+            raise GroupBroken(why)
+
+    def register(self, memory: KVMemory, welcomes: Sequence[Welcome]) -> None:
+        """Have each rank register with a decode worker by its own welcome, and map the pool that is `memory`.
+
+        Raises TransportError.
+        """
+
+        def order(number: int, at: int) -> None:
+            self._controls[at][1].send(RegisterPool(number, welcomes[at]))
+
+        if len(welcomes) != len(self._controls):
+            raise TransportError("the decode worker does not let every rank of this worker register")
+        if why := self._map_everywhere(memory, order):
+            raise TransportError(why)
+
+    def _map_everywhere(self, memory: KVMemory, order: Callable[[int, int], None]) -> str | None:
+        """Send an order to map `memory` to each rank; return why one could not."""
+        number = next(self._next)
+        try:
+            with self._lock:
+                for at in range(len(self._controls)):
+                    order(number, at)
+                answers = [control.recv() for _, control in self._controls]
+        except (OSError, EOFError) as error:
+            return f"a rank is gone: {error!r}"
+        finally:
+            self._flush()
+        self._numbers[memory] = number
+        weakref.finalize(memory, self._drop, number).atexit = False
+        return next((answer.why for answer in answers if isinstance(answer, RankFailed)), None)
+
+    def _drop(self, number: int) -> None:
+        """Have the ranks unmap a memory that was collected here, on whatever thread and at whatever point."""
+        self._dropped.append(number)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what was dropped; the holder of the lock does it where another thread is sending."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    number = self._dropped.popleft()
+                    for _, control in self._controls:
+                        control.send(DropMemory(number))
+            except OSError:
+                return  # a rank is gone, and this process with it
+            finally:
+                self._lock.release()

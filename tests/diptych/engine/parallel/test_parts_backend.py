@@ -1,0 +1,176 @@
+"""The parts of a model give what the whole gives, and every degree the same bits.
+
+Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.parts import deal_parts
+from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.weights.checkpoint import open_checkpoint
+from diptych.engine.weights.reader import OpenCheckpoint
+from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of
+
+EXACT = 1e-4
+"""Largest difference of a logit in float32."""
+SAMPLE = frozenset({"gemma2", "seed-oss", "starcoder2", "phi3-longrope", "cohere2", "granite"})
+"""Cases of every kind of switch that parts meet: caps, norms, biases, fused matrices, one norm for both."""
+IN_PARTS = sorted(name for name in CASES if not name.startswith("olmo"))
+TEXT, GREEDY = 70, 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
+    """Six query heads, three KV heads."""
+    folder = save(oracle_of(config_of("smollm3")), tmp_path_factory.mktemp("m"))
+    return open_checkpoint(folder, "fp32")
+
+
+def whole(opened: OpenCheckpoint, text: list[int]) -> torch.Tensor:
+    """The logits of a text by the backend that knows no parts."""
+    backend = TorchBackend(opened.shape, opened.read_all().weights)
+    step = SequenceStep(memory_of(opened.shape), range(8), 0, text, True, len(text))
+    return backend.forward([step], None)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in IN_PARTS]
+)
+def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
+    case: str, tmp_path: Path
+) -> None:
+    """Two parts (3 KV heads: uneven), and six (two to a KV head)."""
+    opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
+    expected = whole(opened, text)
+    for parts, degrees in ((2, (1, 2)), (6, (1, 2, 3, 6))):
+        found = {}
+        for ranks in degrees:
+            group = ThreadGroup(opened, parts, ranks)
+            memory = group.memory()
+            found[ranks] = (group.step(memory, 0, text, len(text)), memory.data.clone())
+        logits, kept = found[1]
+        assert (logits - expected).abs().max() < EXACT
+        for ranks in degrees[1:]:
+            assert torch.equal(found[ranks][0], logits), (parts, ranks)
+            assert torch.equal(found[ranks][1], kept), (parts, ranks)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (3, 1), (2, 3), (6, 2)])
+def test_any_degree_goes_on_from_the_blocks_of_any_other(
+    llama: OpenCheckpoint, tmp_path: Path, prefill: int, decode: int, dtype: str
+) -> None:
+    text = text_of(TEXT)
+    if dtype == "bf16":
+        folder = save(oracle_of(config_of("smollm3")), tmp_path)
+        llama = open_checkpoint(folder, "bf16")
+    alone = ThreadGroup(llama, 6, 1)
+    kept = memory_of(llama.shape, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    alone.step(kept, 0, text[:-1])
+    pool = KVMemory(kept.layout, kept.num_blocks)
+    ThreadGroup(llama, 6, prefill).step(pool, 0, text[:-1])
+    assert torch.equal(pool.data, kept.data)
+    expected = alone.decode(kept, text, GREEDY)
+    found = ThreadGroup(llama, 6, decode).decode(pool, text, GREEDY)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_a_rank_writes_its_heads_of_every_block_and_no_others(llama: OpenCheckpoint, ranks: int) -> None:
+    """Each rank has a memory of its own here: what it wrote is the common pool, cut by index."""
+    text = text_of(TEXT)
+    pool = memory_of(llama.shape)
+    ThreadGroup(llama, 6, 1).step(pool, 0, text)
+    group = ThreadGroup(llama, 6, ranks)
+    own = [group.memory() for _ in range(ranks)]
+    group.step(own, 0, text)
+    for rank, memory in enumerate(own):
+        parts = group.parts[rank * 6 // ranks : (rank + 1) * 6 // ranks]
+        heads = slice(parts[0].kv_heads.start, parts[-1].kv_heads.stop)
+        assert torch.equal(memory.data[:, :, :, heads], pool.data[:, :, :, heads])
+        rest = [head for head in range(llama.shape.num_kv_heads) if not heads.start <= head < heads.stop]
+        assert not memory.data[:, :, :, rest].any()
+
+
+def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:
+    """The control: parts that read the next KV head of the blocks give other logits and other tokens."""
+    text = text_of(TEXT)
+    right = deal_parts(llama.shape, 3)
+    shifted = [replace(part, kv_heads=right[(at + 1) % 3].kv_heads) for at, part in enumerate(right)]
+    pool = memory_of(llama.shape)
+    ThreadGroup(llama, 3, 3).step(pool, 0, text[:-1])
+    expected = ThreadGroup(llama, 3, 1).decode(pool, text, GREEDY)
+    found = ThreadGroup(llama, 3, 3, dealt=shifted).decode(pool, text, GREEDY)
+    assert found[0] != expected[0]
+    assert (found[1] - expected[1]).abs().max() > 1e-2
+
+
+def test_parts_that_are_added_in_another_order_give_other_bits(llama: OpenCheckpoint) -> None:
+    """The control of the bits: other parts are another sum."""
+    text = text_of(TEXT)
+    two, three = (ThreadGroup(llama, n, 1) for n in (2, 3))
+    first, second = (group.step(group.memory(), 0, text) for group in (two, three))
+    assert (first - second).abs().max() < EXACT
+    assert not torch.equal(first, second)
+
+
+def test_rows_of_several_sequences_are_those_of_each_alone(llama: OpenCheckpoint) -> None:
+    group = ThreadGroup(llama, 3, 1)
+    memory = group.memory(16)
+    texts = [text_of(40, seed=1), text_of(25, seed=2)]
+    tables = [range(4), range(4, 8)]
+    steps = [SequenceStep(memory, t, 0, text, True) for t, text in zip(tables, texts, strict=True)]
+    together = group.backends[0].forward(steps, None)
+    apart = [group.step(group.memory(), 0, text)[0] for text in texts]
+    assert (together - torch.stack(apart)).abs().max() < EXACT
+
+
+def test_an_aborted_step_ends_within_a_layer_and_one_row_of_two_is_no_number(llama: OpenCheckpoint) -> None:
+    group = ThreadGroup(llama, 2, 1)
+    memory = group.memory(16)
+    steps = [SequenceStep(memory, range(at, at + 4), 0, text_of(20), True) for at in (0, 4)]
+    words = AbortWords(2)
+    words.abort(1)
+    logits = group.backends[0].forward(steps, words)
+    assert torch.isfinite(logits[0]).all()
+    assert logits[1].isnan().all()
+    words.abort(0)
+    before = memory.data[8:].clone()
+    later = [SequenceStep(memory, range(at, at + 4), 0, text_of(20), True) for at in (8, 12)]
+    assert group.backends[0].forward(later, words).isnan().all()
+    assert memory.data[8:, 0].any(), "the first layer was begun"
+    assert torch.equal(memory.data[8:, 1:], before[:, 1:])
+
+
+def test_ranks_see_the_word_before_the_same_layer() -> None:
+    fd = StopWord.file()
+    ours, theirs = StopWord(fd), StopWord(fd)
+    ours.reset()
+    assert not theirs.stops(1000)
+    ours.stop_before(4)
+    ours.stop_before(5)
+    assert not theirs.stops(3)
+    assert theirs.stops(4)
+    assert theirs.stops(5)
+    ours.reset()
+    assert not theirs.stops(5)

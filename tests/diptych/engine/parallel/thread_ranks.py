@@ -1,0 +1,112 @@
+"""Ranks as threads of this process: the exchange of a group without its processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from diptych.engine.backends.torch.parts_backend import PartsBackend
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.communicator import Alone, Communicator
+from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.weights.part_weights import read_parts
+from diptych.engine.weights.reader import OpenCheckpoint
+
+BLOCK = 16
+
+
+class Meeting:
+    """Where the threads of a group leave their tensors for one another."""
+
+    def __init__(self, ranks: int) -> None:
+        self.left: list[torch.Tensor | None] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+
+class ThreadCommunicator:
+    """One thread's end of a group."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank, self.ranks = rank, len(meeting.left)
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        self._meeting.left[self.rank] = own
+        self._meeting.barrier.wait()
+        everything = torch.stack([one for one in self._meeting.left if one is not None])
+        self._meeting.barrier.wait()
+        return everything
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor | None:
+        everything = self.all_gather(own)
+        return everything if self.rank == 0 else None
+
+
+class ThreadGroup:
+    """The backends of a group's ranks; each step is computed by all."""
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        parts: int,
+        ranks: int,
+        *,
+        dealt: Sequence[Part] | None = None,
+        same_weights: bool = True,
+    ) -> None:
+        """Deal a model; `dealt` are other parts than those that it should have, for controls."""
+        self.shape: ModelShape = opened.shape
+        self.right = deal_parts(opened.shape, parts)
+        self.parts = self.right if dealt is None else tuple(dealt)
+        meeting, self.stop_word = Meeting(ranks), StopWord()
+        self.backends = []
+        for rank in range(ranks):
+            communicator: Communicator = ThreadCommunicator(meeting, rank) if ranks > 1 else Alone()
+            own = parts_of_rank(parts, rank, ranks)
+            weights = read_parts(opened, [(self.right if same_weights else self.parts)[one] for one in own])
+            backend = PartsBackend(
+                opened.shape, self.parts, weights, communicator, stop_word=self.stop_word, threads=1
+            )
+            self.backends.append(backend)
+
+    def memory(self, blocks: int = 8) -> KVMemory:
+        """Blocks with all heads."""
+        return memory_of(self.shape, blocks)
+
+    def step(
+        self, memories: KVMemory | Sequence[KVMemory], start: int, tokens: Sequence[int], trailing: int = 1
+    ) -> torch.Tensor:
+        """Compute a chunk in one memory, or each rank in its own; return rank 0's logits."""
+        chosen = [memories] * len(self.backends) if isinstance(memories, KVMemory) else memories
+        self.stop_word.reset()
+        with ThreadPoolExecutor(len(self.backends)) as threads:
+            logits = list(
+                threads.map(
+                    lambda backend, memory: backend.forward(
+                        [SequenceStep(memory, range(8), start, tokens, True, trailing)], None
+                    ),
+                    self.backends,
+                    chosen,
+                )
+            )
+        return logits[0]
+
+    def decode(self, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+        """Go on greedily after a text whose last token is not computed; return tokens and all logits."""
+        found, logits, last = [], [], text[-1]
+        for at in range(len(text) - 1, len(text) - 1 + tokens):
+            logits.append(self.step(memory, at, [last])[-1])
+            last = int(logits[-1].argmax())
+            found.append(last)
+        return found, torch.stack(logits)
+
+
+def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVMemory:
+    """Blocks with all heads of a model."""
+    return KVMemory(KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype), blocks)
