@@ -10,7 +10,7 @@ import torch
 
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, given_embeddings
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 
@@ -68,7 +68,8 @@ class TorchBackend:
                     groups[:] = group_rows(sequences, abort)
                 return True
 
-            logits = self._decoder.forward(tokens, positions, last, attend, wanted)
+            given = given_embeddings(sequences)
+            logits = self._decoder.forward(tokens, positions, last, attend, wanted, given)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:

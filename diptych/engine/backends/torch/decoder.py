@@ -65,11 +65,13 @@ class Decoder:
         last: torch.Tensor,
         attend: Attend,
         wanted: Callable[[], bool],
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no.
+        it says no. `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair;
+        they are not scaled.
         """
         angles = self._angles(positions)
         growth = self._growth(positions)
@@ -77,6 +79,8 @@ class Decoder:
         if self.shape.embedding_scale != 1.0:
             # Rounded like the residual, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
             x_TH = x_TH * torch.tensor(self.shape.embedding_scale, dtype=self._dtype)
+        if given is not None:
+            x_TH[given[0].to(x_TH.device)] = given[1].to(x_TH)
         for index, layer in enumerate(self._layers):
             if not wanted():
                 return None
