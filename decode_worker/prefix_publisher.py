@@ -45,9 +45,7 @@ class PrefixPublisher:
         tokens = [*prompt[done * size : full * size], *output[start:end]]
         parent = keys[-1] if done else b""
         images, at = attempt.images, done * size
-        for key in block_keys(
-            attempt.cache_namespace, tokens, size, parent=parent, images=images, start=at
-        ):
+        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent, images=images, start=at):
             self._pool.insert(block_ids[len(keys)], key, parent)
             keys.append(key)
             parent = key

@@ -1,8 +1,9 @@
 """How a model with images wants them: tiles, sizes, normalisation and placeholder, read from its folder.
 
-The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below both.
-Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM) and LLaVA; what of them
-is not computed is refused by the field's name. Data and plain functions: imports nothing of Diptych.
+The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below
+both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM) and LLaVA;
+what of them is not computed is refused by the field's name. Data and plain functions: imports nothing of
+Diptych.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class ImageSpec:
     rows_per_tile: int
     """Tokens, and rows of embeddings, of a tile."""
     token: str
-    """Text of the token that stands for an image in the chat template, and for each of its rows in the prompt."""
+    """Text of the token that stands for an image in the chat template, and for each of its rows in the
+    prompt.
+    """
     token_id: int
     resample: int
     """Filter of a resize, as Pillow numbers them."""
@@ -60,7 +63,8 @@ class ImageSpec:
 
 
 def image_spec(folder: Path) -> ImageSpec | None:
-    """Return how the model in `folder` wants images; None for a model of text, or one whose images are not read.
+    """Return how the model in `folder` wants images; None for a model of text, or one whose images are not
+    read.
 
     Raises UnreadableImages for a family whose images are read, with fields that are not.
     """
@@ -72,9 +76,13 @@ def image_spec(folder: Path) -> ImageSpec | None:
         return None
     processor = _object(folder / "processor_config.json")
     inner = processor.get("image_processor")
-    fields = _Fields(inner) if isinstance(inner, dict) else _Fields(_object(folder / "preprocessor_config.json"))
+    fields = (
+        _Fields(inner) if isinstance(inner, dict) else _Fields(_object(folder / "preprocessor_config.json"))
+    )
     if not fields.values:
-        raise UnreadableImages(f"{folder} has no preprocessor_config.json, which says how images are prepared")
+        raise UnreadableImages(
+            f"{folder} has no preprocessor_config.json, which says how images are prepared"
+        )
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")
@@ -87,7 +95,9 @@ def _idefics3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     patch = _size(vision, "patch_size", 32)
     side = edge // patch
     if edge % patch or side % scale:
-        raise UnreadableImages(f"preprocessor_config.json: max_image_size {edge} is no whole number of patches")
+        raise UnreadableImages(
+            f"preprocessor_config.json: max_image_size {edge} is no whole number of patches"
+        )
     return ImageSpec(
         family="idefics3",
         tile=(edge, edge),
@@ -121,7 +131,9 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
         tile=tile,
         rows_per_tile=(edge // patch) ** 2 + (strategy == "full"),
         token="<image>",
-        token_id=_size(config, "image_token_id" if "image_token_id" in config else "image_token_index", 32000),
+        token_id=_size(
+            config, "image_token_id" if "image_token_id" in config else "image_token_index", 32000
+        ),
         resize_to=resize_to,
         shortest_edge=0 if exact else fields.edge("size", "shortest_edge", 224),
         pads=fields.values.get("do_pad") is True,
@@ -140,7 +152,9 @@ class _Fields:
         size = self.values.get(name)
         value = size.get(edge, default) if isinstance(size, dict) else size if size is not None else default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST_EDGE:
-            raise UnreadableImages(f"preprocessor_config.json: {name}.{edge} must be 1 to {_MOST_EDGE} pixels")
+            raise UnreadableImages(
+                f"preprocessor_config.json: {name}.{edge} must be 1 to {_MOST_EDGE} pixels"
+            )
         return value
 
     def shared(self, resample: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:

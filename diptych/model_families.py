@@ -166,7 +166,15 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     )
     | dict.fromkeys(
         (
-            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mllama", "llava_next", "llava_onevision"),
+            *(
+                "qwen2_vl",
+                "qwen2_5_vl",
+                "qwen3_vl",
+                "qwen3_vl_moe",
+                "mllama",
+                "llava_next",
+                "llava_onevision",
+            ),
             *("paligemma", "idefics2", "internvl", "gemma3n", "kimi_vl", "glm4v", "glm4v_moe", "llama4"),
         ),
         _IMAGES,

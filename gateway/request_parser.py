@@ -10,6 +10,8 @@ from functools import partial
 from diptych.runtime.errors import DeadlineExceeded
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
+from gateway.images.intake import ImageIntake
+from gateway.model.images import PreparedImage
 from gateway.model.served_model import ServedModel
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.parsed_request import ParsedRequest
@@ -29,9 +31,11 @@ class RequestParser:
         tokenizer_pool: TokenizerPool,
         tokens: ResumeTokens,
         clock: Callable[[], float],
+        images: ImageIntake,
         *,
         lenient_json_schema: bool = False,
     ) -> None:
+        self._images = images
         self._model = model
         self._lenient_json_schema = lenient_json_schema
         self._tokenizer_pool = tokenizer_pool
@@ -40,8 +44,9 @@ class RequestParser:
         self._grammars = GrammarCheck()
 
     async def close(self) -> None:
-        """Stop the process that compiles grammars; no call may be running."""
+        """Stop the processes that compile grammars and decode images; no call may be running."""
         await self._grammars.close()
+        await self._images.close()
 
     async def parse(
         self, message: pb.GenerateRequest, call: Call, record: RequestTelemetry, limit: int
@@ -51,8 +56,9 @@ class RequestParser:
         ``limit``: of prompt and output together, in tokens. Times go into ``record``.
         """
         started = self._clock()
-        parse = partial(self._parse, message, call, token_limit=limit)
         async with _deadline(call, started):
+            images = await self._images.prepare(message.chat, call.caller.tenant)
+            parse = partial(self._parse, message, call, token_limit=limit, images=images)
             request = await self._tokenizer_pool.run(message, call.caller.tenant, parse)
         record.tokenized = (started, self._clock())
         record.model = request.model
@@ -73,7 +79,9 @@ class RequestParser:
         finally:
             record.grammar_checked = (started, self._clock())
 
-    def _parse(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
+    def _parse(
+        self, message: pb.GenerateRequest, call: Call, *, token_limit: int, images: tuple[PreparedImage, ...]
+    ) -> ParsedRequest:
         """Parse ``message``; with a resume token, as it was resolved when its stream began."""
         parse = partial(
             parse_request,
@@ -81,6 +89,7 @@ class RequestParser:
             self._model,
             header_request_id=call.header_request_id,
             token_limit=token_limit,
+            images=images,
             lenient_json_schema=self._lenient_json_schema,
         )
         if not message.resume_token:

@@ -31,6 +31,7 @@ from prefill_worker.scheduler import Prompt
 
 if TYPE_CHECKING:
     from prefill_worker.gateway_stream import GatewayStream
+    from prefill_worker.request_images import RequestImages
 
 
 class State(enum.Enum):
@@ -82,6 +83,7 @@ class PrefillRequest:
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
     wanted: set[int] = field(init=False)  # choices that are not cancelled
     grammar: GrammarState | None = None  # after the tokens delivered so far; None until it is compiled
+    images: RequestImages | None = None
     granted: GrantedBlocks | None = None
     begun: float | None = None  # its first step
     computed: int = 0
@@ -121,7 +123,13 @@ class PrefillRequest:
     @property
     def computable(self) -> bool:
         """True if a step may compute a chunk of it."""
-        return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
+        return (
+            self.state is State.GRANTED
+            and self.stop is None
+            and self.remaining > 0
+            and self.compiled
+            and (self.images is None or self.images.ready(self.computed))
+        )
 
     @property
     def remaining(self) -> int:

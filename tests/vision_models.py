@@ -111,7 +111,9 @@ def _write_idefics3(folder: Path) -> Path:
     _shaken(Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
     fast = _save(folder, tokenizer, IDEFICS3_TEMPLATE)
     processor = Idefics3ImageProcessorPil(size={"longest_edge": 108}, max_image_size={"longest_edge": 36})
-    Idefics3Processor(processor, fast, image_seq_len=9, chat_template=IDEFICS3_TEMPLATE).save_pretrained(folder)
+    Idefics3Processor(processor, fast, image_seq_len=9, chat_template=IDEFICS3_TEMPLATE).save_pretrained(
+        folder
+    )
     return folder
 
 

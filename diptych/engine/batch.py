@@ -92,8 +92,8 @@ class BatchError(ValueError):
 def given_embeddings(
     sequences: Sequence[SequenceStep], begins: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the places (int64 `[rows]`) in the step's flat list of tokens that have embeddings of their own, and
-    these `[rows, hidden]`; None without any.
+    """Return the places (int64 `[rows]`) in the step's flat list of tokens that have embeddings of their own,
+    and these `[rows, hidden]`; None without any.
 
     `begins` are the places of the sequences' first tokens; by default they follow one another.
     """
@@ -101,7 +101,11 @@ def given_embeddings(
         return None
     if begins is None:
         begins = [0, *accumulate(len(step.token_ids) for step in sequences)]
-    given = [(begin + one.at, one.rows) for begin, step in zip(begins, sequences, strict=False) for one in step.embeddings]
+    given = [
+        (begin + one.at, one.rows)
+        for begin, step in zip(begins, sequences, strict=False)
+        for one in step.embeddings
+    ]
     places = [torch.arange(begin, begin + len(rows)) for begin, rows in given]
     return torch.cat(places), torch.cat([rows for _, rows in given])
 

@@ -1,8 +1,9 @@
 """The rows of an image in a prompt, and the digests by which gateway and workers tell images apart.
 
-An image is decoded and resized in the gateway to `Pixels`: tiles of equal size. Their digest has two steps. The
-first is of the pixels alone and is made once; the second is keyed by the namespace of the request's block hashes,
-which holds the server's secret, tenant, salt and model: two tenants' digests of one image have nothing in common.
+An image is decoded and resized in the gateway to `Pixels`: tiles of equal size. Their digest has two steps.
+The first is of the pixels alone and is made once; the second is keyed by the namespace of the request's block
+hashes, which holds the server's secret, tenant, salt and model: two tenants' digests of one image have
+nothing in common.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
+from diptych.engine.vision.encoder import ImageEncoder
+from diptych.engine.vision.registry import load_encoder
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
@@ -44,6 +46,8 @@ class LoadedEngine:
     layout: KVLayout
     digest: str
     dtype: str
+    encoder: ImageEncoder | None = None
+    """Of a model with images, in a worker that encodes them."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -99,7 +103,9 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     )
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
-    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
+    hidden = model.shape.hidden_size
+    encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
+    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, encoder)
     run_self_test(runner, layout)
     log.info(
         "loaded %s in %.1f s: %s, %s backend, %s, %d threads",

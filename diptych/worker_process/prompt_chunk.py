@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.batch import SequenceStep, can_sample_on_device
+from diptych.engine.batch import EmbeddingRows, SequenceStep, can_sample_on_device
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
@@ -44,6 +44,8 @@ class PromptChunk:
     block_table: Sequence[int]
     start: int
     tokens: int
+    embeddings: Sequence[EmbeddingRows] = ()
+    """Of those of its tokens that stand for an image."""
 
     @property
     def last(self) -> bool:
@@ -68,6 +70,7 @@ class PromptChunk:
             token_ids=self.token_ids[self.start : self.start + self.tokens],
             wants_logits=self.last or scored,
             trailing=self.tokens if scored else 1,
+            embeddings=self.embeddings,
         )
 
     def device_rows(self) -> Sequence[SampleRow | None]:

@@ -20,9 +20,11 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.attempt.types import LocalPrefill, Role
 from gateway.attempt.work import Job
+from gateway.model.images import PromptImages
 from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
+from gateway.worker_pool.image_messages import image_messages
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
 from gateway.worker_pool.pair_savings import most_saved_tokens
@@ -208,7 +210,8 @@ class WorkerPool:
         decode, prompt = self.registry.serving(Role.DECODE), job.request.prompt_ids
         hits = self._prefixes.hits(decode, job, prompt)
         cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
-        return max(len(prompt) - cached, 1) <= most
+        images = job.request.images
+        return max(len(prompt) - cached, 1) <= most and (images is None or cached >= images.end)
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
@@ -305,9 +308,14 @@ class WorkerPool:
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
         worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
-    def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
-        """Send an attempt to its prefill worker. Raises LinkDown."""
+    def dispatch_attempt(
+        self, worker_id: str, decode_id: str, work: work_pb2.Work, images: PromptImages | None = None
+    ) -> None:
+        """Send an attempt to its prefill worker, its images' pixels first. Raises LinkDown."""
         worker, target = self.registry.require(worker_id), self.registry.require(decode_id).record
+        if images is not None:
+            for message in image_messages(work, images):
+                worker.link.send(message)
         worker.link.send(
             prefill_pb2.PrefillServiceLinkRequest(
                 dispatch=prefill_pb2.Dispatch(

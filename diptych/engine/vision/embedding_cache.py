@@ -1,7 +1,8 @@
-"""Embeddings of images that were encoded, by digest, within a bound of memory: the least recently used go first.
+"""Embeddings of images that were encoded, by digest, within a bound of memory: the least recently used go
+first.
 
-A digest is keyed by tenant, salt and model (diptych/runtime/image_rows.py): no caller finds what another one's
-image left.
+A digest is keyed by tenant, salt and model (diptych/runtime/image_rows.py): no caller finds what another
+one's image left.
 """
 
 from __future__ import annotations

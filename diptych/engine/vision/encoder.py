@@ -33,7 +33,8 @@ class ImageEncoder(Protocol):
 
 
 class Normaliser:
-    """Turns uint8 pixels into the numbers that an encoder reads, bit for bit those of transformers' processors.
+    """Turns uint8 pixels into the numbers that an encoder reads, bit for bit those of transformers'
+    processors.
 
     A channel has 256 values, so that a table holds them all.
     """
@@ -55,7 +56,9 @@ class EncoderTensors:
     def __init__(
         self, files: TensorFiles, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Read names below the first of `prefixes` that a tensor has: files of several ages spell them otherwise."""
+        """Read names below the first of `prefixes` that a tensor has: files of several ages spell them
+        otherwise.
+        """
         names = files.names()
         self._prefix = next((one for one in prefixes if any(n.startswith(one) for n in names)), prefixes[0])
         self._files, self._dtype, self._device = files, dtype, device

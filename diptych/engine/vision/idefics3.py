@@ -67,8 +67,9 @@ class Idefics3Encoder:
 def position_ids(patches: int, side: int) -> torch.Tensor:
     """Return the positions `[patches²]` of a tile of `patches` a side among `side` a side.
 
-    Each patch takes the position at its fraction of the side. The fractions are float32, so that some patches of a
-    tile of the trained size take a neighbour's position; the models were trained so (NaViT, arXiv:2307.06304).
+    Each patch takes the position at its fraction of the side. The fractions are float32, so that some patches
+    of a tile of the trained size take a neighbour's position; the models were trained so (NaViT,
+    arXiv:2307.06304).
     """
     borders = torch.arange(1 / side, 1.0, 1 / side)
     fractions = torch.arange(patches, dtype=torch.float32) * (1.0 / torch.tensor(patches))

@@ -56,11 +56,16 @@ class LlavaEncoder:
         self._first_norm = tensors.pair("pre_layrnorm", hidden)
         self._layers = VisionLayers(shape, tensors, _layers_read(config, shape.layers))
         tensors.refuse_others(_UNUSED)
-        projector = EncoderTensors(files, ("model.multi_modal_projector.", "multi_modal_projector."), dtype, device)
+        projector = EncoderTensors(
+            files, ("model.multi_modal_projector.", "multi_modal_projector."), dtype, device
+        )
         self._act = ACTIVATIONS[_projector_activation(config)]
         biased = config.get("multimodal_projector_bias", True)
         self._linears = [
-            (projector.take(f"{name}.weight", *size), projector.take(f"{name}.bias", size[0]) if biased else None)
+            (
+                projector.take(f"{name}.weight", *size),
+                projector.take(f"{name}.bias", size[0]) if biased else None,
+            )
             for name, size in (("linear_1", (text_hidden, hidden)), ("linear_2", (text_hidden, text_hidden)))
         ]
         projector.refuse_others()

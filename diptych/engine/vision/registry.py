@@ -23,7 +23,8 @@ def load_encoder(
 ) -> ImageEncoder | None:
     """Return the image encoder of the model at `path`; None if it reads text only.
 
-    It computes in `precision` if that is a plain type, else in float32. Raises UnsupportedModel, BadModelFile.
+    It computes in `precision` if that is a plain type, else in float32. Raises UnsupportedModel,
+    BadModelFile.
     """
     try:
         spec = image_spec(path)

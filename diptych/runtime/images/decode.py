@@ -1,12 +1,12 @@
 """`python -m diptych.runtime.images.decode`: makes tiles of one image file after another.
 
-Runs as a child of the gateway: a file that crashes a decoder, fills memory or takes for ever costs this process
-and no other. The kernel bounds its memory, and each file's processor time; past it the kernel ends the process, and
-the gateway starts another.
+Runs as a child of the gateway: a file that crashes a decoder, fills memory or takes for ever costs this
+process and no other. The kernel bounds its memory, and each file's processor time; past it the kernel ends
+the process, and the gateway starts another.
 
-A question is a length (4 bytes, little-endian) and so many bytes of JSON: `spec`, `media_type`, `max_pixels` and
-`bytes`, the length of the file, which follows. An answer is a frame of JSON, too: `fault`, words about the file,
-else `shape`, `rows` and `columns`, and the tiles' pixels follow.
+A question is a length (4 bytes, little-endian) and so many bytes of JSON: `spec`, `media_type`, `max_pixels`
+and `bytes`, the length of the file, which follows. An answer is a frame of JSON, too: `fault`, words about
+the file, else `shape`, `rows` and `columns`, and the tiles' pixels follow.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from diptych.image_spec import ImageSpec
+from diptych.runtime.images.framing import LENGTH, MEDIA_TYPES
 from diptych.runtime.images.prepare import Pixels, Prepared, prepare
 
 CPU_SECONDS: Final = 10.0
 MEMORY_BYTES: Final = 4 << 30  # of address space
-LENGTH: Final = struct.Struct("<I")
-FORMATS: Final = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
-_MEDIA_TYPES: Final = {kind: name for name, kind in FORMATS.items()}
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+_MEDIA_TYPES: Final = dict(zip(_FORMATS, MEDIA_TYPES, strict=True))
 _DEEP: Final = ("I", "F")  # modes of more than 8 bits a channel, with their kin (I;16)
 
 
@@ -72,7 +72,7 @@ def decode(data: bytes, spec: ImageSpec, media_type: str, max_pixels: int) -> Pr
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
-        with Image.open(io.BytesIO(data), formats=tuple(FORMATS.values())) as image:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             kind = _MEDIA_TYPES[str(image.format)]
             if media_type and media_type != kind:
                 raise BadImage(f"is {kind}, not {media_type}")
@@ -86,7 +86,16 @@ def decode(data: bytes, spec: ImageSpec, media_type: str, max_pixels: int) -> Pr
         raise BadImage(f"has more than {max_pixels} pixels, the most that are decoded") from error
     except UnidentifiedImageError as error:
         raise BadImage("is no PNG, JPEG, WebP or GIF image") from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        IndexError,
+        KeyError,
+        TypeError,
+    ) as error:
         if isinstance(error, BadImage):
             raise
         # What decoders raise of broken files; their words may quote the file.

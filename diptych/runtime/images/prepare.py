@@ -1,4 +1,5 @@
-"""Preparation of a decoded image: uint8 tiles, as transformers' processors with Pillow make them before they scale.
+"""Preparation of a decoded image: uint8 tiles, as transformers' processors with Pillow make them before they
+scale.
 
 Pure: numpy arrays `[channels, height, width]` in, tiles of the model's size out.
 """

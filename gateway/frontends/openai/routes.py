@@ -68,7 +68,10 @@ class OpenAIRoutes:
         model: ServedModel,
         digest: str,
         allow_origins: Collection[str] = (),
+        *,
+        max_body_bytes: int = limits.MAX_BODY_BYTES,
     ) -> None:
+        self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
         self._generator = generator
@@ -118,7 +121,7 @@ class OpenAIRoutes:
     async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
-        data = await _body(request) if self._calls.admits(call) else b""
+        data = await _body(request, self._max_body_bytes) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
         try:
@@ -260,6 +263,7 @@ class OpenAIRoutes:
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": model.max_context_length,
+            "input_modalities": list(model.capabilities.input_modalities),
             "tool_calls": model.capabilities.tool_calls or None,
             "reasoning": model.capabilities.reasoning or None,
         }
@@ -270,14 +274,14 @@ def _route_of(request: web.BaseRequest) -> str:
     return request.path.rstrip("/") or "/"
 
 
-async def _body(request: web.BaseRequest) -> bytes | web.Response:
+async def _body(request: web.BaseRequest, max_bytes: int) -> bytes | web.Response:
     """Return the body, or the response that says why it is not read."""
     if request.content_type != "application/json":
         return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
         return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
-    too_large = f"the body must be at most {limits.MAX_BODY_BYTES} bytes"
-    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
+    too_large = f"the body must be at most {max_bytes} bytes"
+    if (request.content_length or 0) > max_bytes:
         return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
     try:
         return await read_body(request, _BODY_S)

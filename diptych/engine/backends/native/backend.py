@@ -176,8 +176,8 @@ class NativeBackend:
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """Compute a step in which some tokens have embeddings of their own.
 
-        The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so that
-        no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
+        The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so
+        that no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
         """
         given = given_embeddings(sequences)
         ids = torch.tensor([token for step in sequences for token in step.token_ids])

@@ -70,8 +70,8 @@ class Decoder:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no. `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair;
-        they are not scaled.
+        it says no. `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the
+        pair; they are not scaled.
         """
         angles = self._angles(positions)
         growth = self._growth(positions)

@@ -70,7 +70,8 @@ class Layers:
     ) -> torch.Tensor | None:
         """Return the last layer's output, normalised: `[T, hidden]`, in `buffers`.
 
-        `given` are places of tokens, and the embeddings `[rows, hidden]` that they have in place of their ids'.
+        `given` are places of tokens, and the embeddings `[rows, hidden]` that they have in place of their
+        ids'.
 
         `buffers` has a row a token. `scratch` holds the decode rows' partial sums. `wanted` is asked before
         every layer; None is returned once it says no. The rotary tables must reach the step's positions.
