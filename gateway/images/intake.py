@@ -1,4 +1,4 @@
-"""The images of a request before anything else is done with it: limits, decoding, and the memory they take."""
+"""Intake of a request's images, before anything else is done with it: limits, decoding, and their memory."""
 
 from __future__ import annotations
 

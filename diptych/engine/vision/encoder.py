@@ -1,4 +1,4 @@
-"""The interface of image encoders, and what they share: normalisation, and the tensors of a folder by name."""
+"""The interface of image encoders, and what they share: normalisation, and a folder's tensors by name."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def position_ids(patches: int, side: int) -> torch.Tensor:
 
 
 def join_patches(x_PH: torch.Tensor, scale: int) -> torch.Tensor:
-    """Return `[P / scale², H * scale²]`: each square of `scale` x `scale` patches as one row, line by line."""
+    """Return `[P / scale², H * scale²]`: each square of `scale` x `scale` patches joined, line by line."""
     side, hidden = int(len(x_PH) ** 0.5), x_PH.shape[1]
     squares = x_PH.view(side // scale, scale, side // scale, scale, hidden)
     return squares.permute(0, 2, 1, 3, 4).reshape(-1, hidden * scale**2)
