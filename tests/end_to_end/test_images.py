@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from PIL import Image
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests import vision_models
+from tests.diptych.runtime.images.test_decode import bomb
 from tests.end_to_end.stack import Stack, http_root, running_stack
 
 MODEL = "tiny-vision"
@@ -41,14 +41,20 @@ class Served:
     model: Any
     processor: Any
 
-    def expected(self, turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT) -> tuple[list[int], list[int]]:
+    def expected(
+        self, turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT
+    ) -> tuple[list[int], list[int]]:
         """Return transformers' ids of a conversation's prompt, and of its greedy answer of `count` tokens."""
         images = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         messages = [{"role": role, "content": [_as_part(part) for part in parts]} for role, parts in turns]
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
         given = {"images": [images] if self.family == "idefics3" else images} if images else {}
         inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
-        kept = {name: inputs[name] for name in inputs if name in ("input_ids", "pixel_values", "pixel_attention_mask")}
+        kept = {
+            name: inputs[name]
+            for name in inputs
+            if name in ("input_ids", "pixel_values", "pixel_attention_mask")
+        }
         with torch.inference_mode():
             found = self.model.generate(
                 **kept, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
@@ -62,7 +68,9 @@ def _as_part(part: Part) -> dict[str, str]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
-def request(turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT, **fields: Any) -> pb.GenerateRequest:
+def request(
+    turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT, **fields: Any
+) -> pb.GenerateRequest:
     chat = pb.ChatPrompt()
     for role, parts in turns:
         message = chat.messages.add(role=role)
@@ -99,9 +107,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
     transport = "shared_memory" if family == "idefics3" else "tcp"
-    with running_stack(*flags, "--kv-blocks", "256", "--transport", transport, "--set", "gateway.max-images=4") as stack:
+    with running_stack(
+        *flags, "--kv-blocks", "256", "--transport", transport, "--set", "gateway.max-images=4"
+    ) as stack:
         yield Served(
-            family, folder, stack, vision_models.oracle(family, folder), vision_models.processor(family, folder)
+            family,
+            folder,
+            stack,
+            vision_models.oracle(family, folder),
+            vision_models.processor(family, folder),
         )
 
 
@@ -169,3 +183,98 @@ def test_several_choices_logprobs_and_grammars_work_with_images(served: Served) 
     assert constrained.outputs[0].text in ("yes", "no")
 
 
+def over_http(served: Served, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an answer."""
+    data = json.dumps({"model": MODEL, **body}).encode()
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(http_root(served.stack) + path, data, headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def data_url(file: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+
+
+def chat_body(*urls: str) -> dict[str, Any]:
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [{"type": "text", "text": "What is this? "}, *images]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": OUTPUT, "min_tokens": OUTPUT}
+
+
+def test_openai_clients_get_the_same_answers(served: Served) -> None:
+    image = vision_models.picture(0, *SIZES["square"])
+    prompt, answer = served.expected([("user", ["What is this? ", image])])
+    file = vision_models.png(image)
+    status, chat = over_http(
+        served, "/v1/chat/completions", {**chat_body(data_url(file)), "return_token_ids": True}
+    )
+    assert status == 200
+    assert chat["choices"][0]["token_ids"] == answer
+    assert chat["usage"]["prompt_tokens"] == len(prompt)
+    part = {"type": "input_image", "image_url": data_url(file)}
+    content = [{"type": "input_text", "text": "What is this? "}, part]
+    body = {
+        "input": [{"role": "user", "content": content}],
+        "max_output_tokens": OUTPUT,
+        "min_tokens": OUTPUT,
+    }
+    status, responses = over_http(served, "/v1/responses", body)
+    assert status == 200
+    assert responses["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    with urllib.request.urlopen(http_root(served.stack) + "/v1/models", timeout=60) as listed:
+        assert json.load(listed)["data"][0]["input_modalities"] == ["text", "image"]
+
+
+def test_hostile_images_are_refused_by_their_field_and_harm_nothing_else(served: Served) -> None:
+    good = vision_models.png(vision_models.picture(5, 50, 50))
+    hostile = {
+        "pixels": data_url(bomb()),
+        "cut off": data_url(good[: len(good) // 2]),
+        "no PNG": data_url(b"MZ" + bytes(3000)),
+        "not image/jpeg": data_url(good, "image/jpeg"),
+        "must be image/png": data_url(good, "image/tiff"),
+    }
+    turns = conversations(served)[3]
+    _, expected = served.expected(turns)
+    before = served.stack.pids()
+    for words, url in hostile.items():
+        status, refused = over_http(served, "/v1/chat/completions", chat_body(data_url(good), url))
+        assert status == 400
+        assert words in refused["error"]["message"]
+        assert refused["error"]["param"].startswith("messages[0].content[2].image_url")
+        (beside,) = ask(served.stack, request(turns, cache={"salt": words}))
+        assert ids(beside) == expected
+    status, refused = over_http(served, "/v1/chat/completions", chat_body(*[data_url(good)] * 5))
+    assert (status, refused["error"]["param"]) == (400, "messages[0].content[5].image_url")
+    status, refused = over_http(served, "/v1/chat/completions", chat_body("https://127.0.0.1:1/a.png"))
+    assert (status, refused["error"]["param"]) == (400, "messages[0].content[1].image_url.url")
+    assert "fetches no images" in refused["error"]["message"]
+    assert served.stack.pids() == before
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_dies_in_mid_stream_changes_no_token(served: Served, role: str) -> None:
+    count = 300
+    image = vision_models.picture(33 + len(role), 50, 41)
+    turns = [("user", ["Tell me all of ", image])]
+    _, expected = served.expected(turns, count)
+    victims = [worker["pid"] for worker in served.stack.account[role]]
+
+    async def streamed() -> list[int]:
+        found: list[int] = []
+        async with grpc.aio.insecure_channel(served.stack.address) as channel:
+            stub = rpc.InferenceServiceStub(channel)
+            async for message in stub.StreamGenerate(request(turns, count), timeout=120):
+                for output in message.outputs:
+                    found += output.token_ids
+                while found and victims:
+                    os.kill(victims.pop(), signal.SIGKILL)
+        return found
+
+    assert asyncio.run(streamed()) == expected
+    assert not victims
+    served.stack.wait_idle()

@@ -16,7 +16,7 @@ from gateway.frontends.openai.bodies import (
     OfferedTool,
 )
 from gateway.frontends.openai.body_model import validate_members
-from gateway.frontends.openai.image_url import put_image
+from gateway.frontends.openai.image_url import check_detail, put_image
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, read_stream
 from gateway.frontends.openai.response_format import dump_schema, put_constraint
 from gateway.request.json_values import number, string
@@ -115,9 +115,8 @@ def _put_parts(path: str, parts: list[ContentPart], builder: RequestBuilder) -> 
             raise InvalidParameter(f"{own}.image_url", "is required")
         known = f"chat.messages[{len(messages) - 1}].parts[{len(messages[-1].parts)}].image"
         builder.names[known] = f"{own}.image_url"
-        put_image(
-            f"{own}.image_url.url", part.image_url.url, part.image_url.detail, messages[-1].parts.add().image
-        )
+        check_detail(f"{own}.image_url.detail", part.image_url.detail)
+        put_image(f"{own}.image_url.url", part.image_url.url, messages[-1].parts.add().image)
 
 
 def _part_text(path: str, part: ContentPart) -> str:

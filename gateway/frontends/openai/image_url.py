@@ -15,12 +15,8 @@ _LONGEST_HEAD: Final = 256
 _JPG: Final = {"image/jpg": "image/jpeg"}
 
 
-def put_image(path: str, url: str, detail: str | None, image: pb.Image) -> None:
+def put_image(path: str, url: str, image: pb.Image) -> None:
     """Read the data URL at ``path`` into ``image``. Raises InvalidParameter or UnsupportedFeature."""
-    if detail not in (None, "auto", "high"):
-        raise UnsupportedFeature(
-            f"{path}.detail", "must be auto or high: the model has one resolution for images"
-        )
     head = _HEAD.match(url[:_LONGEST_HEAD])
     if head is None:
         if url.lower().startswith(("http:", "https:")):
@@ -34,3 +30,9 @@ def put_image(path: str, url: str, detail: str | None, image: pb.Image) -> None:
     except (binascii.Error, ValueError):
         raise InvalidParameter(path, "is not valid base64") from None
     image.media_type = _JPG.get(media_type, media_type)
+
+
+def check_detail(path: str, detail: str | None) -> None:
+    """Raise UnsupportedFeature for a ``detail`` that would change what the model sees."""
+    if detail not in (None, "auto", "high"):
+        raise UnsupportedFeature(path, "must be auto or high: the model has one resolution for images")

@@ -7,7 +7,7 @@ from typing import Any, Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.body_model import validate_members
-from gateway.frontends.openai.image_url import put_image
+from gateway.frontends.openai.image_url import check_detail, put_image
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
 from gateway.frontends.openai.response_format import dump_schema
 from gateway.frontends.openai.responses_bodies import (
@@ -113,7 +113,8 @@ def _put_parts(path: str, parts: list[TextPart], builder: RequestBuilder) -> Non
             raise InvalidParameter(f"{own}.image_url", "is required")
         known = f"chat.messages[{len(messages) - 1}].parts[{len(messages[-1].parts)}].image"
         builder.names = {known: f"{own}.image_url", **builder.names}  # before that of the turn
-        put_image(f"{own}.image_url", part.image_url, part.detail, messages[-1].parts.add().image)
+        check_detail(f"{own}.detail", part.detail)
+        put_image(f"{own}.image_url", part.image_url, messages[-1].parts.add().image)
 
 
 def _text(path: str, content: Content) -> str:
