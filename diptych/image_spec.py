@@ -1,4 +1,4 @@
-"""How a model with images wants them: tiles, sizes, normalisation and placeholder, read from its folder.
+"""Images as a model wants them: tiles, sizes, normalisation and placeholder, read from its folder.
 
 The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below
 both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM) and LLaVA;
@@ -33,7 +33,7 @@ class UnreadableImages(ValueError):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How images are made into tiles and tokens. Sizes are in pixels."""
+    """Rules that make images into tiles and tokens. Sizes are in pixels."""
 
     family: Literal["idefics3", "llava"]
     tile: tuple[int, int]

@@ -21,7 +21,7 @@ from diptych.worker_process.prompt_chunk import Computed
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
 from prefill_worker.chunk_step import Row, run_step
-from prefill_worker.image_encoding import EncodeFailed, ImageEncoding
+from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.request_manager import RequestManager
 from prefill_worker.scheduler import plan_asks, plan_chunks
@@ -146,13 +146,19 @@ class EngineLoop:
 
     async def _encode(self, images: ImageEncoding) -> bool:
         """Encode a tile of an image that a prompt waits for; return whether there was one."""
+        found = images.next_waiting(self.requests.all())
+        if found is None:
+            return False
+        request, image = found
+        self._cpu.claim()
+        request.begin(time.monotonic())
         try:
-            return await images.encode_next(self.requests.all(), self._step)
-        except EncodeFailed as failed:
-            log.error("an image of %s could not be encoded", failed.request.key, exc_info=failed)
-            reason = work_pb2.FAILURE_REASON_COMPUTE_FAILED
-            self.requests.stop(failed.request, Stop(work_pb2.Failure(reason=reason, message=str(failed))))
-            return True
+            await images.encode(image, self._step)
+        except Exception:
+            log.exception("an image of %s could not be encoded", request.key)
+            reason, words = work_pb2.FAILURE_REASON_COMPUTE_FAILED, "an image could not be encoded"
+            self.requests.stop(request, Stop(work_pb2.Failure(reason=reason, message=words)))
+        return True
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.requests.all() if request.computable]

@@ -21,7 +21,7 @@ from prefill_worker.request_images import ImageState, RequestImages
 
 
 class ImageEncoding:
-    """Implements `prefill_worker.engine_loop.Images`, for a model with an encoder."""
+    """Encodes the images of prompts, for a model with an encoder."""
 
     def __init__(
         self,
@@ -68,25 +68,20 @@ class ImageEncoding:
             self._take_cached(digest, state)
         return RequestImages(attempt.images, states)
 
-    async def encode_next(self, requests: Iterable[PrefillRequest], step: StepThread[PrefillRequest]) -> bool:
-        """Encode a tile of the first prompt that waits for one; return whether there was one.
-
-        An encoder that raises fails that prompt: the error is re-raised as EncodeFailed.
-        """
+    def next_waiting(self, requests: Iterable[PrefillRequest]) -> tuple[PrefillRequest, ImageState] | None:
+        """Return the first prompt with blocks that waits for an image, and that image; None without one."""
         for request in requests:
-            image = self._waiting(request)
-            if image is None:
-                continue
-            tile = image.next_tile()
-            try:
-                rows = await step.encode(lambda tile=tile: self._encode(tile))  # type: ignore[misc]
-            except Exception as error:
-                raise EncodeFailed(request) from error
-            if image.add(rows) and image.rows is not None:
-                self._cache.put(image.digest, image.rows)
-                self._on_image("encoded")
-            return True
-        return False
+            if (image := self._waiting(request)) is not None:
+                return request, image
+        return None
+
+    async def encode(self, image: ImageState, step: StepThread[PrefillRequest]) -> None:
+        """Encode the next tile of an image. Raises whatever the encoder raises."""
+        tile = image.next_tile()
+        rows = await step.encode(lambda: self._encode(tile))
+        if image.add(rows) and image.rows is not None:
+            self._cache.put(image.digest, image.rows)
+            self._on_image("encoded")
 
     def _waiting(self, request: PrefillRequest) -> ImageState | None:
         """Return the image that a prompt with blocks waits for."""
@@ -108,11 +103,3 @@ class ImageEncoding:
     def _encode(self, tile: torch.Tensor) -> torch.Tensor:
         torch.set_num_threads(self._threads())
         return self._encoder.encode(tile)
-
-
-class EncodeFailed(Exception):
-    """The failure of a prompt's image in the encoder."""
-
-    def __init__(self, request: PrefillRequest) -> None:
-        super().__init__("an image could not be encoded")
-        self.request = request

@@ -50,7 +50,7 @@ class SequenceStep:
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
     embeddings: Sequence[EmbeddingRows] = ()
-    """Of tokens that stand for an image; they do not overlap."""
+    """Embeddings of tokens that stand for an image; they do not overlap."""
 
     @property
     def logit_rows(self) -> int:

@@ -22,9 +22,9 @@ class ImageRows(NamedTuple):
     first: int
     rows: int
     digest: bytes
-    """Of the image: `keyed_digest`."""
+    """Digest of the image: `keyed_digest`."""
     first_row: int = 0
-    """Which of the image's rows comes first."""
+    """Number of the first of them among the image's rows."""
 
     @property
     def end(self) -> int:

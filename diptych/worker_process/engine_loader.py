@@ -47,7 +47,7 @@ class LoadedEngine:
     digest: str
     dtype: str
     encoder: ImageEncoder | None = None
-    """Of a model with images, in a worker that encodes them."""
+    """Encoder of a model with images, in a worker that encodes them."""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -45,7 +45,7 @@ class PromptChunk:
     start: int
     tokens: int
     embeddings: Sequence[EmbeddingRows] = ()
-    """Of those of its tokens that stand for an image."""
+    """Embeddings of those of its tokens that stand for an image."""
 
     @property
     def last(self) -> bool:

@@ -23,9 +23,9 @@ class ImageLimits:
     count: int
     """Images of a request."""
     file_bytes: int
-    """Of the files of a request's images together."""
+    """Bytes of the files of a request's images together."""
     memory_bytes: int
-    """Of the pixels of all running requests."""
+    """Bytes of the pixels of all running requests."""
 
 
 class ImageIntake:

@@ -37,7 +37,7 @@ class PreparedImage:
     """Uint8 pixels."""
     rows: int
     columns: int
-    """Of the grid that all tiles but the last form; 0 without a grid."""
+    """Grid that all tiles but the last form; 0 without a grid."""
     digest: bytes = field(repr=False)
     """`diptych.runtime.image_rows.pixels_digest`."""
 
@@ -76,7 +76,7 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class ImageSupport:
-    """What the served model does with images."""
+    """Tokens and tiles of images in the served model."""
 
     spec: ImageSpec
     control_tokens: ControlTokens

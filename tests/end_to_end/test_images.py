@@ -256,8 +256,30 @@ def test_hostile_images_are_refused_by_their_field_and_harm_nothing_else(served:
     assert served.stack.pids() == before
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_worker_that_dies_in_mid_stream_changes_no_token(served: Served, role: str) -> None:
+def test_a_broken_stream_goes_on_with_its_images_and_no_others(served: Served) -> None:
+    image, other = (vision_models.picture(seed, 44, 44) for seed in (90, 91))
+    turns = [("user", ["Go on about ", image])]
+    _, expected = served.expected(turns)
+
+    async def first() -> pb.GenerateResponse:
+        async with grpc.aio.insecure_channel(served.stack.address) as channel:
+            async for message in rpc.InferenceServiceStub(channel).StreamGenerate(request(turns), timeout=60):
+                return message
+        raise AssertionError("no message")
+
+    message = asyncio.run(first())
+    got = ids(message)
+    served.stack.wait_idle()
+    resumed = {"resume_token": message.resume_token, "received_token_ids": got}
+    (rest,) = ask(served.stack, request(turns, **resumed))
+    assert got + ids(rest) == expected
+    with pytest.raises(grpc.aio.AioRpcError, match="another request"):
+        ask(served.stack, request([("user", ["Go on about ", other])], **resumed))
+
+
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.full)])
+def test_a_worker_that_dies_under_an_image_changes_no_token(served: Served, role: str) -> None:
+    """A decode worker dies in mid-stream, a prefill worker as soon as it has the pixels."""
     count = 300
     image = vision_models.picture(33 + len(role), 50, 41)
     turns = [("user", ["Tell me all of ", image])]
@@ -266,6 +288,8 @@ def test_a_worker_that_dies_in_mid_stream_changes_no_token(served: Served, role:
 
     async def streamed() -> list[int]:
         found: list[int] = []
+        if role == "prefill":
+            asyncio.get_running_loop().call_later(0.03, os.kill, victims.pop(), signal.SIGKILL)
         async with grpc.aio.insecure_channel(served.stack.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
             async for message in stub.StreamGenerate(request(turns, count), timeout=120):
