@@ -48,7 +48,8 @@ LLAVA_TEMPLATE = (
     "<s>{% for message in messages %}{{ message['role'].upper() + ': ' }}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
     "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from diptych.engine.vision.llava import LlavaEncoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
 
-_ENCODERS = {"idefics3": Idefics3Encoder, "llava": LlavaEncoder}
+_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {"idefics3": Idefics3Encoder, "llava": LlavaEncoder}
 
 
 def load_encoder(

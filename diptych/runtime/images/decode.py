@@ -114,7 +114,10 @@ def _rgb(image: Image.Image) -> Pixels:
 
 def spec_of(fields: dict[str, Any]) -> ImageSpec:
     """Return the spec of its fields as JSON has them."""
-    return ImageSpec(**{name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()})
+    given: dict[str, Any] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()
+    }
+    return ImageSpec(**given)
 
 
 def _read_frame(source: BinaryIO) -> bytes | None:
