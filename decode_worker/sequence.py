@@ -33,6 +33,8 @@ class DecodeSequence:
     """Keys of the first blocks, which are in the prefix cache."""
     draft: list[int] = field(default_factory=list)
     """Tokens expected after `output_ids`, computed by the next step (speculation.py)."""
+    adapter: int | None = None
+    """Slot of the attempt's adapter; None: the base model."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +56,7 @@ class DecodeSequence:
             wants_logits=True,
             trailing=1 + len(self.draft),
             follows=follows,
+            adapter=self.adapter,
         )
 
     def sample_rows(self) -> Sequence[SampleRow]:

@@ -9,6 +9,7 @@ from functools import partial
 
 from diptych.runtime.errors import DeadlineExceeded
 from diptych.v1 import inference_pb2 as pb
+from gateway.adapters.adapter import Adapter
 from gateway.call import Call
 from gateway.images.intake import ImageIntake
 from gateway.model.images import PreparedImage
@@ -49,16 +50,22 @@ class RequestParser:
         await self._images.close()
 
     async def parse(
-        self, message: pb.GenerateRequest, call: Call, record: RequestTelemetry, limit: int
+        self,
+        message: pb.GenerateRequest,
+        call: Call,
+        record: RequestTelemetry,
+        limit: int,
+        adapter: Adapter | None = None,
     ) -> ParsedRequest:
         """Parse ``message``. Raises DiptychError with the fields at fault.
 
-        ``limit``: of prompt and output together, in tokens. Times go into ``record``.
+        ``limit``: of prompt and output together, in tokens. ``adapter``: what the message names. Times go to
+        ``record``.
         """
         started = self._clock()
         async with _deadline(call, started):
             images = await self._images.prepare(message.chat, call.caller.tenant)
-            parse = partial(self._parse, message, call, token_limit=limit, images=images)
+            parse = partial(self._parse, message, call, token_limit=limit, adapter=adapter, images=images)
             request = await self._tokenizer_pool.run(message, call.caller.tenant, parse)
         record.tokenized = (started, self._clock())
         record.model = request.model
@@ -80,7 +87,13 @@ class RequestParser:
             record.grammar_checked = (started, self._clock())
 
     def _parse(
-        self, message: pb.GenerateRequest, call: Call, *, token_limit: int, images: tuple[PreparedImage, ...]
+        self,
+        message: pb.GenerateRequest,
+        call: Call,
+        *,
+        token_limit: int,
+        adapter: Adapter | None,
+        images: tuple[PreparedImage, ...],
     ) -> ParsedRequest:
         """Parse ``message``; with a resume token, as it was resolved when its stream began."""
         parse = partial(
@@ -88,6 +101,7 @@ class RequestParser:
             message,
             self._model,
             header_request_id=call.header_request_id,
+            adapter=adapter,
             token_limit=token_limit,
             images=images,
             lenient_json_schema=self._lenient_json_schema,

@@ -50,6 +50,7 @@ def _chunk(request: PrefillRequest, chunk: Chunk) -> PromptChunk:
         granted.block_table,
         request.computed,
         chunk.tokens,
+        request.adapter_slot,
         () if request.images is None else request.images.rows(request.computed, chunk.tokens),
     )
 

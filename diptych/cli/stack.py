@@ -24,7 +24,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template"),
+        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora"),
     }
 )
 
@@ -112,6 +112,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "max-loras": options.max_loras,
+        "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
     gateway = _spec(
@@ -130,6 +132,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
+            "lora": options.lora,
+            "max-lora-rank": options.max_lora_rank,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),
@@ -165,6 +169,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 **_share(homes and homes[1][index], cores),
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
+                "kv-tier": options.kv_tier,
                 "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
                 **on_workers,
             },

@@ -6,7 +6,7 @@ many. Nothing else tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -49,6 +49,8 @@ class SequenceStep:
     """Row of the step launched before, for one that is launched ahead (`Runner.launch`): the row's sampled
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
+    adapter: int | None = None
+    """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of tokens that stand for an image; they do not overlap."""
 
@@ -85,7 +87,7 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary, more rows of logits than tokens, embeddings beside the chunk.
+    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk.
     """
 
 
@@ -110,8 +112,12 @@ def given_embeddings(
     return torch.cat(places), torch.cat([rows for _, rows in given])
 
 
-def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
-    """Raise BatchError, naming the row, for a step that would read or write outside its memory."""
+def check_batch(
+    sequences: Sequence[SequenceStep], vocab_size: int, adapter_slots: Collection[int] = ()
+) -> None:
+    """Raise BatchError, naming the row, for a step that would read or write outside its memory, or that names
+    an adapter's slot that is not among `adapter_slots`.
+    """
     for row, step in enumerate(sequences):
         layout = step.memory.layout
         end = step.start + len(step.token_ids)
@@ -132,6 +138,8 @@ def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
                 raise BatchError(f"row {row}: embeddings of tokens that the chunk does not have")
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+        if step.adapter is not None and step.adapter not in adapter_slots:
+            raise BatchError(f"row {row}: there is no adapter in slot {step.adapter}")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class Attempt:
     trace: tuple[str, str] | None  # traceparent, tracestate
     images: tuple[ImageRows, ...] = ()
     """Tokens of the prompt whose embeddings come from images, in order."""
+    adapter: bytes = b""
+    """Digest of the LoRA adapter's content; empty: the base model."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -120,6 +122,7 @@ class Attempt:
             deadline=None if time_left is None else time.monotonic() + time_left,
             trace=(work.traceparent, work.tracestate) if work.traceparent else None,
             images=tuple(ImageRows(i.first_position, i.rows, i.digest, i.first_row) for i in work.images),
+            adapter=work.adapter,
         )
 
 

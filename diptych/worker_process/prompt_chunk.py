@@ -44,6 +44,8 @@ class PromptChunk:
     block_table: Sequence[int]
     start: int
     tokens: int
+    adapter: int | None
+    """Slot of the attempt's adapter; None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of those of its tokens that stand for an image."""
 
@@ -70,6 +72,7 @@ class PromptChunk:
             token_ids=self.token_ids[self.start : self.start + self.tokens],
             wants_logits=self.last or scored,
             trailing=self.tokens if scored else 1,
+            adapter=self.adapter,
             embeddings=self.embeddings,
         )
 

@@ -13,7 +13,7 @@ class PhaseTimes:
     """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
 
     ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
-    worker.
+    worker. ``tier_blocks``: blocks that came from a decode worker's tiers.
     """
 
     prefill_queue: float = 0.0
@@ -27,6 +27,8 @@ class PhaseTimes:
     prefill_steps: int = 0
     local_prefills: int = 0
     remote_prefills: int = 0
+    tier_blocks: int = 0
+    kv_load: float = 0.0
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -82,4 +84,6 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         prefill_steps=times.prefill_steps,
         local_prefills=int(times.local_prefill),
         remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
+        tier_blocks=times.tier_blocks,
+        kv_load=seconds("kv_load"),
     )

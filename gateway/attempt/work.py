@@ -111,6 +111,7 @@ def build_work(
         choices=attempt.choices,
         prompt_logprobs=request.prompt_logprobs,
         local_prefill=_LOCAL[attempt.local],
+        adapter=b"" if request.adapter is None else request.adapter.digest,
     )
     if request.images is not None:
         for rows in request.images.image_rows(cache_namespace):

@@ -35,8 +35,11 @@ class PrefixIndexReader:
         self._last_keys: list[bytes] = []
 
     def namespace(self, job: Job, kv_dtype: str) -> bytes:
-        """Return the key of the request's block hashes; another tenant or salt has another one."""
-        return self._cached_namespace(job.tenant, job.request.salt, kv_dtype)
+        """Return the key of the request's block hashes; another tenant, salt or adapter has another one."""
+        adapter = job.request.adapter
+        return self._cached_namespace(
+            job.tenant, job.request.salt, kv_dtype, b"" if adapter is None else adapter.digest
+        )
 
     def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
         """Return the leading cached blocks by worker, of whichever role.
@@ -64,7 +67,12 @@ class PrefixIndexReader:
             self._last_keys = block_keys(namespace, token_ids, block_size, images=images)
         return self._last_keys
 
-    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str) -> bytes:
+    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str, adapter: bytes) -> bytes:
         return namespace_key(
-            self._secret, tenant=tenant, salt=salt, model_digest=self._model_digest, kv_dtype=kv_dtype
+            self._secret,
+            tenant=tenant,
+            salt=salt,
+            model_digest=self._model_digest,
+            kv_dtype=kv_dtype,
+            adapter=adapter,
         )
