@@ -80,9 +80,7 @@ def image_spec(folder: Path) -> ImageSpec | None:
         _Fields(inner) if isinstance(inner, dict) else _Fields(_object(folder / "preprocessor_config.json"))
     )
     if not fields.values:
-        raise UnreadableImages(
-            f"{folder} has no preprocessor_config.json, which says how images are prepared"
-        )
+        raise UnreadableImages("it has no preprocessor_config.json, which says how images are prepared")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")

@@ -201,3 +201,8 @@ def png(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def rewrite(path: Path, members: dict[str, Any]) -> None:
+    """Replace members of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **members}))

@@ -102,7 +102,7 @@ def chat_parts(
     chat: pb.ChatPrompt,
     model: ServedModel,
     tools: Toolbox | None,
-    images: Sequence[PreparedImage] | None = None,
+    images: Sequence[PreparedImage] = (),
 ) -> tuple[ControlToken | str, ...]:
     """Render the conversation, with the tokens of ``images`` where it has them.
 
@@ -116,7 +116,7 @@ def chat_parts(
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
     _check_size("chat.messages", sum(map(_bytes_of, chat.messages)))
-    if images is None:
+    if not images:
         _refuse_images(chat)
     messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
