@@ -66,6 +66,8 @@ class PrefillWorker:
         self._metrics.create_transport_series(transports)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
+        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
+            chunk = min(chunk, engine.model.shape.vocab_size)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,

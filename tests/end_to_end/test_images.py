@@ -1,4 +1,7 @@
-"""Images through the whole system, of both families: the answers are transformers' own, whatever happens."""
+"""Images through the whole system, of both families: the answers are transformers' own, whatever happens.
+
+LLaVA, over tcp, is part of the long form.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     return list(answer.outputs[index].token_ids)
 
 
-@pytest.fixture(scope="module", params=vision_models.FAMILIES)
+@pytest.fixture(scope="module", params=["idefics3", pytest.param("llava", marks=pytest.mark.full)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
