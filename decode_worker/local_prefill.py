@@ -238,7 +238,7 @@ class LocalPrefills:
             prompt.request.adapter.retain()  # a step may compute the prompt when its attempt has ended
         prompt.ref, prompt.block_table = ref, block_ids
         prompt.cached = prompt.computed = cached_tokens
-        if prompt.remaining > prompt.bound:
+        if prompt.remaining > prompt.bound or prompt.request.attempt.needs_images(cached_tokens):
             self._stop(prompt, work_pb2.FAILURE_REASON_TOO_MANY_NEW, "blocks of its prefix were evicted")
             return
         prompt.request.move(State.PREFILLING)

@@ -44,7 +44,8 @@ class PrefixPublisher:
         start, end = (max(place * size - len(prompt), 0) for place in (done, full))
         tokens = [*prompt[done * size : full * size], *output[start:end]]
         parent = keys[-1] if done else b""
-        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent):
+        images, at = attempt.images, done * size
+        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent, images=images, start=at):
             self._pool.insert(block_ids[len(keys)], key, parent)
             keys.append(key)
             parent = key
@@ -56,7 +57,8 @@ class PrefixPublisher:
         `roots` are first keys that came with the output: a short prompt fills no block.
         """
         first = attempt.token_ids[: self._block_size]
-        self._pool.forget([*block_keys(attempt.cache_namespace, first, self._block_size), *roots])
+        keys = block_keys(attempt.cache_namespace, first, self._block_size, images=attempt.images)
+        self._pool.forget([*keys, *roots])
 
     def report_changes(self) -> None:
         """Report the keys that changed since the last report."""

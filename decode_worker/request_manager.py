@@ -138,7 +138,9 @@ class RequestManager:
         if attempt.grammar is not None:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         tokens, size = attempt.token_ids, self._memory.layout.block_size
-        keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
+        keys = []
+        if attempt.cache_read:
+            keys = block_keys(attempt.cache_namespace, tokens, size, images=attempt.images)
         announce = partial(self._announce, request, work.local_prefill, keys)
         if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
             announce()
@@ -164,7 +166,8 @@ class RequestManager:
     def _add_local(self, request: DecodeRequest, kind: work_pb2.LocalPrefill, keys: Sequence[bytes]) -> bool:
         """Queue a prompt that is to be computed here; fail its attempt if too many of its tokens are new."""
         tokens, size = len(request.attempt.token_ids), self._memory.layout.block_size
-        if self.local.add(request, kind, new_tokens(tokens, self._pool.match(keys), size)):
+        new = new_tokens(tokens, self._pool.match(keys), size)
+        if not request.attempt.needs_images(tokens - new) and self.local.add(request, kind, new):
             return True
         self._fail(request, work_pb2.FAILURE_REASON_TOO_MANY_NEW, "")
         return False

@@ -90,7 +90,9 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """`general.architecture` of a GGUF file, and the module whose `GGUF_FAMILIES` have it."""
 
-WRAPPERS: Final[Mapping[str, str]] = MappingProxyType({"gemma3": "text_config", "mistral3": "text_config"})
+WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
+    dict.fromkeys(("gemma3", "mistral3", "idefics3", "smolvlm", "llava"), "text_config")
+)
 """`model_type` of a model with images around a text model, and the config's key of the latter."""
 
 DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
@@ -149,6 +151,7 @@ OWN_CODE: Final = frozenset(
 computed as transformers computes them without it.
 """
 
+_IMAGES: Final = "its positions or its images are of a form that is not computed"
 _RECURRENT: Final = "its layers keep a recurrent state, which is not stored beside keys and values"
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
@@ -160,6 +163,21 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
             *("qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
         ),
         _RECURRENT,
+    )
+    | dict.fromkeys(
+        (
+            *(
+                "qwen2_vl",
+                "qwen2_5_vl",
+                "qwen3_vl",
+                "qwen3_vl_moe",
+                "mllama",
+                "llava_next",
+                "llava_onevision",
+            ),
+            *("paligemma", "idefics2", "internvl", "gemma3n", "kimi_vl", "glm4v", "glm4v_moe", "llama4"),
+        ),
+        _IMAGES,
     )
 )
 """Names of either table's kind that are known and refused, and why."""

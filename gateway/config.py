@@ -169,6 +169,18 @@ class GatewaySettings(ProgramSettings):
         "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
         section="Admission",
     )
+    max_images: Annotated[int, Field(ge=0, le=256)] = setting(
+        8, "Images that a request may have; 0 takes none.", section="Images"
+    )
+    max_image_mib: Annotated[int, Field(ge=1, le=1024)] = setting(
+        20, "MiB that the files of a request's images may have together.", section="Images"
+    )
+    max_image_pixels: Annotated[int, Field(ge=1, le=1 << 28)] = setting(
+        36_000_000, "Pixels of the largest image that is decoded.", section="Images"
+    )
+    image_memory_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        512, "MiB of pixels of running requests that the gateway holds.", section="Images"
+    )
     local_prefill: Literal["auto", "always", "never"] = setting(
         "auto",
         "Prompts with few new tokens that their decode worker computes itself: auto, those that are done "

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from importlib.util import find_spec
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -43,6 +44,8 @@ from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.generate import Generator
+from gateway.images.decoder import ImageDecoder
+from gateway.images.intake import ImageIntake, ImageLimits
 from gateway.model.served_model import ServedModel
 from gateway.model.template_file import read_template
 from gateway.request.resume_token import ResumeTokens
@@ -127,6 +130,7 @@ class Gateway:
             self.tokenizer_pool,
             tokens,
             time.monotonic,
+            image_intake(model, settings),
             lenient_json_schema=settings.lenient_json_schema,
         )
         self.generator = Generator(
@@ -189,7 +193,10 @@ class Gateway:
         self._quota.start()
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.reuse_port, settings.tls
-        server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
+        image_bytes = settings.max_image_mib << 20 if self._model.images is not None else 0
+        message_bytes = limits.MAX_MESSAGE_BYTES + image_bytes
+        body_bytes = limits.MAX_BODY_BYTES + image_bytes * 4 // 3
+        server = make_server(internal=False, max_message_bytes=message_bytes, share_port=share)
         calls = self.calls
         add_inference_service(server, calls, self.generator, self._tokenizer_service)
         KServeServicer(calls, self.generator, self.adapters, lambda: self.ready).register(server)
@@ -213,8 +220,9 @@ class Gateway:
                 self._digest,
                 listed(self._settings.cors_allow_origin),
                 self._adapter_routes(),
+                max_body_bytes=body_bytes,
             ),
-            max_body_bytes=limits.MAX_BODY_BYTES,
+            max_body_bytes=body_bytes,
             share_port=share,
             config_digest=settings.digest,
         )
@@ -363,6 +371,18 @@ class Gateway:
             self.metrics.workers.labels(role.value).set_function(
                 lambda role=role: len(self.worker_pool.registry.serving(role))  # type: ignore[misc]
             )
+
+
+def image_intake(model: ServedModel, settings: GatewaySettings) -> ImageIntake:
+    """Return what takes the images of requests for ``model``; of a model of text it refuses them."""
+    limits = ImageLimits(settings.max_images, settings.max_image_mib << 20, settings.image_memory_mib << 20)
+    if model.images is None:
+        return ImageIntake(None, limits)
+    if find_spec("PIL") is None:
+        why = "images need the extra `vision`: pip install 'diptych[vision]'"
+        _log.warning("requests with images are refused: %s", why)
+        return ImageIntake(None, limits, why)
+    return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits)
 
 
 def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:

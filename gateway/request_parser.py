@@ -11,6 +11,8 @@ from diptych.runtime.errors import DeadlineExceeded
 from diptych.v1 import inference_pb2 as pb
 from gateway.adapters.adapter import Adapter
 from gateway.call import Call
+from gateway.images.intake import ImageIntake
+from gateway.model.images import PreparedImage
 from gateway.model.served_model import ServedModel
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.parsed_request import ParsedRequest
@@ -30,9 +32,11 @@ class RequestParser:
         tokenizer_pool: TokenizerPool,
         tokens: ResumeTokens,
         clock: Callable[[], float],
+        images: ImageIntake,
         *,
         lenient_json_schema: bool = False,
     ) -> None:
+        self._images = images
         self._model = model
         self._lenient_json_schema = lenient_json_schema
         self._tokenizer_pool = tokenizer_pool
@@ -41,8 +45,9 @@ class RequestParser:
         self._grammars = GrammarCheck()
 
     async def close(self) -> None:
-        """Stop the process that compiles grammars; no call may be running."""
+        """Stop the processes that compile grammars and decode images; no call may be running."""
         await self._grammars.close()
+        await self._images.close()
 
     async def parse(
         self,
@@ -58,8 +63,9 @@ class RequestParser:
         ``record``.
         """
         started = self._clock()
-        parse = partial(self._parse, message, call, token_limit=limit, adapter=adapter)
         async with _deadline(call, started):
+            images = await self._images.prepare(message.chat, call.caller.tenant)
+            parse = partial(self._parse, message, call, token_limit=limit, adapter=adapter, images=images)
             request = await self._tokenizer_pool.run(message, call.caller.tenant, parse)
         record.tokenized = (started, self._clock())
         record.model = request.model
@@ -81,7 +87,13 @@ class RequestParser:
             record.grammar_checked = (started, self._clock())
 
     def _parse(
-        self, message: pb.GenerateRequest, call: Call, *, token_limit: int, adapter: Adapter | None
+        self,
+        message: pb.GenerateRequest,
+        call: Call,
+        *,
+        token_limit: int,
+        adapter: Adapter | None,
+        images: tuple[PreparedImage, ...],
     ) -> ParsedRequest:
         """Parse ``message``; with a resume token, as it was resolved when its stream began."""
         parse = partial(
@@ -91,6 +103,7 @@ class RequestParser:
             header_request_id=call.header_request_id,
             adapter=adapter,
             token_limit=token_limit,
+            images=images,
             lenient_json_schema=self._lenient_json_schema,
         )
         if not message.resume_token:

@@ -18,6 +18,7 @@ from gateway.adapters.adapter import Adapter
 from gateway.adapters.registry import AdapterRegistry
 from gateway.call import Call
 from gateway.cooperative_yield import PORTION, Yielder, slices
+from gateway.model.images import IMAGE, TEXT
 from gateway.model.served_model import ModelCard, ServedModel
 from gateway.request import field_checks
 from gateway.request.structured_output import STRUCTURED_OUTPUTS
@@ -107,6 +108,7 @@ class TokenizerService:
                 chat=card.has_chat_template,
                 tool_calls=self._model.tools.call_format.name if self._model.tools.call_format else "",
                 reasoning=self._model.reasoning.name if self._model.reasoning else "",
+                input_modalities=(TEXT,) if self._model.images is None else (TEXT, IMAGE),
             ),
             tokenizer_digest=card.tokenizer_digest,
             lora_adapters=[adapter.name for adapter in self._adapters.visible(call.caller)],

@@ -51,6 +51,7 @@ def _chunk(request: PrefillRequest, chunk: Chunk) -> PromptChunk:
         request.computed,
         chunk.tokens,
         request.adapter_slot,
+        () if request.images is None else request.images.rows(request.computed, chunk.tokens),
     )
 
 

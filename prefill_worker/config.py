@@ -37,6 +37,18 @@ class PrefillSettings(WorkerSettings):
         section="KV cache",
     )
 
+    image_cache_mib: Annotated[int, Field(ge=0, le=1 << 20)] = setting(
+        256, "MiB of embeddings of images that are kept for the next prompt with them.", section="Images"
+    )
+    image_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        512, "MiB of pixels that may wait here for their prompts.", section="Images"
+    )
+
+    @property
+    def encodes_images(self) -> bool:
+        """See `WorkerSettings.encodes_images`."""
+        return True
+
     def chunk_tokens(self, device_type: str) -> int:
         """Return the most tokens of a step.
 

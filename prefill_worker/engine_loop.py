@@ -7,6 +7,7 @@ One event loop owns all of this; only `run_step` happens on the engine's own thr
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,9 +21,12 @@ from diptych.worker_process.prompt_chunk import Computed
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
 from prefill_worker.chunk_step import Row, run_step
+from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.request_manager import RequestManager
 from prefill_worker.scheduler import plan_asks, plan_chunks
+
+log = logging.getLogger(__name__)
 
 LOOKAHEAD_STEPS = 2
 """Prompts ask for blocks when the granted ones fill less than this many steps: one to run, one to follow."""
@@ -43,6 +47,7 @@ class EngineLoop:
         max_prompts: int,
         max_context: int,
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
+        images: ImageEncoding | None = None,
     ) -> None:
         self._runner = runner
         self._cpu = runner.cpu
@@ -57,7 +62,9 @@ class EngineLoop:
             max_context=max_context,
             on_ended=on_ended,
             wake=self._wake.set,
+            images=images,
         )
+        self._images = images
         self.steps = 0  # grows with every step: the heartbeat's progress
 
     # ---- its server ----------------------------------------------------------------------------------
@@ -118,8 +125,11 @@ class EngineLoop:
         while True:
             self._wake.clear()
             self._ask_for_blocks()
+            encoded = self._images is not None and await self._encode(self._images)
             chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk, self._enough)
             if not chunks:
+                if encoded:
+                    continue
                 self._cpu.yield_()
                 await self._wake.wait()
                 continue
@@ -133,6 +143,22 @@ class EngineLoop:
             self.requests.handoff.pull_rates.computed(tokens, time.monotonic() - started)
             self._apply(rows, outcome)
             del rows, batch, outcome  # while it sleeps they would keep the pools of dead workers
+
+    async def _encode(self, images: ImageEncoding) -> bool:
+        """Encode a tile of an image that a prompt waits for; return whether there was one."""
+        found = images.next_waiting(self.requests.all())
+        if found is None:
+            return False
+        request, image = found
+        self._cpu.claim()
+        request.begin(time.monotonic())
+        try:
+            await images.encode(image, self._step)
+        except Exception:
+            log.exception("an image of %s could not be encoded", request.key)
+            reason, words = work_pb2.FAILURE_REASON_COMPUTE_FAILED, "an image could not be encoded"
+            self.requests.stop(request, Stop(work_pb2.Failure(reason=reason, message=words)))
+        return True
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.requests.all() if request.computable]

@@ -48,7 +48,10 @@ async def run_handoff(
 
 async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> GrantedBlocks:
     attempt = request.attempt
-    keys = block_keys(attempt.cache_namespace, request.token_ids, block_size) if attempt.cache_read else []
+    keys = []
+    if attempt.cache_read:
+        namespace, images = attempt.cache_namespace, attempt.images
+        keys = block_keys(namespace, request.token_ids, block_size, images=images)
     return await peer.ask(request.key, len(request.token_ids), keys, keep=attempt.cache_write)
 
 

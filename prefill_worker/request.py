@@ -32,6 +32,7 @@ from prefill_worker.scheduler import Prompt
 
 if TYPE_CHECKING:
     from prefill_worker.gateway_stream import GatewayStream
+    from prefill_worker.request_images import RequestImages
 
 
 class State(enum.Enum):
@@ -85,6 +86,7 @@ class PrefillRequest:
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
     wanted: set[int] = field(init=False)  # choices that are not cancelled
     grammar: GrammarState | None = None  # after the tokens delivered so far; None until it is compiled
+    images: RequestImages | None = None
     granted: GrantedBlocks | None = None
     begun: float | None = None  # its first step
     computed: int = 0
@@ -125,7 +127,8 @@ class PrefillRequest:
     def computable(self) -> bool:
         """True if a step may compute a chunk of it."""
         ready = self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
-        return ready and (self.adapter is None or self.adapter.placed)
+        ready = ready and (self.adapter is None or self.adapter.placed)
+        return ready and (self.images is None or self.images.ready(self.computed))
 
     @property
     def adapter_slot(self) -> int | None:

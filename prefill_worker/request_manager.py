@@ -24,8 +24,11 @@ from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_store import BadImages
 from prefill_worker.kv_sender import Outcome, run_handoff
 from prefill_worker.request import PrefillRequest, State, Stop
+from prefill_worker.request_images import RequestImages
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +49,14 @@ class RequestManager:
         max_context: int,
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
         wake: Callable[[], None],
+        images: ImageEncoding | None = None,
     ) -> None:
         self._step = step
         self._block_size = block_size
         self._max_context = max_context
         self._on_ended = on_ended
         self._wake = wake
+        self._images = images
         self._requests: dict[Key, PrefillRequest] = {}
         self._tasks: dict[Key, asyncio.Task[Outcome]] = {}
         self._arrived = 0
@@ -75,7 +80,15 @@ class RequestManager:
             log.warning("attempt %s dispatched twice; the second is ignored", attempt.key)
             return
         if self.draining:
+            self._drop_images(attempt.key)
             gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
+            return
+        try:
+            images = self._open_images(attempt)
+        except BadImages as error:
+            log.error("attempt %s: %s", attempt.key, error)
+            reason = work_pb2.FAILURE_REASON_COMPUTE_FAILED
+            gateway.failed(attempt.key, work_pb2.Failure(reason=reason, message=str(error)))
             return
         adapter = self.adapters.use(attempt.key, attempt.adapter) if attempt.adapter else None
         if attempt.adapter and adapter is None:
@@ -92,6 +105,7 @@ class RequestManager:
             dispatch.decode_address,
             dispatch.decode_incarnation,
             adapter=adapter,
+            images=images,
         )
         gateway.keys[attempt.key] = None
         reach("prefill.queued")
@@ -111,6 +125,23 @@ class RequestManager:
             request.grammar = compiling.result()
         self._wake()
 
+    def receive_image(self, part: prefill_pb2.ImagePart, gateway: GatewayStream) -> None:
+        """Take pixels of an attempt that is to be dispatched. A model of text has no use for them."""
+        if self._images is not None:
+            self._images.receive(part, gateway)
+
+    def _open_images(self, attempt: Attempt) -> RequestImages | None:
+        """Return the images of a dispatched attempt. Raises BadImages."""
+        if self._images is not None:
+            return self._images.open(attempt)
+        if attempt.images:
+            raise BadImages("this model reads text only")
+        return None
+
+    def _drop_images(self, key: Key) -> None:
+        if self._images is not None:
+            self._images.drop(key)
+
     def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
         """Cancel these choices (none named: all) without further messages.
 
@@ -121,11 +152,15 @@ class RequestManager:
             request.wanted -= set(choices) or request.wanted
             if not request.wanted:
                 self.stop(request, Stop())
+        else:
+            self._drop_images(key)
 
     def gateway_lost(self, gateway: GatewayStream) -> None:
         """Cancel every attempt that came over a stream that ended."""
         for key in list(gateway.keys):
             self.cancel(key)
+        if self._images is not None:
+            self._images.gateway_lost(gateway)
         gateway.close()
 
     def on_abort(self, key: Key) -> None:

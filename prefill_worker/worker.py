@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime.metrics import PrefillMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
@@ -29,6 +30,8 @@ from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_store import ImageStore
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
 from prefill_worker.scratch_memory import Memory, plan_scratch
@@ -63,6 +66,8 @@ class PrefillWorker:
         self._metrics.create_transport_series(transports)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
+        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
+            chunk = min(chunk, engine.model.shape.vocab_size)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -71,6 +76,7 @@ class PrefillWorker:
             max_prompts=settings.max_batch_requests,
             max_context=engine.model.shape.max_context,
             on_ended=self._ended,
+            images=self._images(),
         )
         self._handoff = HandoffClient(
             worker_id=settings.worker_id,
@@ -123,6 +129,20 @@ class PrefillWorker:
             memory_domain=self._memory_domain,
         )
 
+    def _images(self) -> ImageEncoding | None:
+        """Make the part that encodes images; None for a model of text."""
+        settings, encoder = self._settings, self._engine.encoder
+        if encoder is None:
+            return None
+        outcomes = {name: self._metrics.images.labels(name) for name in ("encoded", "cached")}
+        return ImageEncoding(
+            encoder,
+            ImageStore(settings.image_buffer_mib << 20),
+            EmbeddingCache(settings.image_cache_mib << 20),
+            threads=lambda: self._engine.runner.threads,
+            on_image=lambda outcome: outcomes[outcome].inc(),
+        )
+
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """Make the worker's own pool, when the first copying transport is registered."""
         blocks = self._scratch_plan.blocks
@@ -173,6 +193,8 @@ def gateway_links(
 
     def on_message(message: prefill_pb2.PrefillServiceLinkRequest, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
+            case "image":
+                loop.requests.receive_image(message.image, gateway)
             case "dispatch":
                 loop.requests.dispatch(message.dispatch, gateway)
             case "cancel":

@@ -162,6 +162,10 @@ def generate(
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     system: Annotated[str | None, typer.Option(callback=_utf8, help="System turn of the chat.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Image ahead of the prompt; may be repeated."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(callback=_utf8, help="Served name; default: the server's first.")
     ] = None,
@@ -190,6 +194,8 @@ def generate(
         text = read_prompt(sys.stdin.buffer) if prompt == "-" else prompt
     except BadQuestion as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
+    if image and raw:
+        raise typer.BadParameter("images are shown in a chat: not with --raw", param_hint="--image")
     question = Question(
         prompt=text,
         raw=raw,
@@ -208,6 +214,7 @@ def generate(
             }.items()
             if value is not None
         },
+        images=tuple(path.read_bytes() for path in image or ()),
     )
     raise typer.Exit(ask(address, question, stream=stream, timings=timings))
 

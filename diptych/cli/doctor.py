@@ -20,6 +20,7 @@ from rich.table import Table
 
 from diptych.cli.valkey import ValkeyMissing, valkey_binary
 from diptych.engine.usable_cores import usable_cores
+from diptych.image_spec import image_spec
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.python_module import PACKAGES, tree_root
 from diptych.runtime.settings import StartupError, resolve_model
@@ -78,7 +79,8 @@ def given_model(model: str) -> Finding:
     from diptych.planner.model_shape import NotPlanned, read_shape
 
     try:
-        shape = read_shape(checked_model(model))
+        path = checked_model(model)
+        shape, spec = read_shape(path), image_spec(path)
     except (StartupError, NotPlanned) as error:
         return Finding("missing", str(error))
     costs = model_costs(shape)
@@ -86,6 +88,10 @@ def given_model(model: str) -> Finding:
         f"{shape.family}, {shape.num_layers} layers, {costs.parameters / 1e9:.2f} billion parameters, "
         f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
     )
+    if spec is not None:
+        size += f"; images, {spec.rows_per_tile} tokens a tile of {spec.tile[0]} x {spec.tile[1]} pixels"
+        if find_spec("PIL") is None:
+            return Finding("note", f"{size}, which need pip install 'diptych[vision]'")
     on_gpu = triton.supports(shape)
     gpus = "the Triton step on GPUs"
     if on_gpu is not None:

@@ -38,9 +38,10 @@ class Question:
     model: str | None
     timeout_s: float | None
     options: dict[str, Any]
+    images: tuple[bytes, ...] = ()
 
     def as_prompt(self) -> Prompt:
-        return self.prompt if self.raw else chat(self.prompt, system=self.system)
+        return self.prompt if self.raw else chat(self.prompt, images=self.images, system=self.system)
 
 
 def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int:

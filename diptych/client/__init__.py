@@ -65,7 +65,12 @@ __all__ = [
 ]
 
 
-def chat(user: str, *, system: str | None = None, history: Sequence[Any] = ()) -> list[Message]:
-    """Return the turns of a chat that ends with what the user says now."""
+def chat(
+    user: str, *, images: Sequence[bytes] = (), system: str | None = None, history: Sequence[Any] = ()
+) -> list[Message]:
+    """Return the turns of a chat that ends with what the user says now.
+
+    `images` are files of PNG, JPEG, WebP or GIF images, which come before the text.
+    """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, *history, {"role": "user", "content": user}]
+    return [*first, *history, {"role": "user", "content": [*images, user] if images else user}]

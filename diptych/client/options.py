@@ -16,11 +16,12 @@ Schema = str | Mapping[str, Any]
 class Message(TypedDict, total=False):
     """Turn of a conversation: {"role": "user", "content": "…"}.
 
+    A content with images is a list of texts and of the images' files, as bytes: ["What is this?", file].
     An assistant's turn may have the tool calls of an earlier answer, a tool's the id of the call it answers.
     """
 
     role: str
-    content: str
+    content: str | Sequence[str | bytes]
     name: str
     tool_calls: Sequence[ToolCall]
     tool_call_id: str
@@ -146,7 +147,16 @@ def _turn(turn: Mapping[str, Any]) -> pb.ChatMessage:
         pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
         for call in fields.pop("tool_calls", ())
     ]
-    return pb.ChatMessage(**fields, tool_calls=calls)
+    parts = () if isinstance(fields.get("content", ""), str) else map(_part, fields.pop("content"))
+    return pb.ChatMessage(**fields, tool_calls=calls, parts=parts)
+
+
+def _part(part: str | bytes) -> pb.ContentPart:
+    if isinstance(part, str):
+        return pb.ContentPart(text=part)
+    if isinstance(part, bytes):
+        return pb.ContentPart(image=pb.Image(data=part))
+    raise TypeError("parts of a content are texts, and the files of images as bytes")
 
 
 def _set_constraint(target: pb.StructuredOutput, given: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,15 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingRows:
+    """Embeddings of a chunk's tokens from number `at` on, in place of those of their ids."""
+
+    at: int
+    rows: torch.Tensor
+    """`[tokens, hidden]`, of any floating type, on any device."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class SequenceStep:
     """
     adapter: int | None = None
     """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
+    embeddings: Sequence[EmbeddingRows] = ()
+    """Embeddings of tokens that stand for an image; they do not overlap."""
 
     @property
     def logit_rows(self) -> int:
@@ -75,8 +87,29 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary, more rows of logits than tokens, a slot without an adapter.
+    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk.
     """
+
+
+def given_embeddings(
+    sequences: Sequence[SequenceStep], begins: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the places (int64 `[rows]`) in the step's flat list of tokens that have embeddings of their own,
+    and these `[rows, hidden]`; None without any.
+
+    `begins` are the places of the sequences' first tokens; by default they follow one another.
+    """
+    if not any(step.embeddings for step in sequences):
+        return None
+    if begins is None:
+        begins = [0, *accumulate(len(step.token_ids) for step in sequences)]
+    given = [
+        (begin + one.at, one.rows)
+        for begin, step in zip(begins, sequences, strict=False)
+        for one in step.embeddings
+    ]
+    places = [torch.arange(begin, begin + len(rows)) for begin, rows in given]
+    return torch.cat(places), torch.cat([rows for _, rows in given])
 
 
 def check_batch(
@@ -100,6 +133,9 @@ def check_batch(
         if min(step.token_ids) < 0 or max(step.token_ids) >= vocab_size:
             raise BatchError(f"row {row}: a token id outside the vocabulary of {vocab_size}")
         used = step.block_table[:blocks]
+        for given in step.embeddings:
+            if given.at < 0 or given.at + len(given.rows) > len(step.token_ids):
+                raise BatchError(f"row {row}: embeddings of tokens that the chunk does not have")
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
         if step.adapter is not None and step.adapter not in adapter_slots:

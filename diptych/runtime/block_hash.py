@@ -9,6 +9,10 @@ content. Sharing a block on equal keys is therefore as safe as the hash is stron
   salt, the model, the adapter and the KV type, so that no outsider can compute keys, and no two tenants,
   models or precisions ever meet in one cache.
 
+Tokens that stand for an image are all the same id. A block with such tokens also hashes, for each stretch of
+them, the image's keyed digest and which of its rows they are; it does so under another personalisation, so
+that no text has its key.
+
 The chain uses BLAKE2b in its keyed mode (RFC 7693), which is a MAC by construction and, at about
 1 µs a block from Python, three times cheaper than `hmac` with SHA-256.
 """
@@ -17,6 +21,8 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
+
+from diptych.runtime.image_rows import ImageRows
 
 HASH_VERSION = 1
 """Grows with any change below; part of the workers' compatibility fingerprint."""
@@ -48,12 +54,19 @@ def namespace_key(
 
 
 def block_keys(
-    namespace: bytes, token_ids: Sequence[int], block_size: int, *, parent: bytes = b""
+    namespace: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    parent: bytes = b"",
+    images: Sequence[ImageRows] = (),
+    start: int = 0,
 ) -> list[bytes]:
     """Return the 16-byte keys of the full blocks of `token_ids`, in order; a partial last block has none.
 
-    To continue a chain pass the tokens that follow it, and `parent`, the key of its last block. Raises
-    ValueError for a parent that is no key, and for ids that are not unsigned 32-bit numbers.
+    To continue a chain pass the tokens that follow it, and `parent`, the key of its last block. `images` are
+    all of the prompt's; with them `start` is the position of the first of `token_ids`. Raises ValueError for
+    a parent that is no key, and for ids that are not unsigned 32-bit numbers.
     """
     if len(namespace) != NAMESPACE_BYTES:
         raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
@@ -69,8 +82,24 @@ def block_keys(
     width = 4 * block_size
     keys: list[bytes] = []
     for offset in range(0, len(data), width):
-        mac = hashlib.blake2b(parent, digest_size=KEY_BYTES, key=namespace)
+        here = _rows_within(images, start + offset // 4, block_size) if images else b""
+        mac = hashlib.blake2b(parent, digest_size=KEY_BYTES, key=namespace, person=_IMAGE if here else b"")
         mac.update(data[offset : offset + width])
+        mac.update(here)
         parent = mac.digest()
         keys.append(parent)
     return keys
+
+
+_IMAGE = b"diptych rows"
+
+
+def _rows_within(images: Sequence[ImageRows], begin: int, block_size: int) -> bytes:
+    """Return what a block says of the image rows among its tokens, which begin at position `begin`."""
+    found = []
+    for image in images:
+        first, end = max(image.first, begin), min(image.end, begin + block_size)
+        if first < end:
+            row = image.first_row + first - image.first
+            found.append(image.digest + struct.pack("<III", first - begin, row, end - first))
+    return b"".join(found)

@@ -251,6 +251,11 @@ class KvCapacity(Overloaded):
     explanation = "there is no KV memory for this request now"
 
 
+class ImageMemory(Overloaded):
+    reason = "IMAGE_MEMORY"
+    explanation = "there is no memory for this request's images now"
+
+
 class DeadlineUnattainable(Overloaded):
     reason = "DEADLINE_UNATTAINABLE"
     explanation = "the estimated wait is longer than the request's deadline"

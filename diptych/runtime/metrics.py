@@ -303,6 +303,12 @@ class PrefillMetrics(WorkerMetrics):
             buckets=_PHASE,
             registry=registry,
         )
+        self.images = Counter(
+            "diptych_images",
+            "Images of prompts: encoded, or cached with their embeddings",
+            ["outcome"],
+            registry=registry,
+        )
         self.pull_cost = Gauge(
             "diptych_kv_pull_cost",
             "Cost of pulling a token, in tokens that are computed in the same time",

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from diptych.image_spec import UnreadableImages, image_spec
 from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, OWN_CODE, WRAPPERS
 from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
 from diptych.runtime.settings import StartupError, resolve_model
@@ -205,6 +206,10 @@ def _check_text_model(folder: Path, kind: str, config: object) -> None:
         raise UnusableModel(
             f"{folder} is a {kind} around a text model {text!r}, which is not computed: {why}"
         )
+    try:
+        image_spec(folder)
+    except UnreadableImages as error:
+        raise UnusableModel(f"{folder}: {error}") from error
 
 
 def _weight_files(folder: Path, names: Sequence[str]) -> list[Path]:

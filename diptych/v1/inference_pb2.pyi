@@ -106,20 +106,38 @@ class ToolChoice(_message.Message):
     def __init__(self, mode: _Optional[_Union[ToolChoice.Mode, str]] = ..., name: _Optional[str] = ..., parallel: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "parts")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     name: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     tool_call_id: str
     reasoning_content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning_content: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ContentPart]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
+
+class ContentPart(_message.Message):
+    __slots__ = ("text", "image")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    image: Image
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("data", "media_type")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    media_type: str
+    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters_json_schema")
@@ -477,7 +495,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_block_size: _Optional[int] = ..., lora_adapters: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("max_logprobs", "max_n", "structured_outputs", "priority", "cache_salt", "chat", "tool_calls", "reasoning")
+    __slots__ = ("max_logprobs", "max_n", "structured_outputs", "priority", "cache_salt", "chat", "tool_calls", "reasoning", "input_modalities")
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_N_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +504,7 @@ class Capabilities(_message.Message):
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    INPUT_MODALITIES_FIELD_NUMBER: _ClassVar[int]
     max_logprobs: int
     max_n: int
     structured_outputs: _containers.RepeatedScalarFieldContainer[str]
@@ -494,7 +513,8 @@ class Capabilities(_message.Message):
     chat: bool
     tool_calls: str
     reasoning: str
-    def __init__(self, max_logprobs: _Optional[int] = ..., max_n: _Optional[int] = ..., structured_outputs: _Optional[_Iterable[str]] = ..., priority: _Optional[bool] = ..., cache_salt: _Optional[bool] = ..., chat: _Optional[bool] = ..., tool_calls: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    input_modalities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_logprobs: _Optional[int] = ..., max_n: _Optional[int] = ..., structured_outputs: _Optional[_Iterable[str]] = ..., priority: _Optional[bool] = ..., cache_salt: _Optional[bool] = ..., chat: _Optional[bool] = ..., tool_calls: _Optional[str] = ..., reasoning: _Optional[str] = ..., input_modalities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CancelRequestRequest(_message.Message):
     __slots__ = ("request_id",)

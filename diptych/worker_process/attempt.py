@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from diptych.engine.sampling import SampleRow, SamplingParams, choice_seed
 from diptych.parameters import SAMPLING_NUMBERS
+from diptych.runtime.image_rows import ImageRows, last_image_position
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.grammar_masks import GrammarState
 from kvtransfer.protocol.messages import Key
@@ -42,6 +43,8 @@ class Attempt:
     reserve_worst_case: bool
     deadline: float | None
     trace: tuple[str, str] | None  # traceparent, tracestate
+    images: tuple[ImageRows, ...] = ()
+    """Tokens of the prompt whose embeddings come from images, in order."""
     adapter: bytes = b""
     """Digest of the LoRA adapter's content; empty: the base model."""
 
@@ -49,6 +52,10 @@ class Attempt:
     def token_ids(self) -> list[int]:
         """Tokens that have to be prefilled."""
         return self.prompt_ids + self.delivered_ids
+
+    def needs_images(self, computed: int) -> bool:
+        """Return whether rows of images come after the first `computed` tokens."""
+        return bool(self.images) and last_image_position(self.images) > computed
 
     @property
     def prefill_span(self) -> str:
@@ -114,6 +121,7 @@ class Attempt:
             reserve_worst_case=work.reserve_worst_case,
             deadline=None if time_left is None else time.monotonic() + time_left,
             trace=(work.traceparent, work.tracestate) if work.traceparent else None,
+            images=tuple(ImageRows(i.first_position, i.rows, i.digest, i.first_row) for i in work.images),
             adapter=work.adapter,
         )
 

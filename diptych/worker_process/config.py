@@ -103,6 +103,11 @@ class WorkerSettings(ProgramSettings):
         """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
         return 1.0, 1.0
 
+    @property
+    def encodes_images(self) -> bool:
+        """True for the role that turns images into embeddings."""
+        return False
+
     @field_validator("device")
     @classmethod
     def _device_is_one(cls, value: str) -> str:

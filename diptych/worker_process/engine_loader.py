@@ -19,6 +19,8 @@ from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
+from diptych.engine.vision.encoder import ImageEncoder
+from diptych.engine.vision.registry import load_encoder
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
@@ -50,6 +52,8 @@ class LoadedEngine:
     """Parts in which products are added."""
     group: RankGroup | None = None
     """The other processes of this worker that compute; None where it is alone."""
+    encoder: ImageEncoder | None = None
+    """Encoder of a model with images, in a worker that encodes them."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -114,7 +118,11 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     )
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
-    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, settings.parts, group)
+    hidden = model.shape.hidden_size
+    encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
+    if encoder is not None and settings.parts > 1:
+        raise ImpossibleSettings("--tensor-parallel and --sum-parts do not go with a model that reads images")
+    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder)
     run_self_test(runner, layout)
     log.info(
         "loaded %s in %.1f s: %s, %s backend, %s, %d threads",

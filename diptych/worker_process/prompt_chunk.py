@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.batch import SequenceStep, can_sample_on_device
+from diptych.engine.batch import EmbeddingRows, SequenceStep, can_sample_on_device
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
@@ -46,6 +46,8 @@ class PromptChunk:
     tokens: int
     adapter: int | None
     """Slot of the attempt's adapter; None: the base model."""
+    embeddings: Sequence[EmbeddingRows] = ()
+    """Embeddings of those of its tokens that stand for an image."""
 
     @property
     def last(self) -> bool:
@@ -71,6 +73,7 @@ class PromptChunk:
             wants_logits=self.last or scored,
             trailing=self.tokens if scored else 1,
             adapter=self.adapter,
+            embeddings=self.embeddings,
         )
 
     def device_rows(self) -> Sequence[SampleRow | None]:

@@ -84,6 +84,16 @@ class StepThread(Generic[Owner]):
         self.end(flight)
         return results
 
+    async def encode(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which encodes a tile of an image on the engine's thread, between
+        steps.
+        """
+        self.watchdog.begin_encode(time.monotonic())
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self.watchdog.end(time.monotonic())
+
     async def await_rows(
         self,
         flight: InFlight[Owner],

@@ -17,6 +17,7 @@ RECENT_S = 5.0  # older steps say nothing about the worker's present speed
 MARGIN = 4.0
 LEAST_S = 0.5
 FIRST_S = 30.0  # for the first step of all
+ENCODE = -1  # the class of an image's tile, which says nothing about steps of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,17 @@ class StepWatchdog:
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[float, float, int]]] = {}  # by class: (end, seconds, tokens)
-        self._running: tuple[float, int] | None = None  # (begin, tokens)
+        self._running: tuple[float, int, int] | None = None  # (begin, tokens, class)
         self._failed = False  # the running step, before a part of it was begun again
         self._since = 0.0  # begin of the part that is being computed
 
     def begin(self, tokens: int, now: float) -> None:
         """Record the begin of a step of `tokens` tokens."""
-        self._running, self._failed, self._since = (now, tokens), False, now
+        self._running, self._failed, self._since = (now, tokens, size_class(tokens)), False, now
+
+    def begin_encode(self, now: float) -> None:
+        """Record that the encoding of a tile begins, in place of a step."""
+        self._running, self._failed, self._since = (now, 0, ENCODE), False, now
 
     def retry(self, now: float) -> None:
         """Record that the running step failed and a part of it begins, which is due when the whole was.
@@ -59,23 +64,25 @@ class StepWatchdog:
         """Record the end of the running step. The length of one that failed says nothing about others."""
         if self._running is None:
             return
-        begun, tokens = self._running
+        begun, tokens, kind = self._running
         self._running = None
         if self._failed:
             return
-        steps = self._steps.setdefault(size_class(tokens), deque(maxlen=KEPT))
+        steps = self._steps.setdefault(kind, deque(maxlen=KEPT))
         steps.append((now, now - begun, tokens))
 
     def late_s(self, now: float) -> float:
         """Return the seconds that the running step is past its predicted end; 0 between steps."""
         if self._running is None:
             return 0.0
-        return max(now - self._since - self._predicted_s(size_class(self._running[1])), 0.0)
+        return max(now - self._since - self._predicted_s(self._running[2]), 0.0)
 
     def times(self, now: float) -> list[StepTime]:
         """Return the times of the last seconds' steps, for comparison with other workers."""
         found = []
         for kind, steps in sorted(self._steps.items()):
+            if kind == ENCODE:
+                continue
             recent = [(seconds, tokens) for ended, seconds, tokens in steps if now - ended <= RECENT_S]
             if recent:
                 seconds, tokens = (statistics.median(values) for values in zip(*recent, strict=True))
@@ -83,8 +90,9 @@ class StepWatchdog:
         return found
 
     def _predicted_s(self, kind: int) -> float:
-        if not self._steps:
+        alike = [known for known in self._steps if (known == ENCODE) == (kind == ENCODE)]
+        if not alike:
             return FIRST_S
-        nearest = min(self._steps, key=lambda known: abs(known - kind))
+        nearest = min(alike, key=lambda known: abs(known - kind))
         longest = max(seconds for _, seconds, _ in self._steps[nearest])
         return max(MARGIN * longest * 2.0 ** max(kind - nearest, 0), LEAST_S)

@@ -113,6 +113,11 @@ def build_work(
         local_prefill=_LOCAL[attempt.local],
         adapter=b"" if request.adapter is None else request.adapter.digest,
     )
+    if request.images is not None:
+        for rows in request.images.image_rows(cache_namespace):
+            work.images.add(
+                first_position=rows.first, rows=rows.rows, digest=rows.digest, first_row=rows.first_row
+            )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
     if waited_s >= MIN_REPORTED_WAIT_S:

@@ -60,6 +60,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()  # of assistant turns
     tool_call_id: str = ""  # of tool turns
     reasoning_content: str = ""  # of assistant turns
+    parts: tuple[str | None, ...] = ()  # in place of the content: texts, and None for each image
 
 
 class ChatTemplate:
@@ -72,6 +73,7 @@ class ChatTemplate:
         names: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
         with_tools: ChatTemplate | None = None,
+        takes_parts: bool = False,
     ) -> None:
         """
         Args:
@@ -80,6 +82,7 @@ class ChatTemplate:
             names: special tokens that the template may use (``bos_token``, ``eos_token``, …).
             now: clock for templates that write today's date.
             with_tools: the template used instead where tools are given or were called.
+            takes_parts: contents are lists of parts, as templates of models with images read them.
         """
         if len(source) > limits.MAX_TEMPLATE_BYTES:
             raise UnusableTemplate(f"the chat template has {len(source)} characters")
@@ -96,6 +99,7 @@ class ChatTemplate:
         self._refusals = tuple(_refusals(tree))
         self._source = source
         self._with_tools = with_tools
+        self._takes_parts = takes_parts
         # gpt-oss reads earlier reasoning under another name.
         self._reads_thinking = _REASONING not in source and any(sign in source for sign in _THINKING_SIGNS)
 
@@ -162,7 +166,9 @@ class ChatTemplate:
     def _defused(self, message: Message, *, arguments_as_text: bool = False) -> dict[str, object]:
         fields: dict[str, object] = {
             "role": message.role,
-            "content": self._control_tokens.defuse(message.content),
+            "content": self._content(message)
+            if self._takes_parts
+            else self._control_tokens.defuse(message.content),
         }
         if message.name:
             fields["name"] = self._control_tokens.defuse(message.name)
@@ -176,6 +182,13 @@ class ChatTemplate:
         if message.reasoning_content:
             fields[self._reasoning_field(message)] = self._control_tokens.defuse(message.reasoning_content)
         return fields
+
+    def _content(self, message: Message) -> list[dict[str, str]]:
+        """Return a turn's content as a list of parts."""
+        return [
+            {"type": "image"} if part is None else {"type": "text", "text": self._control_tokens.defuse(part)}
+            for part in message.parts or (message.content,)
+        ]
 
     def _reasoning_field(self, message: Message) -> str:
         """Return the member of a turn that has its reasoning."""

@@ -11,6 +11,7 @@ from diptych.runtime.model_context import limited_context
 from diptych.runtime.model_name import model_names
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
+from gateway.model.images import ImageSupport
 from gateway.model.role_support import RoleSupport
 from gateway.model.tool_support import PROBE_TOOL, ToolSupport
 from gateway.reasoning.formats import AUTO, format_of
@@ -113,6 +114,7 @@ class ServedModel:
     roles: RoleSupport = field(default_factory=RoleSupport)
     roles_beside_tools: RoleSupport = field(default_factory=RoleSupport)
     reasoning: ReasoningFormat | None = None  # None: what the model writes before its answer is text as well
+    images: ImageSupport | None = None  # None: it reads text only
 
     @classmethod
     def load(
@@ -129,29 +131,32 @@ class ServedModel:
         ``name`` replaces the name derived from the path, ``max_context`` lowers the model's context, and
         ``chat_template`` replaces its templates. ``reasoning``: as in `gateway.reasoning.formats.format_of`.
 
-        Raises `UnusableTokenizer`, `UnusableTemplate`, `UnusableReasoning`, `NamelessModel`, `ContextTooLong`
-        or `OSError`.
+        Raises `UnusableTokenizer`, `UnusableImages`, `UnusableTemplate`, `UnusableReasoning`,
+        `NamelessModel`, `ContextTooLong` or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
         if chat_template is not None:
             tokenizer = tokenizer.with_chat_template(chat_template)
-        template = _template(tokenizer)
+        images = ImageSupport.of(path, tokenizer)
+        template = _template(tokenizer, takes_parts=images is not None)
         card = ModelCard.from_tokenizer(tokenizer, path, name, max_context, further_names)
         if template is None:
             return cls(card, tokenizer, None, ToolSupport())
         tools, roles = ToolSupport.of(template, tokenizer), RoleSupport.of(template)
         beside_tools = RoleSupport.of(template, [PROBE_TOOL]) if tools.tools else roles
         thoughts = format_of(template.source, tokenizer, reasoning)
-        return cls(card, tokenizer, template, tools, roles, beside_tools, thoughts)
+        return cls(card, tokenizer, template, tools, roles, beside_tools, thoughts, images)
 
 
-def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
+def _template(tokenizer: Tokenizer, *, takes_parts: bool) -> ChatTemplate | None:
     control, names = tokenizer.control_tokens, tokenizer.template_names
     source, tool_source = tokenizer.chat_template, tokenizer.tool_template
     if source is None:
         return None
-    with_tools = None if tool_source is None else ChatTemplate(tool_source, control, names)
-    return ChatTemplate(source, control, names, with_tools=with_tools)
+    with_tools = (
+        None if tool_source is None else ChatTemplate(tool_source, control, names, takes_parts=takes_parts)
+    )
+    return ChatTemplate(source, control, names, with_tools=with_tools, takes_parts=takes_parts)
 
 
 def _number(config: Mapping[str, object], key: str, lowest: float, highest: float, default: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from diptych.parameters import Sampling
 from gateway.adapters.adapter import Adapter
+from gateway.model.images import PromptImages
 from gateway.reasoning.request_reasoning import RequestReasoning
 from gateway.request.structured_output import Constraint
 from gateway.tools.tool import Toolbox
@@ -50,6 +51,7 @@ class ParsedRequest:
     constraint: Constraint | None = None  # what the output must match
     tools: Toolbox | None = None  # that the output may call
     reasoning: RequestReasoning | None = None  # that the output may begin with
+    images: PromptImages | None = None  # of the prompt; None = text only
     received: tuple[int, ...] = field(default=(), repr=False)  # of the output, by a stream that broke
     output_limit: int | None = None  # what that stream might have emitted in all
     adapter: Adapter | None = None  # applied to the model; None = none

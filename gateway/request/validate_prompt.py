@@ -12,6 +12,7 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.images import PreparedImage
 from gateway.model.plain_tool_turns import plain_tool_turns
 from gateway.model.role_support import ROLES
 from gateway.model.served_model import ServedModel
@@ -32,9 +33,15 @@ _TAIL_TOKENS: Final = 16  # of a prompt: more than the marks of a span and the w
 
 
 def prompt_ids(
-    request: pb.GenerateRequest, model: ServedModel, budget: TokenBudget, tools: Toolbox | None = None
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    budget: TokenBudget,
+    tools: Toolbox | None = None,
+    images: Sequence[PreparedImage] = (),
 ) -> tuple[int, ...]:
     """Return token ids of the prompt, never empty, within ``budget``; ``tools`` are of `chat_tools`.
+
+    ``images`` are the conversation's, in their order.
 
     Raises `InvalidParameter`, `UnsupportedFeature` or `ContextLengthExceeded`; a prompt that is certainly too
     long is refused before it is tokenized.
@@ -48,7 +55,7 @@ def prompt_ids(
         budget.check_before_counting(field, model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode(request.text, add_special=True)
     elif kind == "chat":
-        parts = chat_parts(request.chat, model, tools)
+        parts = chat_parts(request.chat, model, tools, images)
         num_bytes = sum(len(part.encode("utf-8")) for part in parts if isinstance(part, str))
         budget.check_before_counting(field, model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode_parts(parts)
@@ -92,9 +99,15 @@ def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
 
 
 def chat_parts(
-    chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None
+    chat: pb.ChatPrompt,
+    model: ServedModel,
+    tools: Toolbox | None,
+    images: Sequence[PreparedImage] = (),
 ) -> tuple[ControlToken | str, ...]:
-    """Render the conversation. Raises InvalidParameter or UnsupportedFeature."""
+    """Render the conversation, with the tokens of ``images`` where it has them.
+
+    Raises InvalidParameter or UnsupportedFeature; the latter for images where none are given.
+    """
     template = model.chat_template
     if template is None:
         raise UnsupportedFeature("chat", "this model has no chat template")
@@ -103,6 +116,8 @@ def chat_parts(
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
     _check_size("chat.messages", sum(map(_bytes_of, chat.messages)))
+    if not images:
+        _refuse_images(chat)
     messages = _messages(chat, model, tools)
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -115,6 +130,13 @@ def chat_parts(
         )
     except RenderRefused as error:
         raise InvalidParameter("chat.messages", f"the model's chat template refused: {error}") from error
+    if images and model.images is not None:
+        expanded = model.images.expand(parts, images)
+        if expanded is None:
+            raise InvalidParameter(
+                "chat.messages", "the model's chat template does not show each of these images once"
+            )
+        parts = expanded
     if tools is None or not tools.forced or _reasoning_after(parts, model) is not None:
         return parts
     return (*parts, *model.tools.prompt_suffix)
@@ -139,10 +161,19 @@ def _text_of(part: ControlToken | str) -> str:
     return part if isinstance(part, str) else part.text
 
 
+def _refuse_images(chat: pb.ChatPrompt) -> None:
+    for index, message in enumerate(chat.messages):
+        for place, part in enumerate(message.parts):
+            if part.WhichOneof("part") == "image":
+                field = f"chat.messages[{index}].parts[{place}].image"
+                raise UnsupportedFeature(field, "images are read by generation only")
+
+
 def _bytes_of(message: pb.ChatMessage) -> int:
     """Count the bytes of a turn that the template gets."""
     calls = sum(call.ByteSize() for call in message.tool_calls)
-    return len(message.content.encode("utf-8")) + len(message.reasoning_content.encode("utf-8")) + calls
+    texts = (message.content, message.reasoning_content, *(part.text for part in message.parts))
+    return sum(len(text.encode("utf-8")) for text in texts) + calls
 
 
 def _check_size(field: str, num_bytes: int) -> None:
@@ -180,14 +211,32 @@ def _message(field: str, role: str, message: pb.ChatMessage, model: ServedModel)
     if message.role == "tool" or message.tool_call_id or message.tool_calls:
         answers = tool_call_id(field, message, model.tools)
         calls = tool_calls(field, message, model.tools)
+    parts = _parts(field, message)
+    if None not in parts and parts:
+        message_content, parts = "".join(part or "" for part in parts), ()
+    else:
+        message_content = message.content
     return Message(
         role,
-        message.content,
+        message_content,
         message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
         calls,
         answers,
         _reasoning(field, message),
+        parts,
     )
+
+
+def _parts(field: str, message: pb.ChatMessage) -> tuple[str | None, ...]:
+    """Return the texts of a turn's parts, and None for each image; empty for a turn without parts."""
+    if not message.parts:
+        return ()
+    if message.content:
+        raise InvalidParameter(f"{field}.content", "must be empty beside parts")
+    kinds = [part.WhichOneof("part") for part in message.parts]
+    if None in kinds:
+        raise InvalidParameter(f"{field}.parts[{kinds.index(None)}]", "must be a text or an image")
+    return tuple(None if part.WhichOneof("part") == "image" else part.text for part in message.parts)
 
 
 def _reasoning(field: str, message: pb.ChatMessage) -> str:

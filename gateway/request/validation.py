@@ -11,7 +11,7 @@ value that the caller sent.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.adapters.adapter import Adapter
+from gateway.model.images import PreparedImage, PromptImages
 from gateway.model.served_model import ServedModel
 from gateway.request import field_checks
 from gateway.request.parsed_request import ParsedRequest
@@ -64,6 +65,7 @@ def parse_request(
     adapter: Adapter | None = None,
     token_limit: int | None = None,
     lenient_json_schema: bool = False,
+    images: tuple[PreparedImage, ...] = (),
     fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
     fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> ParsedRequest:
@@ -75,6 +77,7 @@ def parse_request(
         header_request_id: the x-request-id metadata, used where ``request_id`` is empty.
         adapter: that ``model`` or ``lora`` names.
         token_limit: prompt and output together; smaller than the model's context where the whole KV pool is.
+        images: the conversation's, in their order.
         lenient_json_schema: leave out of schemas what an output cannot be held to.
         fresh_id: makes a request id where the caller gave none.
         fresh_seed: makes a seed in [0, 2**64) where the caller gave none.
@@ -106,7 +109,7 @@ def parse_request(
     salt = field_checks.label(PARAMETERS["cache_salt"], cache.salt)
     session_id = field_checks.label(PARAMETERS["session_id"], request.session_id)
     limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
-    ids = prompt_ids(request, model, prompt_budget(stops, limit), tools)
+    ids = prompt_ids(request, model, prompt_budget(stops, limit), tools, images)
     reasoning = chat_reasoning(ids, model, tools) if chat else None
     if reasoning is not None and tools is not None:
         constraint = constrained(begun=False)
@@ -143,7 +146,22 @@ def parse_request(
         tools=tools,
         reasoning=reasoning,
         adapter=adapter,
+        images=_located(ids, images, model),
     )
+
+
+def _located(
+    ids: Sequence[int], images: tuple[PreparedImage, ...], model: ServedModel
+) -> PromptImages | None:
+    """Return where the rows of a prompt's images are; None without images."""
+    if not images or model.images is None:
+        return None
+    try:
+        return model.images.locate(ids, images)
+    except ValueError as error:
+        raise InvalidParameter(
+            "chat.messages", f"holds tokens of images beside its images: {error}"
+        ) from error
 
 
 def refuse_unsupported(request: pb.GenerateRequest) -> None:

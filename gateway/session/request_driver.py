@@ -20,6 +20,7 @@ from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 from gateway.attempt.types import DecodeFinished, FinishReason, PrefillCommitted, Role, TokensArrived
 from gateway.attempt.work import Job, build_work
+from gateway.model.images import PromptImages
 from gateway.output.logprobs import PromptLogprobs
 from gateway.output.output_stream import OutputStream
 from gateway.session.events import (
@@ -65,7 +66,9 @@ class Workers(Protocol):
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
     ) -> Placement | NoWorker | NoProof | NoAdapter: ...
     def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None: ...
-    def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
+    def dispatch_attempt(
+        self, worker_id: str, decode_id: str, work: work_pb2.Work, images: PromptImages | None = None
+    ) -> None: ...
     def cancel_attempt(
         self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
     ) -> None: ...
@@ -273,7 +276,8 @@ class RequestDriver:
                 self._work = build_work(self.job, attempt, namespace, self.clock(), self.admission_s)
                 self._send(worker_id, partial(self._workers.attach_attempt, worker_id, self._work))
             case Dispatch(worker_id, decode_id, _):  # of the attempt that was attached just now
-                send = partial(self._workers.dispatch_attempt, worker_id, decode_id, self._work)
+                images = self.job.request.images
+                send = partial(self._workers.dispatch_attempt, worker_id, decode_id, self._work, images)
                 self._send(worker_id, send)
             case Cancel(role, worker_id, number, choices):
                 self._workers.cancel_attempt(role, worker_id, self.job.work_id, number, choices)
@@ -317,6 +321,7 @@ class RequestDriver:
             after_loss=self.state.attempts > self.state.refused + wanted.remote,
             remote=wanted.remote,
             suspects=self.state.limits.failed_workers.suspects,
+            images_end=0 if self.job.request.images is None else self.job.request.images.end,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):

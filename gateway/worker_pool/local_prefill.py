@@ -138,4 +138,5 @@ def _may_compute(request: RouteRequest, candidate: LocalCandidate, kind: LocalPr
         decode.worker_id not in request.avoid
         and decode.max_tokens >= request.worst_case_tokens
         and new_tokens(request, decode) <= bound
+        and request.tokens - new_tokens(request, decode) >= request.images_end
     )

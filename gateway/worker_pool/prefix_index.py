@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from diptych.runtime.block_hash import block_keys, namespace_key
+from diptych.runtime.image_rows import ImageRows
 from gateway.attempt.work import Job
 from gateway.worker_pool.prefix_held import NOTHING, Held
 from gateway.worker_pool.registry import Worker
@@ -35,7 +36,7 @@ class PrefixIndexReader:
         self._secret = secret
         self._model_digest = model_digest
         self._cached_namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
-        self._last: tuple[bytes, int, tuple[int, ...]] | None = None
+        self._last: tuple[bytes, int, tuple[int, ...], tuple[ImageRows, ...]] | None = None
         self._last_keys: list[bytes] = []
 
     def namespace(self, job: Job, kv_dtype: str) -> bytes:
@@ -54,7 +55,9 @@ class PrefixIndexReader:
             return {}  # cached tokens have no logits
         found: dict[str, Held] = {}
         for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
-            keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)
+            namespace, images = self.namespace(job, kv_dtype), job.request.images
+            rows = () if images is None else images.image_rows(namespace)
+            keys = self._keys(namespace, block_size, token_ids, rows)
             if keys:
                 cached = self._index.prefix_hits(keys)
                 tiered = self._index.tier_hits(keys, cached)
@@ -62,11 +65,14 @@ class PrefixIndexReader:
                 found.update({w: one for w, one in held if one != NOTHING})
         return found
 
-    def _keys(self, namespace: bytes, block_size: int, token_ids: tuple[int, ...]) -> list[bytes]:
+    def _keys(
+        self, namespace: bytes, block_size: int, token_ids: tuple[int, ...], images: tuple[ImageRows, ...]
+    ) -> list[bytes]:
         """Return the block keys; the last ones are kept, for most requests are routed once admitted."""
-        wanted = namespace, block_size, token_ids
+        wanted = namespace, block_size, token_ids, images
         if wanted != self._last:
-            self._last, self._last_keys = wanted, block_keys(namespace, token_ids, block_size)
+            self._last = wanted
+            self._last_keys = block_keys(namespace, token_ids, block_size, images=images)
         return self._last_keys
 
     def _make_namespace(self, tenant: str, salt: str, kv_dtype: str, adapter: bytes) -> bytes:

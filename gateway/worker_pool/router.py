@@ -74,6 +74,7 @@ class RouteRequest:
     remote: bool = False  # it needs a prefill worker: a decode worker answered that too many tokens are new
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
     suspects: tuple[tuple[str, float], ...] = ()  # workers that may have died under it, with the time
+    images_end: int = 0  # position after the last row of an image, which prefill workers alone compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.adapters.adapter import Adapter
 from gateway.attempt.types import AttemptFailed, Cause, LocalPrefill, Role
 from gateway.attempt.work import Job
+from gateway.model.images import PromptImages
 from gateway.worker_pool.adapter_loads import AdapterLoads
 from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import (
@@ -33,6 +34,7 @@ from gateway.worker_pool.codec import (
     WorkerEvent,
 )
 from gateway.worker_pool.ejection import Ejections
+from gateway.worker_pool.image_messages import image_messages
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
 from gateway.worker_pool.pair_savings import most_saved_tokens
@@ -229,7 +231,8 @@ class WorkerPool:
         hits = self._prefixes.hits(decode, job, prompt)
         held = ((sum(hits.get(w.record.worker_id, NOTHING)), w.record.block_size) for w in decode)
         cached = max((blocks * size for blocks, size in held), default=0)
-        return max(len(prompt) - cached, 1) <= most
+        images = job.request.images
+        return max(len(prompt) - cached, 1) <= most and (images is None or cached >= images.end)
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
@@ -340,9 +343,14 @@ class WorkerPool:
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
         worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
-    def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
-        """Send an attempt to its prefill worker. Raises LinkDown."""
+    def dispatch_attempt(
+        self, worker_id: str, decode_id: str, work: work_pb2.Work, images: PromptImages | None = None
+    ) -> None:
+        """Send an attempt to its prefill worker, its images' pixels first. Raises LinkDown."""
         worker, target = self.registry.require(worker_id), self.registry.require(decode_id).record
+        if images is not None:
+            for message in image_messages(work, images):
+                worker.link.send(message)
         worker.link.send(
             prefill_pb2.PrefillServiceLinkRequest(
                 dispatch=prefill_pb2.Dispatch(

@@ -237,6 +237,7 @@ class SimulatedEngine:
     digest: str = DIGEST
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
+    encoder: None = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
         raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")
     family = family_of(config["model_type"])
     wrapped = _json_object(folder / "config.json").get("model_type") in WRAPPERS
-    tensors = _TensorFiles(folder, wrapped=wrapped)
+    tensors = TensorFiles(folder, wrapped=wrapped)
     dtypes = tensors.dtypes()
     refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
@@ -88,7 +88,12 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
 
 
 _LAYER_PREFIX = "model.layers."
-_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+_TEXT_PREFIXES = {
+    "language_model.": "",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "lm_head.": "lm_head.",
+}
 """Beginnings of the names of a wrapper's text model, and what they are in the text model by itself."""
 
 
@@ -170,7 +175,7 @@ class _Places:
 
 
 def _of_full_numbers(
-    names: Iterable[str], scheme: Scheme, tensors: _TensorFiles, places: _Places
+    names: Iterable[str], scheme: Scheme, tensors: TensorFiles, places: _Places
 ) -> Iterator[str]:
     """Yield the tensors that the folder would have if it were not quantised."""
     for name in names:
@@ -188,7 +193,7 @@ class _Matrices:
 
     def __init__(
         self,
-        tensors: _TensorFiles,
+        tensors: TensorFiles,
         scheme: Scheme | None,
         precision: Precision,
         places: _Places,
@@ -235,7 +240,7 @@ class _Matrices:
         return not tied_head and scheme.is_quantised(self._places.matrix(name), self._tensors)
 
 
-def _own_head(family: Family, tensors: _TensorFiles, scheme: Scheme | None) -> bool:
+def _own_head(family: Family, tensors: TensorFiles, scheme: Scheme | None) -> bool:
     """Return whether there is an output matrix that is not the embedding once more.
 
     It counts then, as it does for transformers, though the config ties them.
@@ -250,7 +255,7 @@ def _own_head(family: Family, tensors: _TensorFiles, scheme: Scheme | None) -> b
     return own.dtype != tied.dtype or not torch.equal(own, tied)
 
 
-class _TensorFiles:
+class TensorFiles:
     """The tensors of a folder by name, each read when asked for."""
 
     def __init__(self, folder: Path, *, wrapped: bool = False) -> None:
@@ -268,6 +273,10 @@ class _TensorFiles:
     def dtypes(self) -> dict[str, str]:
         """Return the type of each tensor, as safetensors names it, from the headers alone."""
         return {name: handle.get_slice(of).get_dtype() for name, (handle, of) in self._files.items()}
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in order."""
+        return sorted(self._files)
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -306,7 +315,7 @@ class _TensorFiles:
 class _OfExpert:
     """Part of one expert in tensors of all experts."""
 
-    tensors: _TensorFiles
+    tensors: TensorFiles
     expert: int
 
     def has(self, name: str) -> bool:
@@ -316,12 +325,12 @@ class _OfExpert:
         return self.tensors.read(name, self.expert)
 
 
-def _of_expert(tensors: _TensorFiles, stored: Stored) -> Tensors:
+def _of_expert(tensors: TensorFiles, stored: Stored) -> Tensors:
     """Return the tensors that `stored` is read from."""
     return tensors if stored.expert is None else _OfExpert(tensors, stored.expert)
 
 
-def _read_cut(tensors: _TensorFiles, places: _Places, name: str, stored: Stored, cut: Cut) -> torch.Tensor:
+def _read_cut(tensors: TensorFiles, places: _Places, name: str, stored: Stored, cut: Cut) -> torch.Tensor:
     """Read a part of a canonical tensor. Raises UnsupportedModel if the file's is not the canonical one."""
     if stored.make is not None or stored.expert is not None:
         raise UnsupportedModel(f"tensor {stored.name} is not read in parts")

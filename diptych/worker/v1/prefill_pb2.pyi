@@ -8,13 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillServiceLinkRequest(_message.Message):
-    __slots__ = ("hello", "dispatch", "cancel", "heartbeat", "drain", "flush", "load_adapter", "unload_adapter")
+    __slots__ = ("hello", "dispatch", "cancel", "heartbeat", "drain", "flush", "image", "load_adapter", "unload_adapter")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.GatewayHello
@@ -23,9 +24,22 @@ class PrefillServiceLinkRequest(_message.Message):
     heartbeat: _work_pb2.Heartbeat
     drain: _work_pb2.Drain
     flush: _work_pb2.FlushPrefixCache
+    image: ImagePart
     load_adapter: _work_pb2.LoadAdapter
     unload_adapter: _work_pb2.UnloadAdapter
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ..., load_adapter: _Optional[_Union[_work_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_work_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ..., image: _Optional[_Union[ImagePart, _Mapping]] = ..., load_adapter: _Optional[_Union[_work_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_work_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
+
+class ImagePart(_message.Message):
+    __slots__ = ("id", "digest", "shape", "data")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    digest: bytes
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., digest: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Dispatch(_message.Message):
     __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation")

@@ -160,7 +160,7 @@ class Stopping(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("id", "token_ids", "prompt_tokens", "sampling", "stopping", "cache_namespace", "cache_read", "cache_write", "priority", "time_left", "traceparent", "tracestate", "reserve_worst_case", "choices", "prompt_logprobs", "waited", "local_prefill", "adapter")
+    __slots__ = ("id", "token_ids", "prompt_tokens", "sampling", "stopping", "cache_namespace", "cache_read", "cache_write", "priority", "time_left", "traceparent", "tracestate", "reserve_worst_case", "choices", "prompt_logprobs", "waited", "local_prefill", "adapter", "images")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class Work(_message.Message):
     WAITED_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -197,7 +198,20 @@ class Work(_message.Message):
     waited: _duration_pb2.Duration
     local_prefill: LocalPrefill
     adapter: bytes
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, str]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[ImageSpan]
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, str]] = ..., adapter: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[ImageSpan, _Mapping]]] = ...) -> None: ...
+
+class ImageSpan(_message.Message):
+    __slots__ = ("first_position", "rows", "digest", "first_row")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    rows: int
+    digest: bytes
+    first_row: int
+    def __init__(self, first_position: _Optional[int] = ..., rows: _Optional[int] = ..., digest: _Optional[bytes] = ..., first_row: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id", "choices")

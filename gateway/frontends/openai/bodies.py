@@ -67,12 +67,12 @@ def _function_only(kind: str) -> str:
     return kind
 
 
-_PART_TYPES: Final = ("text", "refusal", "thinking", "redacted_thinking", "reasoning")
+_PART_TYPES: Final = ("text", "image_url", "refusal", "thinking", "redacted_thinking", "reasoning")
 
 
 def _part_type(kind: str) -> str:
     if kind not in _PART_TYPES:
-        raise unsupported("must be text: this server reads nothing else")
+        raise unsupported("must be text or image_url: this server reads nothing else")
     return kind
 
 
@@ -140,11 +140,19 @@ class CallOfTool(OpenModel):
     id: Text | None = None
 
 
+class ImageUrl(OpenModel):
+    """Image as a data URL: ``data:image/png;base64,…``."""
+
+    url: Text
+    detail: Text | None = None
+
+
 class ContentPart(OpenModel):
-    """Part of a turn's content: ``text``, what a model refused with, or what it thought."""
+    """Part of a turn's content: ``text``, an image, what a model refused with, or what it thought."""
 
     type: Annotated[Text, AfterValidator(_part_type)]
     text: Text | None = None
+    image_url: ImageUrl | None = None
     refusal: Text | None = None
     thinking: Text | None = None
 

@@ -16,6 +16,7 @@ from gateway.frontends.openai.bodies import (
     OfferedTool,
 )
 from gateway.frontends.openai.body_model import validate_members
+from gateway.frontends.openai.image_url import check_detail, put_image
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, read_stream
 from gateway.frontends.openai.response_format import dump_schema, put_constraint
 from gateway.frontends.openai.tool_choice import put_tool_choice
@@ -33,7 +34,7 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
     logprobs = _put_logprobs(body, builder)
     request.chat.SetInParent()  # also without a message
     for index, turn in enumerate(body.messages):
-        _put_turn(f"messages[{index}]", turn, request.chat.messages.add())
+        _put_turn(f"messages[{index}]", turn, builder)
     for index, tool in enumerate(body.tools or ()):
         _put_tool(f"tools[{index}]", tool, request.chat)
     _put_tool_choice(body, request.chat)
@@ -71,7 +72,8 @@ def _put_logprobs(body: ChatMembers, builder: RequestBuilder) -> bool:
     return bool(body.logprobs)
 
 
-def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
+def _put_turn(path: str, turn: ChatTurn, builder: RequestBuilder) -> None:
+    message = builder.request.chat.messages.add()
     message.role = turn.role
     message.name = turn.name or ""
     message.tool_call_id = turn.tool_call_id or ""
@@ -82,6 +84,9 @@ def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
     content, thoughts = turn.content, turn.reasoning_content or turn.reasoning or ""
     if isinstance(content, list):
         thoughts = thoughts or "".join(part.thinking or "" for part in content)
+        if any(part.type == "image_url" for part in content):
+            _put_parts(path, content, builder)
+            return
         content = "".join(_part_text(f"{path}.content[{at}]", part) for at, part in enumerate(content))
     if content or turn.refusal:
         message.content = content or turn.refusal or ""
@@ -90,6 +95,23 @@ def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
         raise InvalidParameter(f"{path}.content", "is required")
     if turn.role == "assistant":
         message.reasoning_content = thoughts
+
+
+def _put_parts(path: str, parts: list[ContentPart], builder: RequestBuilder) -> None:
+    """Set the parts of the last turn, which has images. Raises InvalidParameter or UnsupportedFeature."""
+    messages = builder.request.chat.messages
+    for at, part in enumerate(parts):
+        own = f"{path}.content[{at}]"
+        if part.type != "image_url":
+            if text := _part_text(own, part):
+                messages[-1].parts.add(text=text)
+            continue
+        if part.image_url is None:
+            raise InvalidParameter(f"{own}.image_url", "is required")
+        known = f"chat.messages[{len(messages) - 1}].parts[{len(messages[-1].parts)}].image"
+        builder.names[known] = f"{own}.image_url"
+        check_detail(f"{own}.image_url.detail", part.image_url.detail)
+        put_image(f"{own}.image_url.url", part.image_url.url, messages[-1].parts.add().image)
 
 
 def _part_text(path: str, part: ContentPart) -> str:

@@ -15,14 +15,14 @@ from gateway.frontends.openai.errors import plain_error
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
 
 
-async def read_json(request: web.BaseRequest) -> bytes | web.Response:
-    """Return the body, or the response that says why it is not read."""
+async def read_json(request: web.BaseRequest, max_bytes: int = limits.MAX_BODY_BYTES) -> bytes | web.Response:
+    """Return the body, of at most `max_bytes`, or the response that says why it is not read."""
     if request.content_type != "application/json":
         return refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
         return refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
-    too_large = f"the body must be at most {limits.MAX_BODY_BYTES} bytes"
-    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
+    too_large = f"the body must be at most {max_bytes} bytes"
+    if (request.content_length or 0) > max_bytes:
         return refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
     try:
         return await read_body(request, _BODY_S)

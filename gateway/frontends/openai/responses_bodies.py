@@ -29,22 +29,26 @@ from gateway.frontends.openai.body_model import (
 )
 from gateway.request.json_values import whole
 
-_TEXT_PARTS: Final = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+IMAGE_PART: Final = "input_image"
+_PARTS: Final = (IMAGE_PART, "input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 MESSAGE, CALL, RESULT, REASONING = "message", "function_call", "function_call_output", "reasoning"
 
 
 def _text_part(kind: str) -> str:
-    if kind not in _TEXT_PARTS:
-        raise unsupported("must be a kind of text: this server reads nothing else")
+    if kind not in _PARTS:
+        raise unsupported("must be a kind of text, or input_image: this server reads nothing else")
     return kind
 
 
 class TextPart(OpenModel):
-    """Part of a content: a text of either side, or what a model refused with."""
+    """Part of a content: a text of either side, an image, or what a model refused with."""
 
     type: Annotated[Text, AfterValidator(_text_part)]
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Text | None = None
+    detail: Text | None = None
+    file_id: Annotated[Any, absent()] = None
 
 
 Content = TextOrParts[TextPart]

@@ -7,9 +7,11 @@ from typing import Any, Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.body_model import validate_members
+from gateway.frontends.openai.image_url import check_detail, put_image
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
 from gateway.frontends.openai.response_format import check_form, dump_schema, put_any_object, put_schema
 from gateway.frontends.openai.responses_bodies import (
+    IMAGE_PART,
     CallItem,
     Content,
     FunctionTool,
@@ -86,7 +88,11 @@ def _put_items(items: list[Any], builder: RequestBuilder) -> None:
         if not own:
             turn = None
             made = _add_turn(builder, path)
-            made.role, made.content = item.role, _text(f"{path}.content", item.content)
+            made.role = item.role
+            if isinstance(item.content, list) and any(part.type == IMAGE_PART for part in item.content):
+                _put_parts(f"{path}.content", item.content, builder)
+            else:
+                made.content = _text(f"{path}.content", item.content)
             continue
         if turn is None or (turn.content and not isinstance(item, CallItem)):
             turn = _add_turn(builder, path)
@@ -109,6 +115,22 @@ def _put_call(path: str, item: CallItem, builder: RequestBuilder) -> None:
     builder.names |= {f"{known}.{name}": f"{path}.{own}" for name, own in members.items()}
 
 
+def _put_parts(path: str, parts: list[TextPart], builder: RequestBuilder) -> None:
+    """Set the parts of the last turn, which has images. Raises InvalidParameter or UnsupportedFeature."""
+    messages = builder.request.chat.messages
+    for at, part in enumerate(parts):
+        own = f"{path}[{at}]"
+        if part.type != IMAGE_PART:
+            messages[-1].parts.add(text=_joined(path, [part]))
+            continue
+        if part.image_url is None:
+            raise InvalidParameter(f"{own}.image_url", "is required")
+        known = f"chat.messages[{len(messages) - 1}].parts[{len(messages[-1].parts)}].image"
+        builder.names = {known: f"{own}.image_url", **builder.names}  # before that of the turn
+        check_detail(f"{own}.detail", part.detail)
+        put_image(f"{own}.image_url", part.image_url, messages[-1].parts.add().image)
+
+
 def _text(path: str, content: Content) -> str:
     return content if isinstance(content, str) else _joined(path, content)
 
@@ -117,6 +139,8 @@ def _joined(path: str, parts: list[TextPart]) -> str:
     texts = []
     for index, part in enumerate(parts):
         text = part.refusal if part.type == "refusal" else part.text
+        if part.type == IMAGE_PART:
+            raise UnsupportedFeature(f"{path}[{index}]", "images are read in turns of the user only")
         if text is None:
             raise InvalidParameter(f"{path}[{index}].text", "is required")
         texts.append(text)

@@ -18,6 +18,7 @@ from aiohttp import hdrs, web
 
 from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
+from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
 from gateway.frontends.openai import cors
@@ -67,7 +68,10 @@ class OpenAIRoutes:
         digest: str,
         allow_origins: Collection[str] = (),
         adapters: AdapterRoutes | None = None,
+        *,
+        max_body_bytes: int = limits.MAX_BODY_BYTES,
     ) -> None:
+        self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
         self._generator = generator
@@ -118,7 +122,7 @@ class OpenAIRoutes:
     async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
-        data = await read_json(request) if self._calls.admits(call) else b""
+        data = await read_json(request, self._max_body_bytes) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
         try:
@@ -264,6 +268,7 @@ class OpenAIRoutes:
             "owned_by": "diptych",
             "parent": model.parent or None,
             "max_model_len": model.max_context_length,
+            "input_modalities": list(model.capabilities.input_modalities),
             "tool_calls": model.capabilities.tool_calls or None,
             "reasoning": model.capabilities.reasoning or None,
         }

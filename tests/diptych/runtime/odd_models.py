@@ -179,8 +179,10 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
         "is a mistral3 around a text model 'jamba', which is not computed: its layers keep a recurrent state",
     ),
     "wrapper": (
-        _folder(_without(config__json={"model_type": "idefics3", "text_config": {"model_type": "llama"}})),
-        r"is a wrapper of model_type 'idefics3' around a text model \('llama' in its text_config\)",
+        _folder(
+            _without(config__json={"model_type": "internvl_chat", "text_config": {"model_type": "llama"}})
+        ),
+        r"is a wrapper of model_type 'internvl_chat' around a text model \('llama' in its text_config\)",
     ),
     "family": (_folder(_without(config__json={"model_type": "mamba"})), "model_type 'mamba', which is not"),
     "classifier": (

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.runtime.block_hash import block_keys, namespace_key
+from diptych.runtime.image_rows import ImageRows, keyed_digest, pixels_digest
 
 SECRET = bytes(range(32))
 NAMESPACE = namespace_key(SECRET, tenant="t", salt="s", model_digest="m", kv_dtype="fp32")
@@ -72,3 +73,40 @@ def test_what_cannot_be_a_chain_is_refused() -> None:
         block_keys(b"short", [1] * 4, 4)
     with pytest.raises(ValueError, match="secret"):
         namespace_key(b"", tenant="", salt="", model_digest="", kv_dtype="")
+
+
+IMAGE, OTHER = bytes(range(32)), bytes(range(1, 33))
+
+
+def test_blocks_with_an_images_rows_are_that_images_alone() -> None:
+    """Ids 4 to 9 of 16 are rows of an image, in blocks of 4."""
+    ids = [7] * 16
+    plain = block_keys(NAMESPACE, ids, 4)
+    one = block_keys(NAMESPACE, ids, 4, images=[ImageRows(4, 6, IMAGE)])
+    assert one[0] == plain[0]
+    assert not {*one[1:]} & {*plain}
+    assert one == block_keys(NAMESPACE, ids, 4, images=[ImageRows(4, 6, IMAGE)])
+    for images in (
+        [ImageRows(4, 6, OTHER)],
+        [ImageRows(4, 6, IMAGE, 1)],
+        [ImageRows(4, 5, IMAGE)],
+        [ImageRows(5, 6, IMAGE)],
+        [ImageRows(4, 3, IMAGE), ImageRows(7, 3, OTHER)],
+    ):
+        assert not {*block_keys(NAMESPACE, ids, 4, images=images)[2:]} & {*one}
+
+
+@given(st.integers(0, 3), st.integers(0, 12), st.integers(1, 8))
+def test_a_chain_with_images_continues_where_it_stopped(done: int, first: int, rows: int) -> None:
+    ids, images = list(range(16)), [ImageRows(first, min(rows, 16 - first), IMAGE, 3)]
+    keys = block_keys(NAMESPACE, ids, 4, images=images)
+    parent = keys[done - 1] if done else b""
+    rest = block_keys(NAMESPACE, ids[4 * done :], 4, parent=parent, images=images, start=4 * done)
+    assert keys[:done] + rest == keys
+
+
+def test_another_namespace_knows_an_image_by_another_digest() -> None:
+    pixels = pixels_digest((1, 3, 2, 2), bytes(12))
+    other = namespace_key(SECRET, tenant="u", salt="s", model_digest="m", kv_dtype="fp32")
+    assert keyed_digest(NAMESPACE, pixels) != keyed_digest(other, pixels)
+    assert pixels != pixels_digest((1, 3, 4, 1), bytes(12))

@@ -34,6 +34,7 @@ TABLE: list[tuple[errors.DiptychError, grpc.StatusCode, str, dict[str, str]]] = 
     (errors.DuplicateRequest("r"), C.ALREADY_EXISTS, "DUPLICATE_REQUEST", {}),
     (errors.QueueFull(1.5), C.RESOURCE_EXHAUSTED, "QUEUE_FULL", {}),
     (errors.KvCapacity(), C.RESOURCE_EXHAUSTED, "KV_CAPACITY", {}),
+    (errors.ImageMemory(), C.RESOURCE_EXHAUSTED, "IMAGE_MEMORY", {}),
     (errors.DeadlineUnattainable(0.0001), C.RESOURCE_EXHAUSTED, "DEADLINE_UNATTAINABLE", {}),
     (errors.GrammarNotChecked(), C.UNAVAILABLE, "GRAMMAR_NOT_CHECKED", {}),
     (errors.NoReadyWorker("prefill"), C.UNAVAILABLE, "NO_READY_WORKER", {"role": "prefill"}),

@@ -337,3 +337,27 @@ def test_a_prompt_says_whether_its_answer_begins_with_reasoning(tmp_path: Path) 
         assert reasoning(forced, enable_thinking=False) is None
     text = pb.GenerateRequest(model=model.card.name, text="<think>\n")
     assert parse_request(text, model).reasoning is None
+
+
+def turn(*parts: str | bytes, content: str = "") -> pb.ChatMessage:
+    made = [
+        pb.ContentPart(text=part) if isinstance(part, str) else pb.ContentPart(image=pb.Image(data=part))
+        for part in parts
+    ]
+    return pb.ChatMessage(role="user", content=content, parts=made)
+
+
+def test_parts_of_text_are_their_content(bundled: ServedModel) -> None:
+    whole = ids(bundled, chat=chat(("user", "one, two")))
+    assert ids(bundled, chat=pb.ChatPrompt(messages=[turn("one, ", "two")])) == whole
+    both = pb.ChatPrompt(messages=[turn("one", content="two")])
+    assert field_of(bundled, InvalidParameter, chat=both) == "chat.messages[0].content"
+    empty = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", parts=[pb.ContentPart()])])
+    assert field_of(bundled, InvalidParameter, chat=empty) == "chat.messages[0].parts[0]"
+    large = pb.ChatPrompt(messages=[turn("a" * (limits.MAX_PROMPT_BYTES + 1))])
+    assert field_of(bundled, InvalidParameter, chat=large) == "chat.messages"
+
+
+def test_an_image_that_was_not_prepared_is_refused(bundled: ServedModel) -> None:
+    asked = pb.ChatPrompt(messages=[turn("one"), turn("What? ", b"PNG")])
+    assert field_of(bundled, UnsupportedFeature, chat=asked) == "chat.messages[1].parts[1].image"

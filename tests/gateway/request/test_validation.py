@@ -169,7 +169,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 IN_TEST_VALIDATE_PROMPT = {
     "chat.messages.role", "chat.messages.content", "chat.messages.name", "chat.messages.tool_call_id",
     "chat.messages.tool_calls", "chat.template_kwargs", "chat.add_generation_prompt", "chat.tools",
-    "chat.tool_choice", "chat.messages.reasoning_content",
+    "chat.tool_choice", "chat.messages.reasoning_content", "chat.messages.parts",
 }  # fmt: skip
 IN_TEST_RESUME_TOKEN = {"resume_token", "received_token_ids"}
 IN_TEST_ADAPTERS = {"lora"}

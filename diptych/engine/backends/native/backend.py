@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
@@ -187,6 +188,39 @@ class NativeBackend:
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """Return the logits of rows that are not greedy, and for each row its likeliest token, if greedy."""
+        if any(step.embeddings for step in sequences):
+            return self._step_with_embeddings(sequences, greedy, abort)
+        return self._step_of_ids(sequences, greedy, abort)
+
+    def _step_with_embeddings(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Compute a step in which some tokens have embeddings of their own.
+
+        The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so
+        that no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
+        """
+        given = given_embeddings(sequences)
+        ids = torch.tensor([token for step in sequences for token in step.token_ids])
+        if given is None or self._ahead or len(ids) > self._shape.vocab_size:
+            raise NativeError(f"a step of {len(ids)} tokens with embeddings of their own cannot be computed")
+        table = self._embedding[ids].float()
+        table[given[0]] = given[1].float() / self._shape.embedding_scale
+        own = table.to(self._embedding.dtype)
+        numbered, begin = [], 0
+        for step in sequences:
+            end = begin + len(step.token_ids)
+            numbered.append(replace(step, token_ids=range(begin, end), embeddings=()))
+            begin = end
+        self._check(self._library.diptych_set_embedding(self._model, own.data_ptr()))
+        try:
+            return self._step_of_ids(numbered, greedy, abort)
+        finally:
+            self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
+
+    def _step_of_ids(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         self._reach(positions_of(sequences))
         batch = native_batch(sequences, greedy, abort, self._dtype)

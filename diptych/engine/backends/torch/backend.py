@@ -13,7 +13,7 @@ from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.backends.torch.supports import lacks_adapters
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, given_embeddings
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 
@@ -85,8 +85,9 @@ class TorchBackend:
                     groups[:] = group_rows(sequences, abort)
                 return True
 
+            given = given_embeddings(sequences)
             adapters = self._adapters.of_step(sequences)
-            logits = self._decoder.forward(tokens, positions, last, attend, wanted, adapters)
+            logits = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:

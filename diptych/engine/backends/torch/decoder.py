@@ -67,15 +67,19 @@ class Decoder:
         attend: Attend,
         wanted: Callable[[], bool],
         adapters: StepAdapters | None = None,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no. `adapters` are those of rows that have one.
+        it says no. `adapters` are those of rows that have one. `given` are embeddings `[rows, H]` in place of
+        those of the tokens at the first of the pair; they are not scaled.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
         x_TH = self.scaled(functional.embedding(tokens, self._embed))
+        if given is not None:
+            x_TH[given[0].to(x_TH.device)] = given[1].to(x_TH)
         for index, layer in enumerate(self.layers):
             if not wanted():
                 return None

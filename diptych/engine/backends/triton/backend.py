@@ -29,7 +29,7 @@ from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
@@ -163,6 +163,7 @@ class TritonBackend:
             self._activations(placed.step.num_tokens),
             self._scratch_for(placed, sequences[0].memory.layout.block_size),
             self._wanted(placed, abort),
+            given_embeddings(sequences, [span.start for span in placed.spans]),
         )
         logits = None
         if hidden is not None:

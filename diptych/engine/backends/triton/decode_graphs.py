@@ -86,6 +86,7 @@ class DecodeGraphs:
             step.memory is self._memory
             and len(step.token_ids) == 1
             and step.wants_logits
+            and not step.embeddings
             and step.start < self._layers.shape.max_context
             and (step.follows is None or 0 <= step.follows < self._max_batch)
             for step in sequences

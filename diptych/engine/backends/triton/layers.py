@@ -69,8 +69,12 @@ class Layers:
         buffers: Activations,
         scratch: Any,
         wanted: Callable[[], bool] = always,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Return the last layer's output, normalised: `[T, hidden]`, in `buffers`.
+
+        `given` are places of tokens, and the embeddings `[rows, hidden]` that they have in place of their
+        ids'.
 
         `buffers` has a row a token. `scratch` holds the decode rows' partial sums. `wanted` is asked before
         every layer; None is returned once it says no. The rotary tables must reach the step's positions.
@@ -79,6 +83,8 @@ class Layers:
         torch.index_select(weights.embed, 0, step.tokens, out=buffers.residual)
         if self._embedding_scale != 1.0:
             buffers.residual.mul_(self._embedding_scale)
+        if given is not None:
+            buffers.residual[given[0].to(buffers.residual.device)] = given[1].to(buffers.residual)
         self.rotary.gather(step.positions, buffers.angles)
         x = self._normed(weights.layers[0].input_norm, buffers)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]

@@ -27,6 +27,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object"}
 
+
+def image_turn(url: str, **members: str) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": url, **members}}
+    return {"role": "user", "content": [{"type": "text", "text": "What?"}, image]}
+
+
 BAD_BYTES: list[tuple[bytes, str]] = [
     (b"", "body"),
     (b"{", "body"),
@@ -139,8 +145,31 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages[0].content[0].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    (
+        CHAT,
+        {"messages": [image_turn("https://example.org/a.png")]},
+        "messages[0].content[1].image_url.url",
+    ),
+    (CHAT, {"messages": [image_turn("data:image/png,abc")]}, "messages[0].content[1].image_url.url"),
+    (CHAT, {"messages": [image_turn("data:image/png;base64,?")]}, "messages[0].content[1].image_url.url"),
+    (
+        CHAT,
+        {"messages": [image_turn("data:image/png;base64,AAAA", detail="low")]},
+        "messages[0].content[1].image_url.detail",
+    ),
+    # A model of text.
+    (
+        CHAT,
+        {"messages": [image_turn("data:image/png;base64,AAAA")]},
+        "messages[0].content[1].image_url",
     ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),

@@ -96,8 +96,28 @@ async def test_a_fault_after_the_first_event_is_an_error_event(bundled: ServedMo
         pytest.param({"input": [{"type": "web_search_call"}]}, "input[0]", id="item"),
         pytest.param(
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0].image_url",
             id="image",
+        ),
+        pytest.param(
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "input[0].content[0].type",
+            id="audio",
+        ),
+        pytest.param(
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_text", "text": "What?"},
+                            {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                        ],
+                    }
+                ]
+            },
+            "input[0].content[1].image_url",
+            id="image-for-a-model-of-text",
         ),
         pytest.param({"input": [{"role": "cook", "content": "x"}]}, "input[0].role", id="role"),
         pytest.param({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", id="stored"),

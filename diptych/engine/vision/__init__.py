@@ -1,0 +1,1 @@
+"""Encoders of images: tiles of pixels in, rows of embeddings for the text model out."""

@@ -1,0 +1,38 @@
+"""Registry of the image encoders, by the family of the spec (diptych/image_spec.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.vision.encoder import ImageEncoder
+from diptych.engine.vision.idefics3 import Idefics3Encoder
+from diptych.engine.vision.llava import LlavaEncoder
+from diptych.engine.weights.safetensors_folder import TensorFiles
+from diptych.image_spec import UnreadableImages, image_spec
+
+_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {"idefics3": Idefics3Encoder, "llava": LlavaEncoder}
+
+
+def load_encoder(
+    path: Path, text_hidden: int, precision: Precision, device: torch.device | str = "cpu"
+) -> ImageEncoder | None:
+    """Return the image encoder of the model at `path`; None if it reads text only.
+
+    It computes in `precision` if that is a plain type, else in float32. Raises UnsupportedModel,
+    BadModelFile.
+    """
+    try:
+        spec = image_spec(path)
+    except UnreadableImages as error:
+        raise UnsupportedModel(str(error)) from error
+    if spec is None:
+        return None
+    config = json.loads((path / "config.json").read_bytes())
+    dtype = PLAIN.get(precision, torch.float32)
+    return _ENCODERS[spec.family](config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))

@@ -1,0 +1,38 @@
+"""Images in bodies: data URLs. A remote one is refused: this server fetches nothing for its callers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Final
+
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
+from diptych.v1 import inference_pb2 as pb
+
+_HEAD: Final = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?(?:;[a-z-]+=[^;,]*)*(;base64)?,", re.IGNORECASE)
+_LONGEST_HEAD: Final = 256
+_JPG: Final = {"image/jpg": "image/jpeg"}
+
+
+def put_image(path: str, url: str, image: pb.Image) -> None:
+    """Read the data URL at ``path`` into ``image``. Raises InvalidParameter or UnsupportedFeature."""
+    head = _HEAD.match(url[:_LONGEST_HEAD])
+    if head is None:
+        if url.lower().startswith(("http:", "https:")):
+            raise UnsupportedFeature(path, "must be a data URL: this server fetches no images")
+        raise InvalidParameter(path, "must be a data URL, data:image/png;base64,…")
+    media_type, encoded = (head[1] or "").lower(), head[2]
+    if encoded is None:
+        raise InvalidParameter(path, "must be in base64: data:image/png;base64,…")
+    try:
+        image.data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidParameter(path, "is not valid base64") from None
+    image.media_type = _JPG.get(media_type, media_type)
+
+
+def check_detail(path: str, detail: str | None) -> None:
+    """Raise UnsupportedFeature for a ``detail`` that would change what the model sees."""
+    if detail not in (None, "auto", "high"):
+        raise UnsupportedFeature(path, "must be auto or high: the model has one resolution for images")

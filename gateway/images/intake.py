@@ -1,0 +1,107 @@
+"""Intake of a request's images, before anything else is done with it: limits, decoding, and their memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from diptych.runtime.errors import ImageMemory, InvalidParameter, UnsupportedFeature
+from diptych.runtime.images.framing import MEDIA_TYPES
+from diptych.v1 import inference_pb2 as pb
+from gateway.images.decoder import ImageDecoder, RefusedImage
+from gateway.model.images import PreparedImage
+
+TEXT_ONLY: Final = "this model reads text only"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds on the images of requests."""
+
+    count: int
+    """Images of a request."""
+    file_bytes: int
+    """Bytes of the files of a request's images together."""
+    memory_bytes: int
+    """Bytes of the pixels of all running requests."""
+
+
+class ImageIntake:
+    """Takes the images of all requests of a gateway."""
+
+    def __init__(self, decoder: ImageDecoder | None, limits: ImageLimits, why_none: str = TEXT_ONLY) -> None:
+        """Take images with ``decoder``; without one all are refused, with the words ``why_none``."""
+        self._decoder = decoder
+        self._limits = limits
+        self._why_none = why_none
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the pixels of running requests."""
+        return self._held_bytes
+
+    async def close(self) -> None:
+        """End the process that decodes."""
+        if self._decoder is not None:
+            await self._decoder.close()
+
+    async def prepare(self, chat: pb.ChatPrompt, tenant: str) -> tuple[PreparedImage, ...]:
+        """Return a conversation's images in their order, decoded.
+
+        Raises InvalidParameter and UnsupportedFeature, naming the field, QueueFull, ImageMemory or Draining.
+        """
+        found = list(_images_of(chat))
+        if not found:
+            return ()
+        decoder = self._decoder
+        if decoder is None:
+            raise UnsupportedFeature(found[0][0], self._why_none)
+        self._check(found)
+        made: dict[tuple[bytes, str], PreparedImage] = {}
+        for field, image in found:
+            key = image.data, image.media_type
+            if key in made:
+                continue
+            try:
+                made[key] = await decoder.decode(image.data, image.media_type, tenant)
+            except RefusedImage as refused:
+                raise InvalidParameter(field, str(refused)) from None
+            self._hold(made[key])
+        return tuple(made[image.data, image.media_type] for _, image in found)
+
+    def _check(self, found: list[tuple[str, pb.Image]]) -> None:
+        limits = self._limits
+        if len(found) > limits.count:
+            raise InvalidParameter(found[limits.count][0], f"a request may have {limits.count} images")
+        left = limits.file_bytes
+        for field, image in found:
+            if not image.data:
+                raise InvalidParameter(field, "has no data")
+            if image.media_type and image.media_type not in MEDIA_TYPES:
+                raise InvalidParameter(f"{field}.media_type", f"must be {', '.join(MEDIA_TYPES)}")
+            left -= len(image.data)
+            if left < 0:
+                raise InvalidParameter(
+                    field, f"a request's images may have {limits.file_bytes} bytes together"
+                )
+
+    def _hold(self, image: PreparedImage) -> None:
+        """Count an image's pixels for as long as it lives."""
+        if self._held_bytes + len(image.data) > self._limits.memory_bytes:
+            raise ImageMemory()
+        self._held_bytes += len(image.data)
+        weakref.finalize(image, self._release, len(image.data))
+
+    def _release(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
+
+def _images_of(chat: pb.ChatPrompt) -> Iterator[tuple[str, pb.Image]]:
+    """Yield each image with the name of its field."""
+    for index, message in enumerate(chat.messages):
+        for place, part in enumerate(message.parts):
+            if part.WhichOneof("part") == "image":
+                yield f"chat.messages[{index}].parts[{place}].image", part.image

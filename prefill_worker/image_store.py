@@ -1,0 +1,94 @@
+"""The pixels that gateways send before a dispatch, collected by attempt within a bound of memory.
+
+Parts of an attempt's images come in order, and before its dispatch. What does not fit, or is not what its
+digest says, is missing when the dispatch comes: that attempt fails, and no other. An attempt that is
+cancelled, or whose gateway is lost, before its dispatch leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from diptych.runtime.image_rows import keyed_digest, pixels_digest
+from diptych.worker.v1 import prefill_pb2
+from diptych.worker_process.attempt import Attempt
+from kvtransfer.drivers.codec import key_of
+from kvtransfer.protocol.messages import Key
+
+TILE_AXES = 4  # tiles, channels, height, width
+
+
+@dataclass(slots=True)
+class _Arriving:
+    shape: tuple[int, ...]
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) if len(self.shape) == TILE_AXES else -1
+
+
+class BadImages(Exception):
+    """Images that did not come whole; the message says which, without their content."""
+
+
+class ImageStore:
+    """Images on their way from gateways."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Hold at most `max_bytes` of pixels before dispatches."""
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._attempts: dict[Key, dict[bytes, _Arriving]] = {}
+        self._owners: dict[Key, Hashable] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what has come and was not dispatched."""
+        return self._bytes
+
+    def receive(self, part: prefill_pb2.ImagePart, gateway: Hashable) -> None:
+        """Add a part. What exceeds the bound, or its image's own size, is dropped."""
+        key = key_of(part.id)
+        images = self._attempts.setdefault(key, {})
+        self._owners[key] = gateway
+        image = images.setdefault(part.digest, _Arriving(tuple(part.shape)))
+        if self._bytes + len(part.data) > self._max_bytes or len(image.data) + len(part.data) > image.size:
+            return
+        image.data += part.data
+        self._bytes += len(part.data)
+
+    def take(self, attempt: Attempt, tile_shape: tuple[int, ...]) -> dict[bytes, torch.Tensor]:
+        """Return the pixels `[tiles, channels, height, width]` of a dispatched attempt, by digest; forget
+        them here.
+
+        Raises BadImages unless all images of its spans are there, whole and of tiles of `tile_shape`.
+        """
+        images = self._attempts.get(attempt.key, {})
+        self.drop(attempt.key)
+        found: dict[bytes, torch.Tensor] = {}
+        for digest in dict.fromkeys(span.digest for span in attempt.images):
+            image = images.get(digest)
+            if image is None or len(image.data) != image.size:
+                raise BadImages("pixels of an image are missing")
+            if image.shape[1:] != tile_shape or image.shape[0] < 1:
+                raise BadImages(f"tiles of an image are {image.shape[1:]}, the encoder's are {tile_shape}")
+            if keyed_digest(attempt.cache_namespace, pixels_digest(image.shape, image.data)) != digest:
+                raise BadImages("pixels of an image are not those of its digest")
+            found[digest] = torch.frombuffer(image.data, dtype=torch.uint8).view(image.shape)
+        return found
+
+    def drop(self, key: Key) -> None:
+        """Forget what came of an attempt."""
+        images = self._attempts.pop(key, {})
+        self._owners.pop(key, None)
+        self._bytes -= sum(len(image.data) for image in images.values())
+
+    def gateway_lost(self, gateway: Hashable) -> None:
+        """Forget what came over a stream that ended."""
+        for key in [key for key, owner in self._owners.items() if owner is gateway]:
+            self.drop(key)

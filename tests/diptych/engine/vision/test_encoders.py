@@ -1,0 +1,135 @@
+"""Encoders and steps with rows of images against transformers: embeddings, logits, greedy tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diptych.engine.batch import BatchError, EmbeddingRows, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.loaded_model import BackendChoice, load_model
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.runner import Runner
+from diptych.engine.vision.registry import load_encoder
+from tests import vision_models
+from tests.diptych.engine.vision.conftest import TEXT_HIDDEN, Vision
+
+CLOSE, GREEDY, BLOCKS = 1e-4, 64, 40
+PICTURES = [vision_models.picture(1, 50, 40), vision_models.picture(2, 20, 70)]
+
+
+def test_embeddings_equal_transformers_and_do_not_depend_on_the_neighbours(vision: Vision) -> None:
+    pixels = vision.inputs(PICTURES)
+    with torch.inference_mode():
+        found = vision.model.get_image_features(**{n: v for n, v in pixels.items() if n != "input_ids"})
+    expected = torch.cat(list(found.pooler_output)).reshape(-1, TEXT_HIDDEN)
+    mine = vision.embeddings(*PICTURES)
+    assert torch.allclose(mine, expected, rtol=0, atol=CLOSE)
+    assert torch.equal(mine, torch.cat([vision.embeddings(one) for one in PICTURES]))
+    assert not torch.allclose(mine, vision.embeddings(*reversed(PICTURES)), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", "native", pytest.param("triton", marks=pytest.mark.full)]
+)  # triton runs in its interpreter where there is no GPU: minutes
+def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: BackendChoice) -> None:
+    inputs = vision.inputs(PICTURES)
+    ids = inputs["input_ids"][0].tolist()
+    with torch.inference_mode():
+        expected = vision.model(**inputs).logits[0]
+        found = vision.model.generate(
+            **inputs, max_new_tokens=GREEDY, min_new_tokens=GREEDY, do_sample=False, pad_token_id=0
+        )
+    wanted = found[0].tolist()[-GREEDY:]
+    rows = vision.embeddings(*PICTURES)
+    runner = Runner(load_model(vision.folder, torch.float32, backend=backend), 1)
+    for chunk in (16, 64):
+        logits, memory = _prefill(runner, vision, ids, rows, chunk)
+        assert torch.allclose(logits, expected, rtol=0, atol=CLOSE)
+    assert _greedy(runner, memory, ids, logits[-1], vision.model.generation_config.eos_token_id) == wanted
+    # Control: rows of the images shifted by one.
+    shifted, _ = _prefill(runner, vision, ids, rows.roll(1, 0), 64)
+    assert not torch.allclose(shifted, expected, rtol=0, atol=CLOSE)
+
+
+def test_a_prompt_with_images_has_the_same_logits_beside_text(vision: Vision) -> None:
+    ids = vision.inputs(PICTURES)["input_ids"][0].tolist()
+    rows = vision.embeddings(*PICTURES)
+    runner = Runner(load_model(vision.folder, torch.float32, backend="native"), 1)
+    alone, _ = _prefill(runner, vision, ids, rows, len(ids))
+    memory = KVMemory(runner.model.kv_layout(16), 3 * BLOCKS)
+    own = SequenceStep(
+        memory, range(BLOCKS), 0, ids, True, len(ids), embeddings=_of_chunk(vision, ids, rows, 0, len(ids))
+    )
+    text = [
+        SequenceStep(memory, range(BLOCKS * n, BLOCKS * (n + 1)), 0, list(range(5, 5 + 30 * n)), True)
+        for n in (1, 2)
+    ]
+    both = runner.step([text[0], own, text[1]])
+    assert torch.equal(both[1:-1], alone)
+    assert torch.equal(both[:1], runner.step([text[0]]))
+
+
+def test_embeddings_outside_of_a_chunk_are_refused(vision: Vision) -> None:
+    runner = Runner(load_model(vision.folder, torch.float32, backend="torch"), 1)
+    memory = KVMemory(runner.model.kv_layout(16), 4)
+    rows = (EmbeddingRows(2, torch.zeros(2, TEXT_HIDDEN)),)
+    with pytest.raises(BatchError, match="embeddings of tokens"):
+        runner.step([SequenceStep(memory, range(4), 0, [1, 2, 3], True, embeddings=rows)])
+
+
+def test_a_tensor_that_the_encoder_does_not_read_is_refused_by_name(vision: Vision, tmp_path: Path) -> None:
+    folder = shutil.copytree(vision.folder, tmp_path / "more")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("patch_embedding.weight"))
+    odd = name.replace("patch_embedding.weight", "patch_gate.weight")
+    save_file({**tensors, odd: torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=odd):
+        load_encoder(folder, TEXT_HIDDEN, "fp32")
+
+
+def _of_chunk(
+    vision: Vision, ids: Sequence[int], rows: torch.Tensor, start: int, end: int
+) -> tuple[EmbeddingRows, ...]:
+    """Return the embeddings of a chunk, a row at a time."""
+    at = [place for place, token in enumerate(ids) if token == vision.spec.token_id]
+    assert len(at) == len(rows)
+    return tuple(
+        EmbeddingRows(place - start, rows[row : row + 1])
+        for row, place in enumerate(at)
+        if start <= place < end
+    )
+
+
+def _prefill(
+    runner: Runner, vision: Vision, ids: Sequence[int], rows: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, KVMemory]:
+    memory = KVMemory(runner.model.kv_layout(16), BLOCKS)
+    found = []
+    for start in range(0, len(ids), chunk):
+        end = min(start + chunk, len(ids))
+        given = _of_chunk(vision, ids, rows, start, end)
+        step = SequenceStep(
+            memory, range(BLOCKS), start, list(ids[start:end]), True, end - start, embeddings=given
+        )
+        found.append(runner.step([step]).clone())
+    return torch.cat(found), memory
+
+
+def _greedy(
+    runner: Runner, memory: KVMemory, ids: Sequence[int], logits: torch.Tensor, eos: int
+) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        logits = logits.clone()
+        logits[eos] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        if len(tokens) == GREEDY:
+            return tokens
+        step = SequenceStep(memory, range(BLOCKS), len(ids) + len(tokens) - 1, tokens[-1:], True)
+        logits = runner.step([step])[0]

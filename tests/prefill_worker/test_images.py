@@ -1,0 +1,163 @@
+"""Pixels on their way to prompts, which tile is encoded next, and the embeddings of a chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime.image_rows import keyed_digest, pixels_digest
+from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker_process.attempt import Attempt
+from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_store import BadImages, ImageStore
+
+NAMESPACE = bytes(range(32))
+SHAPE = (2, 3, 4, 4)
+ROWS = 5  # of a tile
+
+
+class Encoder:
+    """Gives each row of a tile the mean of its pixels and the row's number."""
+
+    tile_shape = SHAPE[1:]
+    rows_per_tile = ROWS
+
+    def encode(self, tile: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.tensor([float(tile.float().mean()), row]) for row in range(ROWS)])
+
+
+def pixels(seed: int) -> bytes:
+    return bytes((seed + n) % 256 for n in range(96))
+
+
+def digest(data: bytes) -> bytes:
+    return keyed_digest(NAMESPACE, pixels_digest(SHAPE, data))
+
+
+def attempt(*spans: work_pb2.ImageSpan, tokens: int = 40) -> Attempt:
+    work = work_pb2.Work(
+        id=work_pb2.AttemptId(request_id="r", attempt=1),
+        token_ids=[1] * tokens,
+        prompt_tokens=tokens,
+        stopping=work_pb2.Stopping(max_tokens=1),
+        cache_namespace=NAMESPACE,
+        images=spans,
+    )
+    return Attempt.from_work(work, max_context=100)
+
+
+def span(first: int, rows: int, data: bytes, first_row: int = 0) -> work_pb2.ImageSpan:
+    return work_pb2.ImageSpan(first_position=first, rows=rows, digest=digest(data), first_row=first_row)
+
+
+def parts(data: bytes, size: int = 40) -> list[prefill_pb2.ImagePart]:
+    name = work_pb2.AttemptId(request_id="r", attempt=1)
+    found = [
+        prefill_pb2.ImagePart(id=name, digest=digest(data), data=data[at : at + size])
+        for at in range(0, len(data), size)
+    ]
+    found[0].shape.extend(SHAPE)
+    return found
+
+
+def encoding(store: ImageStore, cache_bytes: int = 1 << 20) -> tuple[ImageEncoding, list[str]]:
+    seen: list[str] = []
+    cache = EmbeddingCache(cache_bytes)
+    return ImageEncoding(Encoder(), store, cache, threads=lambda: 1, on_image=seen.append), seen
+
+
+def test_images_come_whole_and_leave_the_store_with_their_dispatch() -> None:
+    store = ImageStore(1000)
+    for part in parts(pixels(1)):
+        store.receive(part, "gateway")
+    assert store.num_bytes == 96
+    taken = store.take(attempt(span(0, 10, pixels(1))), SHAPE[1:])
+    assert bytes(taken[digest(pixels(1))].flatten().tolist()) == pixels(1)
+    assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize("fault", ["missing part", "too much", "other bytes", "no room", "other tiles"])
+def test_images_that_did_not_come_whole_fail_their_attempt(fault: str) -> None:
+    store = ImageStore(50 if fault == "no room" else 1000)
+    sent = parts(pixels(1))
+    if fault == "missing part":
+        sent.pop()
+    if fault == "too much":
+        sent[-1].data += b"x"
+    if fault == "other bytes":
+        sent[-1].data = sent[-1].data[::-1]
+    for part in sent:
+        store.receive(part, "gateway")
+    tile = (3, 8, 2) if fault == "other tiles" else SHAPE[1:]
+    with pytest.raises(BadImages):
+        store.take(attempt(span(0, 10, pixels(1))), tile)
+    assert store.num_bytes == 0
+
+
+def test_what_a_lost_gateway_sent_is_forgotten() -> None:
+    store, gateway = ImageStore(1000), object()
+    for part in parts(pixels(1)):
+        store.receive(part, gateway)
+    store.gateway_lost(object())
+    assert store.num_bytes == 96
+    store.gateway_lost(gateway)
+    assert store.num_bytes == 0
+
+
+def test_more_tokens_than_an_image_has_rows_are_refused() -> None:
+    store = ImageStore(1000)
+    made, _ = encoding(store)
+    for part in parts(pixels(1)):
+        store.receive(part, "gateway")
+    with pytest.raises(BadImages, match="fewer rows"):
+        made.open(attempt(span(0, 11, pixels(1))))
+
+
+def test_chunks_get_the_rows_of_their_tokens() -> None:
+    store = ImageStore(1000)
+    made, seen = encoding(store)
+    for part in parts(pixels(1)):
+        store.receive(part, "gateway")
+    images = made.open(attempt(span(3, 5, pixels(1)), span(10, 5, pixels(1), first_row=5)))
+    assert images is not None
+    state = images.states[digest(pixels(1))]
+    assert images.next_to_encode(0) is state
+    assert images.ready(15)  # all its rows are cached
+    assert not images.ready(14)
+    assert not state.add(Encoder().encode(state.next_tile()))
+    assert state.add(Encoder().encode(state.next_tile()))
+    assert state.tiles is None
+    assert images.ready(0)
+    (first,) = images.rows(0, 6)
+    assert (first.at, first.rows[:, 1].tolist()) == (3, [0.0, 1.0, 2.0])
+    second, third = images.rows(6, 6)
+    assert (second.at, second.rows[:, 1].tolist()) == (0, [3.0, 4.0])
+    assert (third.at, third.rows[:, 1].tolist()) == (4, [0.0, 1.0])
+    assert images.rows(15, 20) == []
+    assert seen == []
+
+
+def test_a_known_image_is_not_encoded_again() -> None:
+    store = ImageStore(1000)
+    made, seen = encoding(store)
+    made._cache.put(digest(pixels(1)), torch.zeros(10, 2))
+    for part in parts(pixels(1)):
+        store.receive(part, "gateway")
+    images = made.open(attempt(span(0, 10, pixels(1))))
+    assert images is not None
+    assert images.ready(0)
+    assert seen == ["cached"]
+
+
+def test_the_cache_keeps_the_last_used_within_its_bound() -> None:
+    cache, rows = EmbeddingCache(100), torch.zeros(5, 2)  # 40 bytes
+    cache.put(b"a", rows)
+    cache.put(b"b", rows)
+    assert cache.get(b"a") is rows
+    cache.put(b"c", rows)
+    assert (len(cache), cache.num_bytes) == (2, 80)
+    assert cache.get(b"b") is None
+    cache.put(b"d", torch.zeros(50, 2))
+    assert cache.get(b"d") is None
+    assert EmbeddingCache(0).get(b"a") is None
