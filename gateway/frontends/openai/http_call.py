@@ -30,6 +30,8 @@ from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
+API_KEY: Final = "x-api-key"
+"""Header of Anthropic's clients for what others send as a bearer token."""
 LAST_EVENT_S: Final = 5.0
 """Seconds that a client has to take an error, and what comes before it, unread."""
 _EVENT_HEADERS: Final = {
@@ -68,7 +70,8 @@ class EventStream:
     def name(self, request_id: str) -> None:
         """Set the id, before the first message."""
         self._answer.begin(request_id)
-        self._response.headers[REQUEST_ID] = request_id
+        for header in self._answer.id_headers:
+            self._response.headers[header] = request_id
 
     async def send(self, prompt: int, message: pb.GenerateResponse) -> None:
         """Send a message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
@@ -165,7 +168,7 @@ class HttpCall(Call):
             received_at=received_at,
             header_request_id=headers.get(REQUEST_ID, ""),
             trace=trace_context.from_metadata((name.lower(), value) for name, value in headers.items()),
-            authorization=headers.get(hdrs.AUTHORIZATION, ""),
+            authorization=_credential(headers),
         )
         self._route = route
         self._verb = request.method
@@ -218,8 +221,8 @@ class HttpCall(Call):
             headers={**failed.headers, **self.id_header()},
         )
 
-    def id_header(self) -> dict[str, str]:
-        return {REQUEST_ID: printable(self.request_id)} if self.request_id else {}
+    def id_header(self, names: Sequence[str] = (REQUEST_ID,)) -> dict[str, str]:
+        return dict.fromkeys(names, printable(self.request_id)) if self.request_id else {}
 
     @property
     def span_attributes(self) -> Attributes:
@@ -235,6 +238,12 @@ class HttpCall(Call):
         status = 200 if started else status_of(code)
         metrics.http_duration.labels(self._route, str(status)).observe(duration_s)
         return {"http.response.status_code": status}
+
+
+def _credential(headers: Mapping[str, str]) -> str:
+    """Return the credential as an ``authorization`` header has it; "" without one."""
+    key = headers.get(API_KEY)
+    return headers.get(hdrs.AUTHORIZATION, "") or (f"Bearer {key}" if key else "")
 
 
 def part_id(request_id: str, prompt: int) -> str:

@@ -13,9 +13,15 @@ from typing import Any, Final
 from pydantic.json_schema import models_json_schema
 
 from diptych import __version__
+from gateway.frontends.anthropic.messages_bodies import CountTokensBody, MessagesBody
 from gateway.frontends.openai.bodies import ChatBody, CompletionsBody
 from gateway.frontends.openai.responses_bodies import ResponsesBody
+from gateway.frontends.openai.tokenizer_bodies import DetokenizeBody, TokenizeBody
 
+_BODIES: Final = (
+    *(ChatBody, CompletionsBody, ResponsesBody, MessagesBody, CountTokensBody),
+    *(TokenizeBody, DetokenizeBody),
+)
 _REFERENCE: Final = "#/components/schemas/"
 _ERROR: Final = {
     "type": "object",
@@ -40,7 +46,7 @@ _JSON: Final = "application/json"
 def build_openapi() -> dict[str, Any]:
     """Return the description of the HTTP API."""
     _, defined = models_json_schema(
-        [(body, "validation") for body in (ChatBody, CompletionsBody, ResponsesBody)],
+        [(body, "validation") for body in _BODIES],
         ref_template=f"{_REFERENCE}{{model}}",
     )
     schemas = {name: _tidied(schema) for name, schema in defined["$defs"].items()}
@@ -56,6 +62,12 @@ def build_openapi() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Continue a conversation", "ChatBody")},
             "/v1/completions": {"post": _generation("Continue one or several prompts", "CompletionsBody")},
             "/v1/responses": {"post": _generation("Continue a conversation, as items", "ResponsesBody")},
+            "/v1/messages": {"post": _generation("Continue a conversation, as blocks", "MessagesBody")},
+            "/v1/messages/count_tokens": {
+                "post": _call("Count the tokens of a conversation", "CountTokensBody")
+            },
+            "/tokenize": {"post": _call("Return the tokens of a text or a conversation", "TokenizeBody")},
+            "/detokenize": {"post": _call("Return the text of tokens", "DetokenizeBody")},
             "/v1/models": {"get": _operation("List the served model")},
             "/v1/models/{model}": {
                 "get": {
@@ -89,6 +101,10 @@ def _operation(summary: str, **answers: Any) -> dict[str, Any]:
 def _generation(summary: str, body: str) -> dict[str, Any]:
     events = {"schema": {"type": "string", "description": "Server-sent events, with `stream`."}}
     answers = {_JSON: {"schema": {"type": "object"}}, "text/event-stream": events}
+    return _call(summary, body, **answers)
+
+
+def _call(summary: str, body: str, **answers: Any) -> dict[str, Any]:
     schema = {"$ref": f"{_REFERENCE}{body}"}
     return {
         **_operation(summary, **answers),

@@ -7,7 +7,6 @@ size, type of the body) are answered here, everything else is a `DiptychError`.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -18,23 +17,25 @@ from typing import Final
 from aiohttp import hdrs, web
 
 from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
-from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
+from gateway.frontends.anthropic.errors import with_anthropic_errors
+from gateway.frontends.anthropic.messages_answer import MessagesAnswer
+from gateway.frontends.anthropic.messages_request import read_messages
 from gateway.frontends.openai import cors
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.json_http import json_response, read_json_body, refuse
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.responses_answer import ResponsesAnswer
 from gateway.frontends.openai.responses_request import read_responses
+from gateway.frontends.openai.tokenizer_calls import COUNT_TOKENS, DETOKENIZE, TOKENIZE, TokenizerCalls
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
@@ -42,8 +43,8 @@ from gateway.request.field_checks import request_id
 from gateway.request.json_values import parse_body
 from gateway.tokenizer_service import TokenizerService
 
-_BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
 _MODELS: Final = "/v1/models"
+MESSAGES: Final = "/v1/messages"
 
 Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -76,10 +77,15 @@ class OpenAIRoutes:
         self._model = model
         self._fingerprint = f"fp_{digest[:12]}"
         self._started = int(time.time())
+        tokens = TokenizerCalls(calls, text)
         self._routes: Mapping[str, Mapping[str, Respond]] = {
             "/v1/completions": {"POST": partial(self._generate, self._read_completions)},
             "/v1/chat/completions": {"POST": partial(self._generate, self._read_chat)},
             "/v1/responses": {"POST": partial(self._generate, self._read_responses)},
+            MESSAGES: {"POST": with_anthropic_errors(partial(self._generate, self._read_messages))},
+            COUNT_TOKENS: {"POST": with_anthropic_errors(tokens.count)},
+            TOKENIZE: {"POST": tokens.tokenize},
+            DETOKENIZE: {"POST": tokens.detokenize},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
             **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
@@ -101,14 +107,14 @@ class OpenAIRoutes:
         else:
             methods = self._routes.get(path, {})
         if not methods:
-            return _refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
+            return refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
         if origin and request.method == hdrs.METH_OPTIONS:
             return web.Response(
                 status=HTTPStatus.NO_CONTENT, headers=cors.preflight_headers(request, (*methods, "OPTIONS"))
             )
         handler = methods.get(request.method)
         if handler is None:
-            refused = _refuse(
+            refused = refuse(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"only {', '.join(methods)}", "method_not_allowed"
             )
             refused.headers["Allow"] = ", ".join(methods)
@@ -118,7 +124,7 @@ class OpenAIRoutes:
     async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
-        data = await _body(request) if self._calls.admits(call) else b""
+        data = await read_json_body(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
         try:
@@ -144,7 +150,9 @@ class OpenAIRoutes:
                 await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
-        return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
+        return await send_whole(
+            request, await answer.whole(call.request_id, messages), call.id_header(answer.id_headers)
+        )
 
     async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate one answer and return it; nothing is returned for a stream, as in `_several`."""
@@ -228,6 +236,10 @@ class OpenAIRoutes:
         asked, body = read_responses(members)
         return asked, ResponsesAnswer(asked, body, model=self._shown_name(asked), created=int(time.time()))
 
+    def _read_messages(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        asked = read_messages(members)
+        return asked, MessagesAnswer(asked, model=self._shown_name(asked), created=int(time.time()))
+
     def _shown_name(self, asked: HttpGenerateRequest) -> str:
         return self._model.card.shown_name(asked.builders[0].request.model)
 
@@ -238,7 +250,7 @@ class OpenAIRoutes:
                 model = self._text.describe()
                 names = (model.name, *self._model.card.served_aliases)
                 listed = {"object": "list", "data": [self._describe(model, name) for name in names]}
-                return _json(listed)
+                return json_response(listed)
         except DiptychError as error:
             return await call.fail(error)
 
@@ -249,7 +261,7 @@ class OpenAIRoutes:
             with self._calls.account(call):
                 call.names = {}
                 found = await self._text.get_model(pb.GetModelRequest(model=name))
-                return _json(self._describe(found.model, name))
+                return json_response(self._describe(found.model, name))
         except DiptychError as error:
             return await call.fail(error)
 
@@ -270,25 +282,6 @@ def _route_of(request: web.BaseRequest) -> str:
     return request.path.rstrip("/") or "/"
 
 
-async def _body(request: web.BaseRequest) -> bytes | web.Response:
-    """Return the body, or the response that says why it is not read."""
-    if request.content_type != "application/json":
-        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
-    too_large = f"the body must be at most {limits.MAX_BODY_BYTES} bytes"
-    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
-        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
-    try:
-        return await read_body(request, _BODY_S)
-    except web.HTTPRequestEntityTooLarge:
-        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
-    except web.RequestPayloadError:
-        return _refuse(HTTPStatus.BAD_REQUEST, "the body is malformed", "malformed_body")
-    except TimeoutError:
-        return _refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_BODY_S:g} s", "body_too_slow")
-
-
 def _pages() -> dict[str, Respond]:
     """Return the handlers of the pages that describe this API. They need no key and name no model."""
 
@@ -303,16 +296,8 @@ def _pages() -> dict[str, Respond]:
 
 
 async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:
-    return _refuse(
+    return refuse(
         HTTPStatus.BAD_REQUEST,
         "this server generates text; it computes no embeddings",
         "unsupported_feature",
     )
-
-
-def _refuse(status: HTTPStatus, message: str, code: str) -> web.Response:
-    return _json(plain_error(status, message, code), status)
-
-
-def _json(value: object, status: int = HTTPStatus.OK) -> web.Response:
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
