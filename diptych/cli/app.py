@@ -290,6 +290,45 @@ def demo(
     raise typer.Exit(run_demo(prompt, options, verbose=verbose))
 
 
+@app.command("run-batch", cls=StackCommand, rich_help_panel=_USE)
+@takes_stack_options()
+def run_batch(
+    options: StackOptions,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", help="Lines of OpenAI's Batch API.", rich_help_panel="Batch")
+    ],
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="File of results; one that is there is completed.", rich_help_panel="Batch"
+        ),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Root of a running gateway's HTTP port; default: start a system.", rich_help_panel="Batch"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests at once.", rich_help_panel="Batch", min=1, max=4096)
+    ] = 64,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what the processes log.", rich_help_panel="Batch")
+    ] = False,
+) -> None:
+    """Run a file of requests and write one result for each; start a system for it unless --url names one.
+
+    Run it again after an interruption: lines with a result are not sent again.
+    """
+    from diptych.cli.run_batch import BatchRun
+    from diptych.cli.run_batch import run_batch as run
+
+    if not verbose and options.origin("log_level") == "default":
+        options = replace(options, log_level="warning")
+    options = replace(options, secret=os.environ.get("DIPTYCH_SECRET"))
+    raise typer.Exit(run(BatchRun(source, target, url, concurrency), options, verbose=verbose))
+
+
 @app.command(rich_help_panel=_CHECK)
 def doctor(
     model: Annotated[

@@ -24,7 +24,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template"),
+        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "batch-dir"),
     }
 )
 
@@ -130,6 +130,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
+            "batch-dir": options.batch_dir,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),

@@ -155,11 +155,23 @@ async def send_whole(
     return response
 
 
-class HttpCall(Call):
-    """Request to ``route``.
+class BodyCall(Call):
+    """Request whose body is one of the JSON API's, from whatever it was read.
 
     ``stream`` is there once the body asked for one; ``names`` are as in `http_error`.
     """
+
+    stream: EventStream | None = None
+    names: Mapping[str, str] | None = None
+    id_of: Callable[[str], str] = str  # set with the kind of the answer
+
+    @property
+    def response_id(self) -> str:
+        return self.id_of(self.request_id)
+
+
+class HttpCall(BodyCall):
+    """Request to ``route``."""
 
     def __init__(self, route: str, request: web.BaseRequest, received_at: float) -> None:
         headers = request.headers
@@ -174,13 +186,6 @@ class HttpCall(Call):
         self._verb = request.method
         self._scheme = request.scheme
         self._timeout_ms = headers.get(TIMEOUT_MS)
-        self.stream: EventStream | None = None
-        self.names: Mapping[str, str] | None = None
-        self.id_of: Callable[[str], str] = str  # set with the kind of the answer
-
-    @property
-    def response_id(self) -> str:
-        return self.id_of(self.request_id)
 
     def start_deadline(self) -> None:
         """Set the deadline that the header asks for. Raises InvalidParameter."""
@@ -260,7 +265,7 @@ class PromptCall(Call):
 
     counts: ClassVar[bool] = False
 
-    def __init__(self, outer: HttpCall, prompt: int, charges: Charge, now: float) -> None:
+    def __init__(self, outer: BodyCall, prompt: int, charges: Charge, now: float) -> None:
         super().__init__(
             "completion of one prompt of several",
             received_at=now,

@@ -14,13 +14,14 @@ from pydantic.json_schema import models_json_schema
 
 from diptych import __version__
 from gateway.frontends.anthropic.messages_bodies import CountTokensBody, MessagesBody
+from gateway.frontends.batches.bodies import BatchBody
 from gateway.frontends.openai.bodies import ChatBody, CompletionsBody
 from gateway.frontends.openai.responses_bodies import ResponsesBody
 from gateway.frontends.openai.tokenizer_bodies import DetokenizeBody, TokenizeBody
 
 _BODIES: Final = (
     *(ChatBody, CompletionsBody, ResponsesBody, MessagesBody, CountTokensBody),
-    *(TokenizeBody, DetokenizeBody),
+    *(TokenizeBody, DetokenizeBody, BatchBody),
 )
 _REFERENCE: Final = "#/components/schemas/"
 _ERROR: Final = {
@@ -68,14 +69,24 @@ def build_openapi() -> dict[str, Any]:
             },
             "/tokenize": {"post": _call("Return the tokens of a text or a conversation", "TokenizeBody")},
             "/detokenize": {"post": _call("Return the text of tokens", "DetokenizeBody")},
+            "/v1/files": {
+                "post": _operation("Upload a file of requests (multipart: purpose, file)"),
+                "get": _operation("List files"),
+            },
+            "/v1/files/{id}": {
+                "get": _named(_operation("Describe a file")),
+                "delete": _named(_operation("Delete a file")),
+            },
+            "/v1/files/{id}/content": {"get": _named(_operation("Return the content of a file"))},
+            "/v1/batches": {
+                "post": _call("Run the requests of a file", "BatchBody"),
+                "get": _operation("List batches"),
+            },
+            "/v1/batches/{id}": {"get": _named(_operation("Describe a batch"))},
+            "/v1/batches/{id}/cancel": {"post": _named(_operation("End a batch early"))},
             "/v1/models": {"get": _operation("List the served model")},
             "/v1/models/{model}": {
-                "get": {
-                    **_operation("Describe a model"),
-                    "parameters": [
-                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                    ],
-                }
+                "get": _named(_operation("Describe a model"), "model"),
             },
         },
         "components": {
@@ -95,6 +106,14 @@ def _operation(summary: str, **answers: Any) -> dict[str, Any]:
             "200": {"description": "The answer", "content": answers},
             "default": {"description": "The request was not served", "content": {_JSON: error}},
         },
+    }
+
+
+def _named(operation: dict[str, Any], name: str = "id") -> dict[str, Any]:
+    """Return an operation of a path with a name in it."""
+    return {
+        **operation,
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}],
     }
 
 

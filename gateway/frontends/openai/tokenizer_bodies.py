@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -14,7 +15,7 @@ from gateway.request.json_values import array, token_ids
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
-def _ids(value: object) -> list[int]:
+def _ids(value: object) -> Sequence[int]:
     return token_ids("tokens", array("tokens", value, limits.MAX_DETOKENIZE_IDS))
 
 
