@@ -11,6 +11,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
+from diptych.runtime.discovery.quota_table import QuotaTableStore
 from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.http_edge import HttpEdge
@@ -26,6 +27,7 @@ from gateway import limits
 from gateway.access.access import Access
 from gateway.access.key_file import Scope
 from gateway.admission.gate import AdmissionGate
+from gateway.admission.memory_quota import MemoryQuota
 from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
@@ -98,6 +100,7 @@ class Gateway:
             ),
             time.monotonic,
         )
+        self._quota = MemoryQuota(self.gate, QuotaTableStore(settings.redis_url, digest, settings.worker_id))
         reader_limits = ReaderLimits(
             settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
         )
@@ -167,6 +170,7 @@ class Gateway:
         settings = self._settings
         await self.mirror.start()
         self.worker_pool.start()
+        self._quota.start()
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.reuse_port, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
@@ -293,6 +297,7 @@ class Gateway:
             await self._batches.stop()
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
+        await self._quota.close()
         await self.worker_pool.close()
         await self.request_parser.close()
         self.tokenizer_pool.close()
@@ -347,6 +352,7 @@ class Gateway:
         queue = self.gate.queue
         self.metrics.running.set_function(lambda: queue.running)
         self.metrics.waiting.set_function(lambda: queue.waiting)
+        self.metrics.kv_quota.set_function(lambda: queue.kv.usable or 0)
         self.metrics.unread_output.set_function(lambda: self.unread_output.bytes)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":

@@ -218,6 +218,9 @@ class GatewayMetrics(RoleMetrics):
             ["limit"],
             registry=registry,
         )
+        self.kv_quota = Gauge(
+            "diptych_kv_quota_tokens", "KV memory that this gateway may use beside others", registry=registry
+        )
         self.unread_output = Gauge(
             "diptych_unread_output_bytes", "Output that waits for slow readers", registry=registry
         )

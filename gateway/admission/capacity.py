@@ -5,8 +5,8 @@ to workers that cannot hold all of it, it is preempted later, or preempts others
 the time of the highest load. A request therefore counts from its admission with what it will probably hold at
 its end: the prompt tokens that are not cached, and an output as long as its tenant's were on average, at most
 `max_tokens`. All in whole blocks; choices share the full blocks of their prompt. The average may be wrong for
-one request, which is what preemption is for: it needs to be rare, not impossible. Requests that other
-gateways send to the same workers are not seen here.
+one request, which is what preemption is for: it needs to be rare, not impossible. Where several gateways send
+to the same workers, each keeps within its quota (`gateway.admission.memory_quota`).
 
 **Throughput.** Idle time is not measured, but ages what was measured before it: after eight seconds of it the
 rate is unknown again. Workers that were slow, or whose clients left before any prefill was done, may be at
@@ -41,11 +41,15 @@ class Capacity(NamedTuple):
 class KvBudget:
     """KV memory reserved by the running requests of one gateway. Amounts are in tokens.
 
-    `capacity` is the KV memory of all decode workers; None: unknown and unlimited.
+    `capacity` is the KV memory of all decode workers; None: unknown and unlimited. `quota` is the part of it
+    that this gateway may use now, `attainable` what that may grow to while other gateways keep what they
+    have; None: all.
     """
 
     def __init__(self) -> None:
         self.capacity: int | None = None
+        self.quota: int | None = None
+        self.attainable: int | None = None
         self.reserved = 0
         self._block_size = 1
         self._mean_output: dict[str, float] = {}  # by tenant
@@ -72,15 +76,22 @@ class KvBudget:
         """Return ``need``, at most the capacity: a request that needs more runs alone."""
         return need if self.capacity is None else min(need, self.capacity)
 
+    @property
+    def usable(self) -> int | None:
+        """Tokens that this gateway's requests may reserve; None: unlimited."""
+        return _smaller(self.capacity, self.quota)
+
     def fits(self, need: int) -> bool:
         """Return whether a request that needs ``need`` tokens fits beside the running ones."""
-        return self.capacity is None or self.reserved + need <= self.capacity
+        limit = self.usable
+        return limit is None or self.reserved + need <= limit
 
     def excess(self, need: float) -> float:
-        """Return by how many times the capacity ``need`` tokens more would exceed it; 0 if they fit."""
-        if not self.capacity:
+        """Return by how many times ``need`` tokens more would exceed the attainable memory; 0 if they fit."""
+        limit = _smaller(self.capacity, self.attainable)
+        if not limit:
             return 0.0
-        return max(self.reserved + need - self.capacity, 0) / self.capacity
+        return max(self.reserved + need - limit, 0) / limit
 
     def reserve(self, need: int) -> None:
         self.reserved += need
@@ -92,6 +103,10 @@ class KvBudget:
         """Update the tenant's average output length with one output."""
         mean = self._mean_output.get(tenant, output_tokens)
         self._mean_output[tenant] = mean + SMOOTHING * (output_tokens - mean)
+
+
+def _smaller(capacity: int | None, part: int | None) -> int | None:
+    return capacity if capacity is None or part is None else min(capacity, part)
 
 
 class ThroughputEstimator:

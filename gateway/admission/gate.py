@@ -67,6 +67,10 @@ class AdmissionGate:
         self.queue.kv.resize(capacity.kv_tokens, capacity.block_size)
         self._call_back(self.queue.resize(capacity.sequences, capacity.prefill_workers, self._clock()))
 
+    def set_quota(self, held: int, attainable: int) -> None:
+        """Set the KV memory that this gateway may use, in tokens."""
+        self._call_back(self.queue.set_quota(held, attainable, self._clock()))
+
     def _call_back(self, admitted: list[Ticket]) -> None:
         for ticket in admitted:
             choices = ticket.take_admitted()

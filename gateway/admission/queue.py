@@ -159,6 +159,11 @@ class AdmissionQueue:
         """Tokens of prompts without a first token, here and at the workers."""
         return self._shares.total
 
+    @property
+    def waiting_kv_tokens(self) -> int:
+        """Tokens of KV memory that the first sequences of the waiting requests need."""
+        return self._queued_kv_tokens
+
     def resize(self, sequences: int, prefill_workers: int, now: float) -> list[Ticket]:
         """Set the capacity in sequences and the number of prefill workers; return the newly admitted."""
         was_dead, self._dead = self._dead, not (sequences and prefill_workers)
@@ -166,6 +171,11 @@ class AdmissionQueue:
             self.rate.skip(now)
         self._limit = max(min(self._max_running, sequences), 1)
         self._prefill_workers = max(prefill_workers, 1)
+        return self._admit(now)
+
+    def set_quota(self, held: int, attainable: int, now: float) -> list[Ticket]:
+        """Set this gateway's quota of KV memory (`KvBudget`), in tokens; return the newly admitted."""
+        self.kv.quota, self.kv.attainable = held, attainable
         return self._admit(now)
 
     def newly_admitted(self) -> list[Ticket]:

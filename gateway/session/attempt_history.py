@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.attempt.types import Cause, Role
-from gateway.session.retry_policy import MOMENT_S, WORKER_WAIT_S, Retry, RetryBudget, RetryContext
+from gateway.session.retry_policy import MAX_DEATHS, MOMENT_S, WORKER_WAIT_S, Retry, RetryBudget, RetryContext
 
 
 @dataclass(slots=True)
@@ -97,6 +97,13 @@ class FailedWorkers:
         known = self._suspects.get(worker_id)
         if known is None or known.until <= at + within_s:
             self._suspects[worker_id] = _Suspect(since, at, at + within_s)
+
+    @property
+    def suspects(self) -> tuple[tuple[str, float], ...]:
+        """Workers that may have died under the request, with the time, if one more death is one too many."""
+        if self.deaths < MAX_DEATHS:
+            return ()
+        return tuple((worker_id, suspect.at) for worker_id, suspect in self._suspects.items())
 
     def is_suspect(self, worker_id: str, at: float = -math.inf) -> bool:
         """Return whether the worker counts as dead if this gateway loses it ``at`` that time."""

@@ -316,6 +316,7 @@ class RequestDriver:
             wanted.avoid,
             after_loss=self.state.attempts > self.state.refused + wanted.remote,
             remote=wanted.remote,
+            suspects=self.state.limits.failed_workers.suspects,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):

@@ -70,6 +70,7 @@ class RouteRequest:
     avoid: frozenset[str] = frozenset()
     remote: bool = False  # it needs a prefill worker: a decode worker answered that too many tokens are new
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
+    suspects: tuple[tuple[str, float], ...] = ()  # workers that may have died under it, with the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,10 @@ class NoWorker:
 
 @dataclass(frozen=True, slots=True)
 class NoProof:
-    """Workers can take the request, but none of a pair was heard of since the last loss of a worker."""
+    """Workers can take the request, but none of a pair was heard of since the last loss of a worker.
+
+    Or one of its suspects was neither heard of nor lost since.
+    """
 
 
 @dataclass(frozen=True, slots=True)

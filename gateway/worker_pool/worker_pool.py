@@ -219,8 +219,11 @@ class WorkerPool:
 
         After a worker was lost, the others may be dead as well (a host that fails takes all of its workers),
         and their links break some time later: those that sent something since come first. An attempt of a
-        request that has lost one already waits for such a pair; heartbeats come four times a second.
+        request that has lost one already waits for such a pair; heartbeats come four times a second. It also
+        waits for word of its suspects: any may be one death too many.
         """
+        if any(self._is_silent(worker_id, at) for worker_id, at in request.suspects):
+            return NoProof()
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
         hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
@@ -285,6 +288,12 @@ class WorkerPool:
     def _proven(self, workers: list[Worker]) -> list[Worker]:
         """Return the workers that were heard of after the last loss of another one."""
         return [w for w in workers if (w.link.last_seen or 0.0) >= self._lost_at + PROOF_MARGIN_S]
+
+    def _is_silent(self, worker_id: str, since: float) -> bool:
+        """Return whether the worker counts as linked, but nothing came from it since that time."""
+        worker = self.registry.get(worker_id)
+        seen = worker.link.last_seen if worker is not None and worker.link.up else math.inf
+        return (seen or 0.0) < since + PROOF_MARGIN_S
 
     def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
         now = self._clock()

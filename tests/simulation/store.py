@@ -100,10 +100,18 @@ class Store:
     def smembers(self, key: str) -> list[bytes]:
         return list(self.get(key) or {})
 
-    def hset(self, key: str, items: list[Any]) -> None:
+    def hset(self, key: str, items: list[Any] | None = None, mapping: dict[bytes, str] | None = None) -> None:
         table = self.get(key) or {}
-        table.update(zip(items[::2], (str(v).encode() for v in items[1::2]), strict=True))
+        if items is not None:
+            table.update(zip(items[::2], (str(v).encode() for v in items[1::2]), strict=True))
+        table.update({name: value.encode() for name, value in (mapping or {}).items()})
         self._data[key] = table
+
+    def hgetall(self, key: str) -> dict[bytes, bytes]:
+        return dict(self.get(key) or {})
+
+    def time(self) -> tuple[int, int]:
+        return int(self.loop.now), int(self.loop.now % 1 * 1e6)
 
     def hdel(self, key: str, *fields: bytes) -> None:
         for name in fields:
@@ -146,11 +154,16 @@ class Store:
 
 
 class Pipeline:
-    """A transaction: all its commands at one moment, in one round trip."""
+    """A transaction: all its commands at one moment, in one round trip.
+
+    Between `watch` and `multi` commands run at once; the transaction then fails if the watched key changed.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._commands: list[Callable[[], Any]] = []
+        self._watched: tuple[str, Any] | None = None
+        self._at_once = False
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -161,15 +174,32 @@ class Pipeline:
     def __getattr__(self, name: str) -> Any:
         command = getattr(self._store, name)
 
-        def queue(*args: Any, **options: Any) -> Pipeline:
+        def queue(*args: Any, **options: Any) -> Any:
+            if self._at_once:
+                return self._store.call(lambda: command(*args, **options))
             self._commands.append(lambda: command(*args, **options))
             return self
 
         return queue
 
+    async def watch(self, key: str) -> None:
+        self._watched = key, await self._store.call(lambda: copy.deepcopy(self._store.get(key)))
+        self._at_once = True
+
+    def multi(self) -> None:
+        self._at_once = False
+
     async def execute(self) -> list[Any]:
-        commands = list(self._commands)
-        return await self._store.call(lambda: [command() for command in commands])  # type: ignore[no-any-return]
+        commands, watched = list(self._commands), self._watched
+        self._commands.clear()
+        self._watched = None
+
+        def run() -> list[Any]:
+            if watched is not None and self._store.get(watched[0]) != watched[1]:
+                raise redis.exceptions.WatchError("the key was changed")
+            return [command() for command in commands]
+
+        return await self._store.call(run)  # type: ignore[no-any-return]
 
 
 class StoreClient:

@@ -60,3 +60,13 @@ def test_suspect_for_a_moment_is_one_no_longer_unless_a_peer_noticed_it_too() ->
     assert failed.is_suspect("p", 100.0)
     failed.worker_down("p", graceful=False, at=100.0)
     assert failed.deaths == 1
+
+
+def test_suspects_matter_once_one_more_death_would_be_too_many() -> None:
+    failed = FailedWorkers()
+    failed.suspect("p", since=1.0, at=2.0)
+    assert failed.suspects == ()
+    failed.worker_down("d", graceful=False, at=4.0, since=3.0)
+    assert failed.suspects == (("p", 2.0),)
+    failed.worker_down("p", graceful=False, at=5.0)
+    assert (failed.deaths, failed.suspects) == (2, ())

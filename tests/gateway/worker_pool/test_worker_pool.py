@@ -10,8 +10,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from diptych.runtime.discovery.records import WorkerRecord
+from gateway.attempt.types import Role
+from gateway.attempt.work import Job, TraceParent
 from gateway.worker_pool.codec import WorkerEvent
+from gateway.worker_pool.router import NoProof, NoWorker, RouteRequest
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
+from tests.gateway.attempt.test_work import REQUEST
 from tests.gateway.running_gateway import DIGEST, until
 from tests.gateway.scripted_workers import ScriptedDecode
 
@@ -73,6 +77,24 @@ async def test_a_replaced_worker_is_reported_once_and_as_it_left(leaving: bool, 
         assert not pool.registry.is_linked(worker.worker_id)
         await asyncio.sleep(0.1)
         assert journal.calls == [("up", False), ("down", leaving)]
+
+
+async def test_no_attempt_is_placed_while_nothing_was_heard_of_its_suspects(redis_url: str) -> None:
+    async with linked(redis_url) as (pool, _, _, worker):
+        now = asyncio.get_running_loop().time()
+        job = Job(
+            "r~1", dataclasses.replace(REQUEST, prompt_ids=(1, 2, 3, 4)), 4, (), None, TraceParent("", "")
+        )
+
+        def place(*suspects: str) -> object:
+            request = RouteRequest("a", 4, 8, suspects=tuple((name, now) for name in suspects))
+            return pool.place_attempt(request, job, (1, 2, 3, 4))
+
+        no_prefill_worker = NoWorker(Role.PREFILL)
+        assert place() == no_prefill_worker
+        assert place(worker.worker_id) == NoProof()
+        assert place("a worker that is gone") == no_prefill_worker, "its death is counted"
+        await until(lambda: place(worker.worker_id) == no_prefill_worker)  # after its next heartbeat
 
 
 async def test_closing_reports_each_linked_worker_once(redis_url: str) -> None:
