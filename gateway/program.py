@@ -344,6 +344,8 @@ class Gateway:
         return Operations(
             self.worker_pool,
             self.gate.queue,
+            self.live,
+            self.metrics,
             identity,
             lambda: (self.ready, self._shutting_down, self.mirror.connected),
         )

@@ -40,7 +40,7 @@ def list_workers(address: str) -> int:
         for reason in reasons(answer.workers):
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
@@ -56,7 +56,7 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
         stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
         print(f"{worker_id} drains")
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def flush_prefix_cache(address: str, worker_id: str) -> int:
@@ -71,7 +71,7 @@ def flush_prefix_cache(address: str, worker_id: str) -> int:
             f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S, metadata=metadata).blocks} blocks forgotten"
         )
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
@@ -86,7 +86,8 @@ def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
         return 1
 
 
-def _call_admin(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+def call_admin(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+    """Call the admin port; print what went wrong and return exit status 1 then."""
     try:
         access = Access.from_environment()
     except OSError as error:

@@ -232,6 +232,19 @@ def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
 
 
 @app.command(rich_help_panel=_OPERATE)
+def top(
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    interval: Annotated[float, typer.Option(help="Seconds between two samples.", min=0.1, max=3600)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
+) -> None:
+    """Show a gateway's load as it changes: workers, phases, streams, KV blocks in use, tenants."""
+    from diptych.cli.top_command import top as show
+
+    raise typer.Exit(show(address, interval, once=once, as_lines=as_json))
+
+
+@app.command(rich_help_panel=_OPERATE)
 def drain(
     worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
     grace: Annotated[

@@ -5,7 +5,7 @@ Each tenant has ids of its own: two may use the same one at the same time, and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from diptych.runtime.errors import DuplicateRequest, PermissionDenied
 from gateway.session.events import CancelRequested, Event, ShuttingDown, WorkerDown, WorkerUp
@@ -23,6 +23,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._reserved)
+
+    def drivers(self) -> Iterable[RequestDriver]:
+        """Return the drivers of all live requests; not to be kept beyond a moment."""
+        return self._by_work.values()
 
     def is_reserved(self, tenant: str, request_id: str) -> bool:
         """Return whether a live request of the tenant has this id."""

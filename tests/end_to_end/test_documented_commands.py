@@ -167,7 +167,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
     (r"diptych (generate|workers|flush)\b", run_client_command),
     (
-        r"diptych (drain|restart)\b",
+        r"diptych (drain|restart|run-batch|top)\b",
         lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,
     ),
     (r"diptych bench\b", run_bench),
