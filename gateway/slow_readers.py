@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from diptych.runtime.errors import DiptychError, SlowReader
@@ -63,6 +63,8 @@ class UnreadOutput:
         self._writing: set[StreamWriter] = set()
         self._heap = heap
         self._freed = 0  # of ended streams, since the heap was trimmed
+        for limit in fields(limits):
+            metrics.slow_readers.labels(limit.name)  # the series are there before the first such stream
 
     def begin(self, writer: StreamWriter) -> None:
         """Register a writer whose message waits for its reader."""
