@@ -79,6 +79,7 @@ class BatchRunner:
         self._slots = asyncio.Semaphore(concurrency)
         self._keep_s = keep_s
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._ended: set[str] = set()  # ids of batches that are over
         self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
 
@@ -112,8 +113,11 @@ class BatchRunner:
             self._wake.clear()
 
     async def _take_batches(self) -> None:
-        for record in await asyncio.to_thread(lambda: list(self._store.all_batches())):
-            if record.ended or record.id in self._running:
+        for record in await asyncio.to_thread(lambda: list(self._store.all_batches(self._ended))):
+            if record.ended:
+                self._ended.add(record.id)
+                continue
+            if record.id in self._running:
                 continue
             lock = self._store.lock(record)
             if lock is not None:
@@ -166,7 +170,7 @@ class BatchRunner:
         record.total = len(ids)
         record.errors = [fault.as_object() for fault in faults]
         record.move("failed" if faults else "in_progress", time.time())
-        self._store.save(record)
+        await asyncio.to_thread(self._store.save, record)
 
     @contextlib.contextmanager
     def _input(self, record: BatchRecord) -> Iterator[Iterator[tuple[int, bytes]]]:
@@ -196,7 +200,7 @@ class BatchRunner:
                 file.close()
         record.ending = run.ending
         record.move("finalizing", time.time())
-        self._store.save(record)
+        await asyncio.to_thread(self._store.save, record)
 
     async def _feed(self, run: _Run) -> None:
         """Begin lines as slots become free, until all have a result or it is to end early."""
