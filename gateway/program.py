@@ -46,7 +46,7 @@ from gateway.request_parser import RequestParser
 from gateway.request_telemetry import create_series
 from gateway.session.live_requests import LiveRequests
 from gateway.session.retry_policy import RetryBudget, RetryLimits
-from gateway.slow_readers import ReaderLimits, UnreadOutput
+from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
@@ -71,6 +71,7 @@ class Gateway:
         self.registry: CollectorRegistry = new_registry()
         self.metrics = GatewayMetrics(self.registry)
         create_series(self.metrics)
+        create_reader_series(self.metrics)
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)

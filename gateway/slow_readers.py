@@ -47,6 +47,12 @@ class ReaderLimits:
     total_bytes: int = 256 << 20
 
 
+def create_reader_series(metrics: GatewayMetrics) -> None:
+    """Create the series of streams that end for their readers, before the first one does."""
+    for limit in fields(ReaderLimits):
+        metrics.slow_readers.labels(limit.name)
+
+
 def unread_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
     """Estimate the memory of output tokens that wait for their reader."""
     alternatives = sum(len(logprob.top) for logprob in logprobs)
@@ -63,8 +69,6 @@ class UnreadOutput:
         self._writing: set[StreamWriter] = set()
         self._heap = heap
         self._freed = 0  # of ended streams, since the heap was trimmed
-        for limit in fields(limits):
-            metrics.slow_readers.labels(limit.name)  # the series are there before the first such stream
 
     def begin(self, writer: StreamWriter) -> None:
         """Register a writer whose message waits for its reader."""

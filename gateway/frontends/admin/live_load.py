@@ -44,4 +44,4 @@ def add_load(message: pb.WatchLoadResponse, live: LiveRequests, metrics: Gateway
 
 
 def _value(counter: PromCounter) -> int:
-    return int(counter.collect()[0].samples[0].value)
+    return int(next(iter(counter.collect())).samples[0].value)
