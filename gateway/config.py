@@ -207,6 +207,28 @@ class GatewaySettings(ProgramSettings):
     shutdown_timeout: Annotated[float, Field(ge=0, le=3600)] = setting(
         10.0, "Seconds that running requests get to finish at shutdown.", section="Shutdown"
     )
+    batch_dir: Path | None = setting(
+        None,
+        "Folder of /v1/files and /v1/batches, which gateways of one machine may share; without it there are "
+        "none. Prompts and outputs lie in it.",
+        section="Batches",
+        serving=False,
+    )
+    batch_concurrency: Annotated[int, Field(ge=1, le=4096)] = setting(
+        16, "Requests of batches that this gateway runs at once.", section="Batches", serving=False
+    )
+    batch_max_file_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
+        200, "MiB that an uploaded file may have.", section="Batches", serving=False
+    )
+    batch_max_total_mib: Annotated[int, Field(ge=1, le=1 << 30)] = setting(
+        4096,
+        "MiB in --batch-dir beyond which no file and no batch is taken.",
+        section="Batches",
+        serving=False,
+    )
+    batch_keep_days: Annotated[float, Field(gt=0, le=3650)] = setting(
+        30.0, "Days after which ended batches and files are deleted.", section="Batches", serving=False
+    )
     metrics_compat: Literal["none", "vllm"] = setting(
         "none",
         "Offer the metrics under another server's names as well, for its dashboards.",

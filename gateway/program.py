@@ -38,6 +38,7 @@ from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations, started_now
+from gateway.frontends.batches.service import Batches, BatchSettings
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
@@ -53,7 +54,7 @@ from gateway.request_parser import RequestParser
 from gateway.request_telemetry import create_series
 from gateway.session.live_requests import LiveRequests
 from gateway.session.retry_policy import RetryBudget, RetryLimits
-from gateway.slow_readers import ReaderLimits, UnreadOutput
+from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
@@ -78,6 +79,7 @@ class Gateway:
         self.registry: CollectorRegistry = new_registry()
         self.metrics = GatewayMetrics(self.registry)
         create_series(self.metrics)
+        create_reader_series(self.metrics)
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
@@ -160,6 +162,7 @@ class Gateway:
         self._health: Health | None = None
         self._http: HttpEdge | None = None
         self._admin: AdminServicer | None = None
+        self._batches: Batches | None = None
         self._watch: asyncio.Task[None] | None = None
         self._shutting_down = False
         self._stopping: asyncio.Task[None] | None = None
@@ -212,16 +215,7 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            api=OpenAIRoutes(
-                calls,
-                self.generator,
-                self._tokenizer_service,
-                self._model,
-                self._digest,
-                listed(self._settings.cors_allow_origin),
-                self._adapter_routes(),
-                max_body_bytes=body_bytes,
-            ),
+            api=self._http_api(calls, body_bytes),
             max_body_bytes=body_bytes,
             share_port=share,
             config_digest=settings.digest,
@@ -240,6 +234,36 @@ class Gateway:
         self._server = server
         await server.start()
         self._watch = asyncio.create_task(self._watch_readiness(self._health), name="readiness")
+        if self._batches is not None:
+            self._batches.start()
+
+    def _http_api(self, calls: Calls, body_bytes: int) -> OpenAIRoutes:
+        """Return the HTTP API, with batches where there is a folder for them. Raises StartupError."""
+        settings = self._settings
+        api = OpenAIRoutes(
+            calls,
+            self.generator,
+            self._tokenizer_service,
+            self._model,
+            self._digest,
+            listed(settings.cors_allow_origin),
+            self._adapter_routes(),
+            max_body_bytes=body_bytes,
+        )
+        if settings.batch_dir is not None:
+            bounds = BatchSettings(
+                settings.batch_dir,
+                settings.batch_concurrency,
+                settings.batch_max_file_mib,
+                settings.batch_max_total_mib,
+                settings.batch_keep_days,
+            )
+            try:
+                self._batches = Batches(bounds, calls, self._access, api.generation, api.readers)
+            except OSError as error:
+                raise StartupError(f"--batch-dir: {error}") from None
+            api.batches = self._batches.routes
+        return api
 
     async def drain(self) -> None:
         """Refuse new requests, let the running ones finish within the grace period, then fail the rest.
@@ -249,6 +273,8 @@ class Gateway:
         """
         self._shutting_down = True
         self._changed.set()
+        if self._batches is not None:
+            await self._batches.stop()
         if self._health is not None:
             await self._health.set_ready(False)
         await asyncio.sleep(self._settings.lame_duck)
@@ -295,6 +321,8 @@ class Gateway:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
+        if self._batches is not None:
+            await self._batches.stop()
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.adapter_service.close()
@@ -349,6 +377,8 @@ class Gateway:
         return Operations(
             self.worker_pool,
             self.gate.queue,
+            self.live,
+            self.metrics,
             identity,
             lambda: (self.ready, self._shutting_down, self.mirror.connected),
             self.adapter_service,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from diptych.runtime.errors import DiptychError, SlowReader
@@ -45,6 +45,12 @@ class ReaderLimits:
     write_s: float = 60.0
     stream_bytes: int = 64 << 20
     total_bytes: int = 256 << 20
+
+
+def create_reader_series(metrics: GatewayMetrics) -> None:
+    """Create the series of streams that end for their readers, before the first one does."""
+    for limit in fields(ReaderLimits):
+        metrics.slow_readers.labels(limit.name)
 
 
 def unread_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:

@@ -239,6 +239,19 @@ def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
 
 
 @app.command(rich_help_panel=_OPERATE)
+def top(
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    interval: Annotated[float, typer.Option(help="Seconds between two samples.", min=0.1, max=3600)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
+) -> None:
+    """Show a gateway's load as it changes: workers, phases, streams, KV blocks in use, tenants."""
+    from diptych.cli.top_command import top as show
+
+    raise typer.Exit(show(address, interval, once=once, as_lines=as_json))
+
+
+@app.command(rich_help_panel=_OPERATE)
 def drain(
     worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
     grace: Annotated[
@@ -341,6 +354,45 @@ def demo(
         log_level="info" if verbose else "warning",
     )
     raise typer.Exit(run_demo(prompt, options, verbose=verbose))
+
+
+@app.command("run-batch", cls=StackCommand, rich_help_panel=_USE)
+@takes_stack_options()
+def run_batch(
+    options: StackOptions,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", help="Lines of OpenAI's Batch API.", rich_help_panel="Batch")
+    ],
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="File of results; one that is there is completed.", rich_help_panel="Batch"
+        ),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Root of a running gateway's HTTP port; default: start a system.", rich_help_panel="Batch"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests at once.", rich_help_panel="Batch", min=1, max=4096)
+    ] = 64,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what the processes log.", rich_help_panel="Batch")
+    ] = False,
+) -> None:
+    """Run a file of requests and write one result for each; start a system for it unless --url names one.
+
+    Run it again after an interruption: lines with a result are not sent again.
+    """
+    from diptych.cli.run_batch import BatchRun
+    from diptych.cli.run_batch import run_batch as run
+
+    if not verbose and options.origin("log_level") == "default":
+        options = replace(options, log_level="warning")
+    options = replace(options, secret=os.environ.get("DIPTYCH_SECRET"))
+    raise typer.Exit(run(BatchRun(source, target, url, concurrency), options, verbose=verbose))
 
 
 @app.command(rich_help_panel=_CHECK)

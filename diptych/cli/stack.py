@@ -25,7 +25,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora"),
+        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
 )
 
@@ -136,6 +136,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "cors-allow-origin": options.cors_allow_origin,
             "lora": options.lora,
             "max-lora-rank": options.max_lora_rank,
+            "batch-dir": options.batch_dir,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),

@@ -115,6 +115,10 @@ class StackOptions:
         str | None,
         _option("Origins whose pages may call the HTTP API from a browser; * is any.", "Network"),
     ] = None
+    batch_dir: Annotated[
+        Path | None,
+        _option("Folder of /v1/files and /v1/batches; without it there are none.", "Batches"),
+    ] = None
     insecure: Annotated[
         bool,
         typer.Option(

@@ -10,6 +10,8 @@
     ├── UnknownModel              NOT_FOUND
     ├── UnknownAdapter            NOT_FOUND
     ├── UnknownWorker             NOT_FOUND
+    ├── UnknownObject             NOT_FOUND            no such file or batch of this tenant
+    ├── StorageFull               RESOURCE_EXHAUSTED   no room for files; delete some
     ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
     ├── AdapterExists             ALREADY_EXISTS       another content has this name
     ├── AdapterRefused            FAILED_PRECONDITION  a worker cannot load it
@@ -219,6 +221,26 @@ class UnknownWorker(DiptychError):
         super().__init__(
             "this gateway knows no such worker", resource=Resource("worker", printable(worker_id))
         )
+
+
+class UnknownObject(DiptychError):
+    """Raised for a file or a batch that the tenant does not have."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_OBJECT"
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"there is no such {kind}", resource=Resource(kind, printable(name)))
+
+
+class StorageFull(DiptychError):
+    """Raised when all the room for files is taken."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "STORAGE_FULL"
+
+    def __init__(self) -> None:
+        super().__init__("no room is left for files here: delete some, or come back later")
 
 
 class DuplicateRequest(DiptychError):

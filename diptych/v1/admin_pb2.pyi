@@ -120,14 +120,44 @@ class WatchLoadRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "workers")
+    __slots__ = ("running", "waiting", "workers", "phases", "tenants", "generated_tokens", "prompt_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+    phases: PhaseLoad
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantLoad]
+    generated_tokens: int
+    prompt_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., phases: _Optional[_Union[PhaseLoad, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class PhaseLoad(_message.Message):
+    __slots__ = ("queued", "routing", "prefill", "decode")
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    queued: int
+    routing: int
+    prefill: int
+    decode: int
+    def __init__(self, queued: _Optional[int] = ..., routing: _Optional[int] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class TenantLoad(_message.Message):
+    __slots__ = ("tenant", "phases", "generated_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    phases: PhaseLoad
+    generated_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., phases: _Optional[_Union[PhaseLoad, _Mapping]] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "grace")

@@ -89,6 +89,21 @@ class Access:
             raise PermissionDenied(f"this API key lacks the scope {scope.value}")
         return caller
 
+    def caller_of_key(self, tenant: str, name: str) -> Caller | None:
+        """Return the caller whose key has a name, for work that it left here; None without such a key.
+
+        It must be of the tenant still, and may ask for inference.
+        """
+        if self._watch is None:
+            return self._anonymous if tenant == DEFAULT_TENANT else None
+        self._refresh(self._watch)
+        for group in self._known.values():
+            for known in group:
+                caller = known.caller
+                if caller.quota_usage.name == name and caller.tenant == tenant:
+                    return caller if Scope.INFERENCE in caller.scopes else None
+        return None
+
     def tenants(self) -> int:
         """Return how many tenants there are."""
         callers = [known.caller for group in self._known.values() for known in group]

@@ -32,6 +32,7 @@ CLIENTS: dict[str, Client] = {
     for client in (
         InstalledClient("openai-python", "openai_python.py", ("openai",)),
         Client("openai-node", "openai_node.mjs", ("openai@7.57.0", "zod@4.6.7")),
+        Client("anthropic", "anthropic.py", ("anthropic==2.14.0",)),
         Client("litellm", "litellm.py", ("litellm==1.110.2", "openai>=3,<4")),
         Client(
             "LangChain", "langchain.py", ("langchain-openai==1.7.4", "langchain-core>=1.8,<2", "openai>=3,<4")

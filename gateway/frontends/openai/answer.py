@@ -79,6 +79,9 @@ class Answer(ABC):
         created: Unix time in seconds.
     """
 
+    id_headers: ClassVar[tuple[str, ...]] = ("x-request-id",)
+    """Headers of the answer that have the request's id."""
+
     def __init__(self, asked: HttpGenerateRequest, *, model: str, created: int) -> None:
         self._asked = asked
         self._model = model

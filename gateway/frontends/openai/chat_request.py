@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
@@ -32,13 +33,9 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
     usage = read_stream(body, builder)
     _put_output_limit(body, builder)
     logprobs = _put_logprobs(body, builder)
-    request.chat.SetInParent()  # also without a message
-    for index, turn in enumerate(body.messages):
-        _put_turn(f"messages[{index}]", turn, builder)
-    for index, tool in enumerate(body.tools or ()):
-        _put_tool(f"tools[{index}]", tool, request.chat)
+    put_conversation(body.messages, body.tools, builder)
     _put_tool_choice(body, request.chat)
-    _put_template_options(body, builder)
+    put_template_options(body, builder)
     if body.return_token_ids:
         request.response.token_ids = True
         request.response.echo_prompt = True
@@ -50,6 +47,18 @@ def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
         token_ids=bool(body.return_token_ids),
         reasoning=body.include_reasoning is not False,
     )
+
+
+def put_conversation(
+    messages: Sequence[ChatTurn], tools: Sequence[OfferedTool] | None, builder: RequestBuilder
+) -> None:
+    """Set the turns and tools of a chat. Raises InvalidParameter with the path of a member."""
+    chat = builder.request.chat
+    chat.SetInParent()  # also without a message
+    for index, turn in enumerate(messages):
+        _put_turn(f"messages[{index}]", turn, builder)
+    for index, tool in enumerate(tools or ()):
+        _put_tool(f"tools[{index}]", tool, chat)
 
 
 def _put_output_limit(body: ChatMembers, builder: RequestBuilder) -> None:
@@ -156,7 +165,20 @@ def _check_json_value(path: str, value: object, depth: int) -> None:
         number(path, value)
 
 
-def _put_template_options(body: ChatMembers, builder: RequestBuilder) -> None:
+class TemplateOptions(Protocol):
+    """Body with what a chat template reads besides the messages."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[Any, Any] | None: ...
+
+    @property
+    def reasoning_effort(self) -> str | None: ...
+
+
+def put_template_options(body: TemplateOptions, builder: RequestBuilder) -> None:
     """Set what the model's chat template reads besides the messages."""
     chat = builder.request.chat
     if body.add_generation_prompt is not None:

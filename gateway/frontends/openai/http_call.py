@@ -30,6 +30,8 @@ from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
+API_KEY: Final = "x-api-key"
+"""Header of Anthropic's clients for what others send as a bearer token."""
 LAST_EVENT_S: Final = 5.0
 """Seconds that a client has to take an error, and what comes before it, unread."""
 _EVENT_HEADERS: Final = {
@@ -68,7 +70,8 @@ class EventStream:
     def name(self, request_id: str) -> None:
         """Set the id, before the first message."""
         self._answer.begin(request_id)
-        self._response.headers[REQUEST_ID] = request_id
+        for header in self._answer.id_headers:
+            self._response.headers[header] = request_id
 
     async def send(self, prompt: int, message: pb.GenerateResponse) -> None:
         """Send a message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
@@ -152,11 +155,23 @@ async def send_whole(
     return response
 
 
-class HttpCall(Call):
-    """Request to ``route``.
+class BodyCall(Call):
+    """Request whose body is one of the JSON API's, from whatever it was read.
 
     ``stream`` is there once the body asked for one; ``names`` are as in `http_error`.
     """
+
+    stream: EventStream | None = None
+    names: Mapping[str, str] | None = None
+    id_of: Callable[[str], str] = str  # set with the kind of the answer
+
+    @property
+    def response_id(self) -> str:
+        return self.id_of(self.request_id)
+
+
+class HttpCall(BodyCall):
+    """Request to ``route``."""
 
     def __init__(self, route: str, request: web.BaseRequest, received_at: float) -> None:
         headers = request.headers
@@ -165,19 +180,12 @@ class HttpCall(Call):
             received_at=received_at,
             header_request_id=headers.get(REQUEST_ID, ""),
             trace=trace_context.from_metadata((name.lower(), value) for name, value in headers.items()),
-            authorization=headers.get(hdrs.AUTHORIZATION, ""),
+            authorization=_credential(headers),
         )
         self._route = route
         self._verb = request.method
         self._scheme = request.scheme
         self._timeout_ms = headers.get(TIMEOUT_MS)
-        self.stream: EventStream | None = None
-        self.names: Mapping[str, str] | None = None
-        self.id_of: Callable[[str], str] = str  # set with the kind of the answer
-
-    @property
-    def response_id(self) -> str:
-        return self.id_of(self.request_id)
 
     def start_deadline(self) -> None:
         """Set the deadline that the header asks for. Raises InvalidParameter."""
@@ -218,8 +226,8 @@ class HttpCall(Call):
             headers={**failed.headers, **self.id_header()},
         )
 
-    def id_header(self) -> dict[str, str]:
-        return {REQUEST_ID: printable(self.request_id)} if self.request_id else {}
+    def id_header(self, names: Sequence[str] = (REQUEST_ID,)) -> dict[str, str]:
+        return dict.fromkeys(names, printable(self.request_id)) if self.request_id else {}
 
     @property
     def span_attributes(self) -> Attributes:
@@ -237,6 +245,12 @@ class HttpCall(Call):
         return {"http.response.status_code": status}
 
 
+def _credential(headers: Mapping[str, str]) -> str:
+    """Return the credential as an ``authorization`` header has it; "" without one."""
+    key = headers.get(API_KEY)
+    return headers.get(hdrs.AUTHORIZATION, "") or (f"Bearer {key}" if key else "")
+
+
 def part_id(request_id: str, prompt: int) -> str:
     """Return the id of one prompt's request. A long one is cut; a digest then stands for the rest."""
     end = f"-{prompt}"
@@ -251,7 +265,7 @@ class PromptCall(Call):
 
     counts: ClassVar[bool] = False
 
-    def __init__(self, outer: HttpCall, prompt: int, charges: Charge, now: float) -> None:
+    def __init__(self, outer: BodyCall, prompt: int, charges: Charge, now: float) -> None:
         super().__init__(
             "completion of one prompt of several",
             received_at=now,

@@ -13,9 +13,16 @@ from typing import Any, Final
 from pydantic.json_schema import models_json_schema
 
 from diptych import __version__
+from gateway.frontends.anthropic.messages_bodies import CountTokensBody, MessagesBody
+from gateway.frontends.batches.bodies import BatchBody
 from gateway.frontends.openai.bodies import ChatBody, CompletionsBody
 from gateway.frontends.openai.responses_bodies import ResponsesBody
+from gateway.frontends.openai.tokenizer_bodies import DetokenizeBody, TokenizeBody
 
+_BODIES: Final = (
+    *(ChatBody, CompletionsBody, ResponsesBody, MessagesBody, CountTokensBody),
+    *(TokenizeBody, DetokenizeBody, BatchBody),
+)
 _REFERENCE: Final = "#/components/schemas/"
 _ERROR: Final = {
     "type": "object",
@@ -60,7 +67,7 @@ _ADAPTER_BODIES: Final[dict[str, Any]] = {
 def build_openapi() -> dict[str, Any]:
     """Return the description of the HTTP API."""
     _, defined = models_json_schema(
-        [(body, "validation") for body in (ChatBody, CompletionsBody, ResponsesBody)],
+        [(body, "validation") for body in _BODIES],
         ref_template=f"{_REFERENCE}{{model}}",
     )
     schemas = {name: _tidied(schema) for name, schema in defined["$defs"].items()}
@@ -76,14 +83,30 @@ def build_openapi() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Continue a conversation", "ChatBody")},
             "/v1/completions": {"post": _generation("Continue one or several prompts", "CompletionsBody")},
             "/v1/responses": {"post": _generation("Continue a conversation, as items", "ResponsesBody")},
+            "/v1/messages": {"post": _generation("Continue a conversation, as blocks", "MessagesBody")},
+            "/v1/messages/count_tokens": {
+                "post": _call("Count the tokens of a conversation", "CountTokensBody")
+            },
+            "/tokenize": {"post": _call("Return the tokens of a text or a conversation", "TokenizeBody")},
+            "/detokenize": {"post": _call("Return the text of tokens", "DetokenizeBody")},
+            "/v1/files": {
+                "post": _operation("Upload a file of requests (multipart: purpose, file)"),
+                "get": _operation("List files"),
+            },
+            "/v1/files/{id}": {
+                "get": _named(_operation("Describe a file")),
+                "delete": _named(_operation("Delete a file")),
+            },
+            "/v1/files/{id}/content": {"get": _named(_operation("Return the content of a file"))},
+            "/v1/batches": {
+                "post": _call("Run the requests of a file", "BatchBody"),
+                "get": _operation("List batches"),
+            },
+            "/v1/batches/{id}": {"get": _named(_operation("Describe a batch"))},
+            "/v1/batches/{id}/cancel": {"post": _named(_operation("End a batch early"))},
             "/v1/models": {"get": _operation("List the served model, and the adapters of it")},
             "/v1/models/{model}": {
-                "get": {
-                    **_operation("Describe a model"),
-                    "parameters": [
-                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                    ],
-                }
+                "get": _named(_operation("Describe a model"), "model"),
             },
             "/v1/load_lora_adapter": {
                 "post": _order("Serve a LoRA adapter (scope admin)", "LoadAdapterBody")
@@ -120,9 +143,21 @@ def _order(summary: str, body: str) -> dict[str, Any]:
     }
 
 
+def _named(operation: dict[str, Any], name: str = "id") -> dict[str, Any]:
+    """Return an operation of a path with a name in it."""
+    return {
+        **operation,
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}],
+    }
+
+
 def _generation(summary: str, body: str) -> dict[str, Any]:
     events = {"schema": {"type": "string", "description": "Server-sent events, with `stream`."}}
     answers = {_JSON: {"schema": {"type": "object"}}, "text/event-stream": events}
+    return _call(summary, body, **answers)
+
+
+def _call(summary: str, body: str, **answers: Any) -> dict[str, Any]:
     schema = {"$ref": f"{_REFERENCE}{body}"}
     return {
         **_operation(summary, **answers),

@@ -6,8 +6,6 @@ size, type of the body) are answered here, everything else is a `DiptychError`.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
@@ -16,38 +14,30 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
+from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
+from gateway.frontends.anthropic.errors import with_anthropic_errors
+from gateway.frontends.batches.routes import BatchRoutes, is_of_batches, no_batches
 from gateway.frontends.openai import cors
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.answer import Answer
-from gateway.frontends.openai.chat_answer import ChatAnswer
-from gateway.frontends.openai.chat_request import read_chat
-from gateway.frontends.openai.completions_answer import CompletionsAnswer
-from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.endpoints import MESSAGES, Endpoints, Read
+from gateway.frontends.openai.generation import Generation
+from gateway.frontends.openai.http_call import EventStream, HttpCall, send_whole
 from gateway.frontends.openai.json_request import json_response, read_json, refuse
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.frontends.openai.responses_answer import ResponsesAnswer
-from gateway.frontends.openai.responses_request import read_responses
+from gateway.frontends.openai.tokenizer_calls import COUNT_TOKENS, DETOKENIZE, TOKENIZE, TokenizerCalls
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import text_after
-from gateway.request.field_checks import request_id
 from gateway.request.json_values import parse_body
 from gateway.tokenizer_service import TokenizerService
 
 _MODELS: Final = "/v1/models"
 
 Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-
-_Read = Callable[[dict[str, object]], tuple[HttpGenerateRequest, Answer]]
-"""Reads the body of a kind of generation, and makes the answer to it."""
 
 
 class OpenAIRoutes:
@@ -74,15 +64,20 @@ class OpenAIRoutes:
         self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
-        self._generator = generator
+        self.generation = Generation(calls, generator)
+        self.batches: BatchRoutes | None = None
         self._text = text
         self._model = model
-        self._fingerprint = f"fp_{digest[:12]}"
         self._started = int(time.time())
+        tokens = TokenizerCalls(calls, text)
+        self.readers = Endpoints(model, digest).by_path
+        generating = {path: {"POST": partial(self._generate, read)} for path, read in self.readers.items()}
         self._routes: Mapping[str, Mapping[str, Respond]] = {
-            "/v1/completions": {"POST": partial(self._generate, self._read_completions)},
-            "/v1/chat/completions": {"POST": partial(self._generate, self._read_chat)},
-            "/v1/responses": {"POST": partial(self._generate, self._read_responses)},
+            **generating,
+            MESSAGES: {"POST": with_anthropic_errors(generating[MESSAGES]["POST"])},
+            COUNT_TOKENS: {"POST": with_anthropic_errors(tokens.count)},
+            TOKENIZE: {"POST": tokens.tokenize},
+            DETOKENIZE: {"POST": tokens.detokenize},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
             **(adapters.routes if adapters is not None else {}),
@@ -100,10 +95,7 @@ class OpenAIRoutes:
 
     async def _route(self, request: web.BaseRequest, origin: str) -> web.StreamResponse:
         path = _route_of(request)
-        if path.startswith(f"{_MODELS}/"):
-            methods: Mapping[str, Respond] = {"GET": self._model_card, "HEAD": self._model_card}
-        else:
-            methods = self._routes.get(path, {})
+        methods = self._routes.get(path) or self._methods_below(path)
         if not methods:
             return refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
         if origin and request.method == hdrs.METH_OPTIONS:
@@ -119,7 +111,15 @@ class OpenAIRoutes:
             return refused
         return await handler(request)
 
-    async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
+    def _methods_below(self, path: str) -> Mapping[str, Respond]:
+        """Return the handlers of a path with a name in it; empty for one that is not known."""
+        if path.startswith(f"{_MODELS}/"):
+            return {"GET": self._model_card, "HEAD": self._model_card}
+        if self.batches is not None:
+            return self.batches.methods(path)
+        return dict.fromkeys(("GET", "POST", "DELETE"), no_batches) if is_of_batches(path) else {}
+
+    async def _generate(self, read: Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
         data = await read_json(request, self._max_body_bytes) if self._calls.admits(call) else b""
@@ -140,102 +140,15 @@ class OpenAIRoutes:
         if asked.stream:
             call.stream = EventStream(request, answer)
         try:
-            messages = await (
-                self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked)
-            )
+            messages = await self.generation.run(call, asked)
         finally:
             if call.stream is not None:
                 await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
-        return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
-
-    async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """Generate one answer and return it; nothing is returned for a stream, as in `_several`."""
-        builder = asked.builders[0]
-        call.names = builder.names
-        if asked.stream:
-            await self._generator.stream(builder.request, call)
-            return []
-        return [await self._generator.collect(builder.request, call)]
-
-    async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """Generate for all prompts at once; the first that fails ends the others."""
-        meter = self._meter(call.caller.quota_usage, len(asked.builders))
-        served = True
-        try:
-            return await self._parts(call, asked, meter)
-        except DiptychError as error:
-            served = error.code not in REJECTIONS or (call.stream is not None and call.stream.started)
-            raise
-        finally:
-            meter.close(served=served)
-
-    async def _parts(
-        self, call: HttpCall, asked: HttpGenerateRequest, meter: BatchQuota
-    ) -> list[pb.GenerateResponse]:
-        call.set_request_id(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
-
-        async def one(prompt: int) -> pb.GenerateResponse | None:
-            builder = asked.builders[prompt]
-            part = PromptCall(call, prompt, meter, self._calls.clock())
-            try:
-                with self._calls.account(part):
-                    if asked.stream:
-                        await self._generator.stream(builder.request, part)
-                        return None
-                    return await self._generator.collect(builder.request, part)
-            except DiptychError:
-                call.names = builder.names
-                raise
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.builders))]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [message for task in tasks if (message := task.result()) is not None]
-
-    def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
-        """Reserve the quota before the first of them costs anything.
-
-        Raises InvalidParameter or QuotaExceeded.
-        """
-        most = meter.quota.most_together
-        if most is not None and prompts > most:
-            why = "each is a request, and this API key may begin no more at once"
-            raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
-        return BatchQuota(meter, prompts, self._calls.clock())
-
-    def _read_completions(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
-        asked = read_completions(members)
-        return asked, CompletionsAnswer(
-            asked,
-            model=self._shown_name(asked),
-            fingerprint=self._fingerprint,
-            created=int(time.time()),
-            decode=lambda ids: self._model.tokenizer.decode(ids, False),
-            text_after=partial(text_after, self._model.tokenizer, prompt_shown=asked.echo),
-            special=self._model.tokenizer.is_special,
+        return await send_whole(
+            request, await answer.whole(call.request_id, messages), call.id_header(answer.id_headers)
         )
-
-    def _read_chat(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
-        asked = read_chat(members)
-        return asked, ChatAnswer(
-            asked,
-            model=self._shown_name(asked),
-            fingerprint=self._fingerprint,
-            created=int(time.time()),
-        )
-
-    def _read_responses(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
-        asked, body = read_responses(members)
-        return asked, ResponsesAnswer(asked, body, model=self._shown_name(asked), created=int(time.time()))
-
-    def _shown_name(self, asked: HttpGenerateRequest) -> str:
-        """Return the name in the answer: an adapter's as it was asked for; any other is refused later."""
-        name, card = asked.builders[0].request.model, self._model.card
-        return card.shown_name(name) if card.answers_to(name) else name
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())

@@ -1,0 +1,231 @@
+"""The Helm chart, rendered by the real helm: valid, the same as the manifests, and read by the programs."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.helm import CHART, SMALL, render_chart, run_helm
+from tests.deploy.manifests import (
+    IMAGE,
+    KUBERNETES,
+    SETTINGS,
+    Document,
+    cores,
+    leaves_within_s,
+    mebibytes,
+    settings_of,
+)
+from tests.deploy.rendering import containers, pod_templates, render, schema_faults
+
+OPERATORS = {"PodMonitor", "ServiceMonitor", "ScaledObject", "InferencePool"}
+"""Kinds that Kubernetes itself does not define."""
+EVERYTHING: dict[str, Any] = {
+    "image": {"repository": "mirror.example:5000/diptych", "tag": "9.9", "pullSecrets": ["registry"]},
+    "model": {"claim": "models", "path": "Qwen3-0.6B"},
+    "gateway": {"tls": {"secret": "diptych-tls"}, "batches": {"claim": "batches"}},
+    "prefill": {"gpus": 1},
+    "decode": {"gpus": 1, "kvMemoryMib": 0, "environment": {"DIPTYCH_MAX_BATCH": 32}},
+    "metrics": {"enabled": True, "labels": {"release": "prometheus"}},
+    "autoscaling": {"kind": "hpa"},
+    "inferencePool": {"enabled": True},
+}
+LEAST: dict[str, Any] = {
+    "directory": {"url": "redis://:$(DIRECTORY_PASSWORD)@redis.example:6379/0"},
+    "disruptionBudgets": False,
+    "networkPolicies": False,
+    "autoscaling": {"kind": "keda"},
+}
+VARIANTS = {
+    "default": render_chart,
+    "small": lambda: render_chart(None, SMALL),
+    "everything": lambda: render_chart(EVERYTHING),
+    "least": lambda: render_chart(LEAST),
+    "other-release": lambda: render_chart(release="canary"),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def deployments(objects: list[Document]) -> dict[str, Document]:
+    return {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Deployment"}
+
+
+@every_variant
+def test_variant_fits_the_schemas(variant: str) -> None:
+    objects = VARIANTS[variant]()
+    assert len(objects) > 5
+    assert {one["metadata"]["namespace"] for one in objects} == {"diptych"}
+    assert schema_faults([one for one in objects if one["kind"] not in OPERATORS]) == []
+
+
+def test_broken_variant_is_seen() -> None:
+    """The control."""
+    objects = copy.deepcopy(render_chart())
+    next(one for one in objects if one["kind"] == "Deployment")["spec"]["replica"] = 2
+    assert any("'replica' was unexpected" in fault for fault in schema_faults(objects))
+
+
+@every_variant
+def test_selectors_find_the_pods_that_are_meant(variant: str) -> None:
+    objects = VARIANTS[variant]()
+    pods = {name: template["metadata"]["labels"] for name, template in pod_templates(objects).items()}
+    names = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    for one in objects:
+        spec, name = one.get("spec", {}), one["metadata"]["name"]
+        if one["kind"] == "Service":
+            found = [pod for pod, labels in pods.items() if spec["selector"].items() <= labels.items()]
+            assert found == [name if name in pods else f"{name}-gateway"]
+        elif one["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
+            selector = spec.get("selector") or spec["podSelector"]
+            assert [
+                pod for pod, labels in pods.items() if selector["matchLabels"].items() <= labels.items()
+            ] == [name]
+        elif one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
+            assert ("Deployment", spec["scaleTargetRef"]["name"]) in names
+            assert "replicas" not in deployments(objects)[spec["scaleTargetRef"]["name"]]
+    for container in containers(objects):
+        for source in container.get("envFrom", []):
+            assert ("ConfigMap", source["configMapRef"]["name"]) in names
+
+
+def bare(spec: Document) -> Document:
+    """Return a Deployment's spec without labels and annotations, its variables by name."""
+    spec = copy.deepcopy(spec)
+    del spec["selector"]
+    template = spec["template"]
+    del template["metadata"]
+    for constraint in template["spec"].get("topologySpreadConstraints", []):
+        del constraint["labelSelector"]
+    for container in template["spec"]["containers"]:
+        container["env"] = {variable["name"]: variable for variable in container["env"]}
+        for source in container.get("envFrom", []):
+            source["configMapRef"]["name"] = source["configMapRef"]["name"].partition("-")[0]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container.get(probe, {}).get("httpGet", {}).pop("scheme", None)  # HTTP is the default
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("objects", "folder"),
+    [
+        pytest.param(VARIANTS["default"], "base", id="base"),
+        pytest.param(VARIANTS["small"], "overlays/small", id="small"),
+    ],
+)
+def test_chart_is_the_manifests(objects: Any, folder: str) -> None:
+    chart, plain = deployments(objects()), deployments(render(KUBERNETES / folder))
+    assert chart.keys() == plain.keys()
+    for name, spec in plain.items():
+        expected, found = bare(spec), bare(chart[name])
+        if name == "diptych-valkey":
+            expected["template"]["spec"].pop("volumes", None)
+        assert found == expected, name
+
+
+def test_small_values_ask_for_what_they_say() -> None:
+    total = [
+        container["resources"]["requests"] | {"replicas": spec["replicas"]}
+        for spec in deployments(render_chart(None, SMALL)).values()
+        for container in spec["template"]["spec"]["containers"]
+    ]
+    requested = sum(one["replicas"] * cores(one["cpu"]) for one in total)
+    memory = sum(one["replicas"] * mebibytes(one["memory"]) for one in total) / 1024
+    assert f"{requested:.2f} cores and {memory:.1f} GiB" in SMALL.read_text()
+
+
+@every_variant
+def test_programs_read_their_flags_and_variables(
+    variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    objects = VARIANTS[variant]()
+    [shared] = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    seen = set()
+    for template in pod_templates(objects).values():
+        for container in template["spec"]["containers"]:
+            program = container.get("args", [""])[0]
+            if program not in SETTINGS:
+                continue
+            seen.add(program)
+            own: dict[str, str] = {}
+            for variable in container["env"]:
+                value = variable.get("value")
+                if value is None:
+                    value = "ab" * 16 if "secretKeyRef" in variable["valueFrom"] else "filled"
+                own[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda name, own=own: own[name[1]], value)  # type: ignore[misc]
+            variables = shared | own
+            for name in ("DIPTYCH_API_KEYS_FILE", "DIPTYCH_TLS_CERT", "DIPTYCH_TLS_KEY"):
+                variables.pop(name, None)  # files of Secrets
+            settings = settings_of(program, container["args"][1:], variables, monkeypatch)
+            assert leaves_within_s(settings) < template["spec"]["terminationGracePeriodSeconds"]
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            assert (settings.grpc_port, settings.http_port) == (ports["grpc"], ports["http"])
+    assert seen == set(SETTINGS)
+
+
+@every_variant
+def test_pods_fit_pod_security_restricted(variant: str) -> None:
+    for template in pod_templates(VARIANTS[variant]()).values():
+        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+        for container in template["spec"]["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_values_reach_their_objects() -> None:
+    objects = render_chart(EVERYTHING)
+    ours = {one["image"] for one in containers(objects)}
+    assert ours == {"mirror.example:5000/diptych:9.9", "docker.io/valkey/valkey:9"}
+    assert {one["image"].rpartition(":")[0] for one in containers(render_chart())} == {
+        IMAGE,
+        "docker.io/valkey/valkey",
+    }
+    pods = {name: template["spec"] for name, template in pod_templates(objects).items()}
+    assert all(pod["imagePullSecrets"] == [{"name": "registry"}] for pod in pods.values())
+    [decode] = pods["diptych-decode"]["containers"]
+    assert decode["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert {"name": "DIPTYCH_MAX_BATCH", "value": "32"} in decode["env"]
+    [gateway] = pods["diptych-gateway"]["containers"]
+    assert {mount["mountPath"] for mount in gateway["volumeMounts"]} == {
+        *("/access/keys", "/access/tls", "/models", "/batches")
+    }
+    assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    kinds = {one["kind"] for one in objects}
+    assert OPERATORS - kinds == {"ScaledObject"}
+    least = render_chart(LEAST)
+    assert {one["kind"] for one in least} == {"ConfigMap", "Service", "Deployment", "ScaledObject"}
+    assert "diptych-valkey" not in deployments(least)
+    assert deployments(render_chart(release="canary")).keys() == {
+        f"canary-diptych-{part}" for part in ("gateway", "prefill", "decode", "valkey")
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"decode": {"replicaz": 2}},
+        {"autoscaling": {"kind": "magic"}},
+        {"gateway": {"lameDuckSeconds": 600}},
+        {"more": 1},
+    ],
+)
+def test_unknown_values_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="values don't meet the specifications"):
+        render_chart(values)
+
+
+def test_every_value_is_described() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema.keys() - {"global"} == values.keys()
+    for name, value in values.items():
+        if isinstance(value, dict) and "properties" in schema[name]:
+            assert schema[name]["properties"].keys() == value.keys(), name
+
+
+def test_helm_lint_has_no_fault() -> None:
+    assert "0 chart(s) failed" in run_helm("lint", "--strict", CHART)
