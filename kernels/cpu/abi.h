@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 11
+#define DIPTYCH_ABI_VERSION 12
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -154,6 +154,8 @@ struct DiptychBatch {
     const int32_t *logit_rows;     // [sequences] after how many of its last tokens logits are wanted, 0 .. count
     const int32_t *abort_words;    // [sequences] set by another thread, or null
     const uint8_t *greedy;         // [sum of logit_rows] 1: the likeliest token is wanted, not the logits; or null
+    int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
+                                   // else 0
 };
 
 typedef struct DiptychModel DiptychModel;
