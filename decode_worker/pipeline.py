@@ -8,8 +8,9 @@ after it, as those of a sequence that is cancelled during a step are.
 A step is launched ahead only if it needs no decision: the device samples every row of the present step, and
 every sequence finds its blocks without a preemption. Else the next step waits for the present one, as it does
 on backends that launch nothing: there one step follows the other. Drafts follow tokens that are known: a step
-that may have some (speculation.py) waits as well. Nor does a step follow one with chunks of prompts that this
-worker computes itself (local_prefill.py): what they begin joins the next one.
+that may have some (speculation.py) waits as well, and begins on the engine's thread, where they are made. Nor
+does a step follow one with chunks of prompts that this worker computes itself (local_prefill.py): what they
+begin joins the next one.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class _Step:
     sequences: Sequence[SequenceStep]
     sample_rows: Sequence[SampleRow | None]
     flight: InFlight[RowOwner]
+    tokens: int
+    """Rows of logits, at most."""
+    drafting: bool
+    """True until its drafts are made, on the engine's thread: there it is laid out again."""
     launched: Launched | None = None
 
 
@@ -100,7 +105,7 @@ class Pipeline:
                 present.flight,
                 present.rows,
                 partial(self._compute, present, following),
-                tokens=len(present.sample_rows),
+                tokens=present.tokens,
                 completion=partial(self._await_completion, present, following),
             )
             self._thread.end(present.flight)
@@ -115,17 +120,24 @@ class Pipeline:
     ) -> _Step:
         """Lay out a step of `batch`; `before` has the rows of sequences (by id) in the present step."""
         decoding: list[Row] = [(group, row) for group in batch for row in group.rows]
-        if self._speculation is not None and decoding and not before:
-            self._speculation.draft(decoding)
+        drafting = (
+            self._speculation is not None
+            and bool(decoding)
+            and not before
+            and self._speculation.reserve(decoding)
+        )
         rows: list[OwnedRow] = [*decoding, *((prompt, row) for prompt in prompts for row in prompt.rows)]
         sequences = [row.step(self._memory, before.get(id(row))) for _, row in rows]
         sample_rows = _sample_rows(rows)
         flight = self._thread.begin([owner for owner, _ in rows])
-        return _Step(batch, prompts, decoding, rows, sequences, sample_rows, flight)
+        tokens = len(sample_rows)
+        if drafting:
+            tokens += sum(sequence.lanes for _, sequence in decoding)
+        return _Step(batch, prompts, decoding, rows, sequences, sample_rows, flight, tokens, drafting)
 
     def _following(self, present: _Step) -> _Step | None:
         """Lay out the step after `present`, if it can be known by now."""
-        if present.prompts:
+        if present.prompts or present.drafting:
             return None
         if not all(row is not None and self._runner.samples_on_device(row) for row in present.sample_rows):
             return None
@@ -144,7 +156,7 @@ class Pipeline:
 
     async def _await_completion(self, present: _Step, following: _Step | None) -> bool:
         """Launch both steps, and wait for the first; return False where the engine's thread has to."""
-        if self._events is None:
+        if self._events is None or present.drafting:
             return False
         self._launch_both(present, following)
         if present.launched is None:
@@ -165,11 +177,20 @@ class Pipeline:
                 row.draft = []  # it may be the cause of the failure
             sequences = [row.step(self._memory, None) for _, row in rows]
             return _picked(self._runner.step_and_sample(sequences, _sample_rows(rows), abort), rows)
+        if present.drafting and self._speculation is not None:
+            self._draft(present, self._speculation)
         self._launch_both(present, following)
         if present.launched is None:
             output = self._runner.step_and_sample(present.sequences, present.sample_rows, abort)
             return _picked(output, rows)
         return _picked(self._collect(present.launched, present), rows)
+
+    def _draft(self, step: _Step, speculation: Speculation) -> None:
+        """Make the drafts of a step, and lay it out with them."""
+        speculation.draft(step.decoding)
+        step.sequences = [row.step(self._memory, None) for _, row in step.rows]
+        step.sample_rows = _sample_rows(step.rows)
+        step.drafting = False
 
     def _launch_both(self, present: _Step, following: _Step | None) -> None:
         """Launch those of the two steps that can be launched, and are not yet."""

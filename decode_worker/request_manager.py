@@ -115,7 +115,9 @@ class RequestManager:
                 gateway.failed(attempt.key, choice, work_pb2.FAILURE_REASON_DRAINING, "")
             gateway.flush()
             return
-        blocks = AttemptBlocks(attempt, self._pool, self._memory, self.prefixes)
+        blocks = AttemptBlocks(
+            attempt, self._pool, self._memory, self.prefixes, on_freed=self.grants.blocks_freed
+        )
         request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key))
         groups = _step_groups(request, self._arrivals + 1)
         self._groups[request] = groups

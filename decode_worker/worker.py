@@ -9,9 +9,10 @@ from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
 from decode_worker.pool_memory import make_pool
+from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.speculation import PromptLookup, Speculation
+from decode_worker.speculation import Speculation
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.metrics import DecodeMetrics, new_registry
 from diptych.runtime.process import incarnation
@@ -61,7 +62,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            speculation=_speculation(settings, memory.memory.layout.block_size),
+            speculation=_speculation(settings),
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
@@ -165,11 +166,11 @@ class DecodeWorker:
             metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
 
 
-def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:
+def _speculation(settings: DecodeSettings) -> Speculation | None:
     most, tokens = settings.speculative_tokens, settings.speculative_max_step_tokens
     if most == 0:
         return None
-    return Speculation(PromptLookup(most), most=most, tokens=tokens, block_size=block_size)
+    return Speculation(PromptLookup(most), most=most, tokens=tokens)
 
 
 def gateway_links(

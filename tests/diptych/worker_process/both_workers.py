@@ -239,7 +239,7 @@ async def _decode(
     runner.prepare_decode(memory.memory)
     speculation = None
     if drafter is not None:
-        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS, block_size=BLOCK)
+        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS)
     loop = DecodeLoop(
         runner,
         memory.memory,
