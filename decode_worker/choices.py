@@ -95,6 +95,8 @@ class Choice(StepGroup):
                 return outcome
             if not right:
                 break
+        if sequence.draft_computed is not None:  # what was computed after a wrong token is no good
+            sequence.draft_computed = min(sequence.draft_computed, sequence.num_tokens - 1)
         self.request.blocks.return_lanes(sequence)
         return None
 

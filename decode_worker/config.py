@@ -11,6 +11,8 @@ from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
 _CPU_POOL_MIB = 1024
+_DRAFT_TOKENS = 4
+"""Drafted tokens with a draft model, where no number is given."""
 
 
 class DecodeSettings(WorkerSettings):
@@ -60,8 +62,8 @@ class DecodeSettings(WorkerSettings):
     )
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = setting(
         0,
-        "Tokens that a step drafts for each sequence from its own text (prompt lookup) and checks; "
-        "0 drafts none.",
+        "Most tokens that are drafted for each sequence and checked in one step; 0 drafts none, or up to 4 "
+        "with --speculative-model.",
         section="Speculative decoding",
     )
     speculative_max_step_tokens: Annotated[int, Field(ge=1, le=1024)] = setting(
@@ -69,6 +71,11 @@ class DecodeSettings(WorkerSettings):
         "Tokens of a step, drafts included, up to which its sequences get drafts.",
         section="Speculative decoding",
     )
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens that a step drafts for a sequence."""
+        return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
 from diptych.runtime.failpoints import failpoint
+from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.step_thread import InFlight, StepThread
 
 _log = logging.getLogger(__name__)
@@ -72,8 +74,11 @@ class Pipeline:
         apply: Callable[[Sequence[RowOwner], Sequence[Any]], None],
         release_blocks: Callable[[StepGroup], None],
         speculation: Speculation | None = None,
+        draft_chunks: DraftChunks | None = None,
     ) -> None:
         """Take the callbacks of the engine loop.
+
+        `draft_chunks` gets the chunks of prompts that this worker computes itself.
 
         `plan_ahead` returns the batch after one that is being computed, its blocks included, or an empty one.
         `apply` gets the owners and results of every step, groups before prompts. `release_blocks` gets the
@@ -86,6 +91,7 @@ class Pipeline:
         self._apply = apply
         self._release_blocks = release_blocks
         self._speculation = speculation
+        self._draft_chunks = draft_chunks
         self._launched: list[_Step] = []  # and not collected
         self._events = None if runner.completions is None else StepEvents(runner.completions)
 
@@ -176,14 +182,42 @@ class Pipeline:
             for _, row in rows:
                 row.draft = []  # it may be the cause of the failure
             sequences = [row.step(self._memory, None) for _, row in rows]
-            return _picked(self._runner.step_and_sample(sequences, _sample_rows(rows), abort), rows)
+            return self._step(sequences, _sample_rows(rows), abort, rows)
         if present.drafting and self._speculation is not None:
             self._draft(present, self._speculation)
+            return self._drafted_step(present, abort, self._speculation)
         self._launch_both(present, following)
         if present.launched is None:
-            output = self._runner.step_and_sample(present.sequences, present.sample_rows, abort)
-            return _picked(output, rows)
+            return self._step(present.sequences, present.sample_rows, abort, rows)
         return _picked(self._collect(present.launched, present), rows)
+
+    def _drafted_step(self, step: _Step, abort: AbortWords, speculation: Speculation) -> Sequence[Any]:
+        """Compute a step with its drafts, and record how long it took."""
+        started = time.perf_counter()
+        results = self._step(step.sequences, step.sample_rows, abort, step.rows)
+        if not step.prompts:
+            speculation.record_step(len(step.decoding), len(step.sample_rows), time.perf_counter() - started)
+        return results
+
+    def _step(
+        self,
+        sequences: Sequence[SequenceStep],
+        sample_rows: Sequence[SampleRow | None],
+        abort: AbortWords,
+        rows: Sequence[OwnedRow],
+    ) -> Sequence[Any]:
+        """Compute `sequences`, the shares of `rows`, and return the results of each row."""
+        output = self._runner.step_and_sample(sequences, sample_rows, abort)
+        if self._draft_chunks is not None:
+            owners = [owner for owner, _ in rows]
+            chunks = [
+                step
+                for owner, step in zip(owners, sequences, strict=True)
+                if isinstance(owner, LocalPrompt) and not owner.revoked
+            ]
+            if chunks:
+                self._draft_chunks.compute(chunks)
+        return _picked(output, rows)
 
     def _draft(self, step: _Step, speculation: Speculation) -> None:
         """Make the drafts of a step, and lay it out with them."""

@@ -17,6 +17,9 @@ from diptych.engine.sampling import SampleRow
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
 
+MOST_BEHIND = 64
+"""Tokens that the draft model may be behind a sequence before it is given up for this one."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class DecodeSequence:
@@ -32,13 +35,15 @@ class DecodeSequence:
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of the first blocks, which are in the prefix cache."""
     attempt: Attempt | None = None
-    """Its request's rules, which drafts have to keep; None: `next_row` says it all."""
+    """Attempt whose rules drafts have to keep; None: `next_row` says it all."""
     lanes: int = 0
     """Tokens that the next step may draft: its blocks have room for them (speculation.py)."""
     draft: list[int] = field(default_factory=list)
     """Tokens expected after `output_ids`, computed by the next step; at most `lanes`."""
     draft_rows: list[SampleRow] = field(default_factory=list)
     """Sampling of the token after each of `draft`."""
+    draft_computed: int | None = None
+    """Leading tokens whose keys and values of the draft model are there; None: it drafts no more for this."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +106,8 @@ class AttemptBlocks:
         """Let a sequence begin after the prompt."""
         self._pool.retain(self._prompt)
         sequence.block_ids, sequence.block_keys = list(self._prompt), list(self._prompt_keys)
+        if self._memory.draft is not None:
+            sequence.draft_computed = sequence.num_tokens
 
     def release_prompt(self) -> None:
         """Release the prompt once every sequence has begun: the only holder of a block may write to it."""
@@ -176,8 +183,17 @@ class AttemptBlocks:
                 self._on_freed()
 
     def publish(self, sequence: DecodeSequence) -> None:
-        """Enter the blocks that have become full into the prefix cache."""
+        """Enter the blocks that have become full into the prefix cache.
+
+        Those that the draft model has to compute first wait for that: a published block is never written. It
+        is given up for a sequence that it no longer drafts for.
+        """
         computed = sequence.num_tokens - 1
+        if sequence.draft_computed is not None:
+            if computed - sequence.draft_computed > MOST_BEHIND:
+                sequence.draft_computed = None
+            else:
+                computed = min(computed, sequence.draft_computed)
         if computed // self._block_size > len(sequence.block_keys) and self._trusted:
             output = sequence.output_ids
             self._prefixes.publish(
@@ -191,6 +207,9 @@ class AttemptBlocks:
     def release(self, sequences: Sequence[DecodeSequence]) -> None:
         """Release the blocks of ended sequences. Blocks without another holder are free, or stay cached."""
         for sequence in sequences:
+            if sequence.draft_computed is not None:
+                sequence.draft_computed = None
+                self.publish(sequence)  # what waited for the draft model
             self._pool.release(sequence.block_ids)
             sequence.block_ids = []
 

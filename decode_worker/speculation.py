@@ -22,6 +22,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from decode_worker.draft_lengths import StepCosts
 from decode_worker.draft_walk import set_draft
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step_group import Row
@@ -47,9 +48,13 @@ class Drafter(Protocol):
 class Speculation:
     """The budget of drafted tokens of a step."""
 
-    def __init__(self, drafter: Drafter, *, most: int, tokens: int) -> None:
-        """Allow `most` drafted tokens a sequence; `tokens` a step, those that are no drafts included."""
+    def __init__(self, drafter: Drafter, *, most: int, tokens: int, costs: StepCosts | None = None) -> None:
+        """Allow `most` drafted tokens a sequence; `tokens` a step, those that are no drafts included.
+
+        `costs` get the times of steps.
+        """
         self._drafter = drafter
+        self._costs = costs
         self._most = most
         self._tokens = tokens
 
@@ -70,6 +75,11 @@ class Speculation:
         sequences = [sequence for _, sequence in rows if sequence.lanes]
         for sequence, tokens in zip(sequences, self._drafts(sequences), strict=True):
             set_draft(sequence, tokens[: sequence.lanes])
+
+    def record_step(self, sequences: int, rows: int, seconds: float) -> None:
+        """Record the time of a step of `rows` rows of logits, drafts not included."""
+        if self._costs is not None:
+            self._costs.record_step(rows, seconds, plain=rows == sequences)
 
     def needs_tokens(self, rows: Sequence[Row]) -> bool:
         """Return whether the step after one of `rows` has to know their tokens, since it will have drafts."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from decode_worker.best_drafter import BestDrafter
 from decode_worker.config import DecodeSettings
+from decode_worker.draft_lengths import StepCosts
+from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.grammar_draft import GrammarDraft
 from decode_worker.pool_memory import make_pool
 from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.speculation import Speculation
+from decode_worker.speculation import Drafter, Speculation
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.metrics import DecodeMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
@@ -46,6 +51,7 @@ class DecodeWorker:
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._max_batch = settings.max_batch
+        self._drafted = self._accepted = 0  # tokens, of attempts that have ended
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
@@ -62,7 +68,8 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            speculation=_speculation(settings),
+            speculation=_speculation(settings, engine, memory.memory),
+            draft_chunks=engine.draft_chunks,
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
@@ -122,6 +129,8 @@ class DecodeWorker:
             max_fallback_prefill_tokens=local.bounds.fallback,
             local_prefill_chunk=local.bounds.chunk,
             local_prefills=local.done,
+            drafted_tokens=self._drafted,
+            accepted_draft_tokens=self._accepted,
         )
 
     def _utilization(self) -> float:
@@ -137,6 +146,8 @@ class DecodeWorker:
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
+        self._drafted += request.drafted
+        self._accepted += request.accepted
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:
@@ -166,11 +177,20 @@ class DecodeWorker:
             metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
 
 
-def _speculation(settings: DecodeSettings) -> Speculation | None:
-    most, tokens = settings.speculative_tokens, settings.speculative_max_step_tokens
+def _speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> Speculation | None:
+    most = settings.draft_tokens
     if most == 0:
         return None
-    return Speculation(PromptLookup(most), most=most, tokens=tokens)
+    drafters: dict[str, Drafter] = {"grammar": GrammarDraft(), "lookup": PromptLookup(most)}
+    if engine.draft is not None:
+        drafters["model"] = DraftModel(engine.draft.runner, memory)
+    costs = StepCosts()
+    return Speculation(
+        BestDrafter(drafters, costs),
+        most=most,
+        tokens=settings.speculative_max_step_tokens,
+        costs=costs,
+    )
 
 
 def gateway_links(

@@ -69,6 +69,7 @@ class PrefillWorker:
             max_prompts=settings.max_batch_requests,
             max_context=engine.model.shape.max_context,
             on_ended=self._ended,
+            draft_chunks=engine.draft_chunks,
         )
         self._handoff = HandoffClient(
             worker_id=settings.worker_id,

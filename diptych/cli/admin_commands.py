@@ -114,7 +114,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "role", "state", "running", "waiting"):
         table.add_column(column, no_wrap=True)
-    for column in ("to prefill", "local prefills", "blocks free", "address"):
+    for column in ("to prefill", "local prefills", "drafts right", "blocks free", "address"):
         table.add_column(column, overflow="fold")
     for worker in workers:
         load = worker.load
@@ -126,6 +126,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
             str(load.waiting),
             f"{load.waiting_tokens} tokens",
             str(load.local_prefills) if worker.role == pb.WORKER_ROLE_DECODE else "",
+            f"{load.accepted_draft_tokens} of {load.drafted_tokens}" if load.drafted_tokens else "",
             f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
             worker.address,
         )

@@ -112,6 +112,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "speculative-model": options.speculative_model,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
     gateway = _spec(
@@ -163,6 +164,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             {
                 "threads": options.decode_threads or threads,
                 **_share(homes and homes[1][index], cores),
+                "speculative-tokens": options.speculative_tokens,
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
                 "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),

@@ -13,7 +13,7 @@ class PhaseTimes:
     """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
 
     ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
-    worker.
+    worker. ``drafted_tokens`` and ``accepted_draft_tokens`` are those of a whole attempt.
     """
 
     prefill_queue: float = 0.0
@@ -27,6 +27,8 @@ class PhaseTimes:
     prefill_steps: int = 0
     local_prefills: int = 0
     remote_prefills: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -56,6 +58,15 @@ class PhaseReports:
         """
         return sum((self._times(attempt, choice) for attempt in attempts), PhaseTimes())
 
+    def drafts(self) -> tuple[int, int]:
+        """Return the drafted and the accepted tokens of all attempts: each attempt's latest report."""
+        latest: dict[int, tuple[int, int]] = {}
+        for (attempt, _), times in self._reports.items():
+            latest[attempt] = max(
+                latest.get(attempt, (0, 0)), (times.drafted_tokens, times.accepted_draft_tokens)
+            )
+        return sum(drafted for drafted, _ in latest.values()), sum(right for _, right in latest.values())
+
     def _times(self, attempt: int, choice: int) -> PhaseTimes:
         own = self._reports.get((attempt, choice))
         if own is not None:
@@ -82,4 +93,6 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         prefill_steps=times.prefill_steps,
         local_prefills=int(times.local_prefill),
         remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
+        drafted_tokens=times.drafted_tokens,
+        accepted_draft_tokens=times.accepted_draft_tokens,
     )

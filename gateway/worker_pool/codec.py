@@ -80,6 +80,8 @@ class Load:
     max_fallback_prefill_tokens: int = 0  # likewise while no prefill worker is ready
     local_prefill_chunk: int = 0  # tokens of such prompts in a step beside running sequences
     local_prefills: int = 0  # prompts that it has computed
+    drafted_tokens: int = 0  # that a decode worker has drafted and checked
+    accepted_draft_tokens: int = 0  # of these, those that were right
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -245,6 +247,8 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.max_fallback_prefill_tokens,
             sent.local_prefill_chunk,
             sent.local_prefills,
+            sent.drafted_tokens,
+            sent.accepted_draft_tokens,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

@@ -33,20 +33,24 @@ class PrefixIndexReader:
         self._last: tuple[bytes, int, tuple[int, ...]] | None = None
         self._last_keys: list[bytes] = []
 
-    def namespace(self, job: Job, kv_dtype: str) -> bytes:
-        """Return the key of the request's block hashes; another tenant or salt has another one."""
-        return self._cached_namespace(job.tenant, job.request.salt, kv_dtype)
+    def namespace(self, job: Job, kept: str) -> bytes:
+        """Return the key of the request's block hashes; another tenant or salt has another one.
+
+        `kept` is `WorkerRecord.kept` of the worker whose blocks are meant.
+        """
+        return self._cached_namespace(job.tenant, job.request.salt, kept)
 
     def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
         """Return the leading cached blocks by worker, of whichever role.
 
-        Key chains differ by KV dtype and block size, so each pair of them is looked up once.
+        Key chains differ by what blocks keep (`WorkerRecord.kept`) and by block size, so each pair of them
+        is looked up once.
         """
         if not job.request.cache_read or job.request.prompt_logprobs is not None:
             return {}  # cached tokens have no logits
         found: dict[str, int] = {}
-        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
-            keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)
+        for kept, block_size in dict.fromkeys((w.record.kept, w.record.block_size) for w in workers):
+            keys = self._keys(self.namespace(job, kept), block_size, token_ids)
             if keys:
                 found.update({w: n for w, n in self._index.prefix_hits(keys).items() if n})
         return found
@@ -58,7 +62,7 @@ class PrefixIndexReader:
             self._last, self._last_keys = wanted, block_keys(namespace, token_ids, block_size)
         return self._last_keys
 
-    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str) -> bytes:
+    def _make_namespace(self, tenant: str, salt: str, kept: str) -> bytes:
         return namespace_key(
-            self._secret, tenant=tenant, salt=salt, model_digest=self._model_digest, kv_dtype=kv_dtype
+            self._secret, tenant=tenant, salt=salt, model_digest=self._model_digest, kv_dtype=kept
         )

@@ -36,6 +36,8 @@ class Fingerprint:
     hash_version: int
     """Version of the hash that makes block keys."""
     tensor_parallel: int = 1
+    draft_digest: str = ""
+    """Digest of the draft model, whose keys and values are a second segment of each block; empty without."""
 
     def to_proto(self) -> handoff_pb2.Fingerprint:
         """Return the message for a hello or welcome."""

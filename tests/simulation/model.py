@@ -207,6 +207,8 @@ class SimulatedEngine:
     digest: str = DIGEST
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
+    draft: None = None
+    draft_chunks: None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ region per block whatever the depth of the model. Inside it, per layer and KV he
 contiguously) and values lie `[block_size, head_dim]`. A model with latent attention keeps one vector a token
 and layer for all its heads, keys and values: `[block_size, width]`.
 
-Where a draft model computes beside the model, each block has a second segment after the model's own: the draft
-model's keys and values of the same tokens. What grants, copies, sends or digests a block knows whole blocks only;
-each of the two models sees its own segment as a memory of its own.
+Where a draft model computes beside the model, each block has a second segment after the model's own: the
+draft model's keys and values of the same tokens. What grants, copies, sends or digests a block knows whole
+blocks only; each of the two models sees its own segment as a memory of its own.
 
 Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer,
 and the memory of a GPU, this process' or one mapped from another, is just a tensor.
@@ -95,11 +95,9 @@ class KVMemory:
     layout: KVLayout
     num_blocks: int
     data: torch.Tensor
-    """The model's keys and values, `[num_blocks, *block_shape]`, that alias the buffer. Blocks lie `stride_bytes`
-    apart.
-    """
+    """The model's keys and values, `[num_blocks, *block_shape]`, in the buffer."""
     blocks: torch.Tensor
-    """Whole blocks as uint8 `[num_blocks, bytes]`, that alias the buffer: what transports move."""
+    """Whole blocks as uint8 `[num_blocks, bytes]`, in the buffer: what transports move."""
     draft: KVMemory | None
     """The draft model's segments of the same blocks, if the layout has them."""
     _bytes: memoryview | None

@@ -274,7 +274,7 @@ class Failure(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
-    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill")
+    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill", "drafted_tokens", "accepted_draft_tokens")
     PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,8 @@ class PhaseTimes(_message.Message):
     PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
     KV_PULL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_queue: _duration_pb2.Duration
     grant_wait: _duration_pb2.Duration
     prefill: _duration_pb2.Duration
@@ -299,7 +301,9 @@ class PhaseTimes(_message.Message):
     prefill_steps: int
     kv_pull: _duration_pb2.Duration
     local_prefill: bool
-    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation")
@@ -330,7 +334,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "drafted_tokens", "accepted_draft_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +349,8 @@ class Load(_message.Message):
     MAX_FALLBACK_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_CHUNK_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -359,7 +365,9 @@ class Load(_message.Message):
     max_fallback_prefill_tokens: int
     local_prefill_chunk: int
     local_prefills: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median", "tokens")

@@ -94,4 +94,6 @@ def _load(load: Load) -> pb.WorkerLoad:
         total_blocks=load.total_blocks,
         quarantined_blocks=load.quarantined_blocks,
         local_prefills=load.local_prefills,
+        drafted_tokens=load.drafted_tokens,
+        accepted_draft_tokens=load.accepted_draft_tokens,
     )

@@ -177,7 +177,9 @@ async def test_rows_that_need_the_logits_are_drafted_for_and_get_the_same(
 def _scores(heard: Heard, *, exact: bool) -> list[Any]:
     """Return log-probabilities by token; rounded for backends whose sums depend on the step's rows."""
     scores = [score for of_choice in heard.scores.values() for score in of_choice]
-    return [(s.rank, s.logprob if exact else round(s.logprob, 4), [t.token_id for t in s.top]) for s in scores]
+    return [
+        (s.rank, s.logprob if exact else round(s.logprob, 4), [t.token_id for t in s.top]) for s in scores
+    ]
 
 
 async def test_greedy_requests_in_random_order(
