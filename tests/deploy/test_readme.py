@@ -32,12 +32,13 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 KUSTOMIZATIONS = [text for language, text in BLOCKS if language == "yaml"]
 COMMANDS = "".join(text for language, text in BLOCKS if language == "sh")
 
-# `create` and `apply -k` are rendered; what needs a cluster is written down.
+# `create` and `apply -k` are rendered; what needs a cluster is written down: each line by one write, since
+# some of the commands run in the background.
 KUBECTL = """#!/bin/bash -eu
 case "$1" in
   create) {kubectl} "$@" --dry-run=client -o yaml >> {rendered}; echo --- >> {rendered} ;;
   apply) [ "$2" = -k ]; {kubectl} kustomize "$3" >> {rendered}; echo --- >> {rendered} ;;
-  *) printf '%q ' kubectl "$@" >> {recorded}; echo >> {recorded} ;;
+  *) line=$(printf '%q ' kubectl "$@"); echo "$line" >> {recorded} ;;
 esac
 """
 DIPTYCH = '#!/bin/bash\nexec {python} -m diptych "$@"\n'
@@ -45,7 +46,7 @@ OPENSSL = """#!/bin/bash -eu
 [ "$1 $2" = "rand -hex" ]
 exec {python} -c "import secrets; print(secrets.token_hex($3))"
 """
-RECORD = '#!/bin/bash\nprintf \'%q \' "${{0##*/}}" "$@" >> {recorded}\necho >> {recorded}\n'
+RECORD = '#!/bin/bash\nline=$(printf \'%q \' "${{0##*/}}" "$@")\necho "$line" >> {recorded}\n'
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -102,11 +103,11 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
     """One kill. Seconds until all was clean; raises AssertionError for what is wrong."""
     if victim == "gateway":
         return _strike_gateway(system, model, state)
-    expected = _expected(system)
+    expected = _expected(system, state.prompt_tokens)
     families = _families(system)  # now: what is stopped for long is given up before it is killed
     system.armory.arm(state.failpoint, "freeze", after=state.after)
     with ThreadPoolExecutor(1) as other:
-        asked = other.submit(ask, system.address, MIX)
+        asked = other.submit(partial(ask, system.address, MIX, length=state.prompt_tokens))
         stopped = system.armory.wait_taken(state.failpoint)
         targets = _pids(system, victim, stopped, state.role)
         doomed = [pid for target in targets for pid in families.get(target) or family_of(target)]
@@ -120,11 +121,11 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
 
 
 def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
-    expected = _expected(system)
+    expected = _expected(system, state.prompt_tokens)
     with second_gateway(system.stack, model, system.armory.environment) as second:
         system.armory.arm(state.failpoint, "freeze", after=state.after)
         with ThreadPoolExecutor(1) as other:
-            asked = other.submit(asyncio.run, _resumed([second.address, system.address]))
+            asked = other.submit(asyncio.run, _resumed([second.address, system.address], state.prompt_tokens))
             stopped = system.armory.wait_taken(state.failpoint)
             doomed = family_of(second.pid)
             kill(second.pid)
@@ -137,12 +138,12 @@ def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
     return _clean(system, doomed[:1], doomed)  # our own child: reaped by leaving the block
 
 
-async def _resumed(addresses: Sequence[str]) -> tuple[dict[str, Completion], set[str]]:
+async def _resumed(addresses: Sequence[str], length: int) -> tuple[dict[str, Completion], set[str]]:
     """The answers, and which of them broke off."""
     broken: set[str] = set()
 
     async def one(client: AsyncClient, name: str) -> Completion:
-        stream = client.stream(prompt_of(name), timeout_s=TIMEOUT_S, resume=True, **ASKS[name])
+        stream = client.stream(prompt_of(name, length), timeout_s=TIMEOUT_S, resume=True, **ASKS[name])
         async with stream:
             try:
                 async for _ in stream:
@@ -165,16 +166,16 @@ def _check_prefix(right: Completion, got: Completion) -> None:
         assert ids == whole[choice.index][: len(ids)], "what came before the break is not a prefix"
 
 
-_references: dict[str, Mapping[str, Completion]] = {}
+_references: dict[tuple[str, int], Mapping[str, Completion]] = {}
 
 
-def _expected(system: Breakable) -> Mapping[str, Completion]:
+def _expected(system: Breakable, length: int) -> Mapping[str, Completion]:
     """The answers without a fault, asked once; what was cached is forgotten, so that prompts are computed."""
-    if system.address not in _references:
-        _references[system.address] = ask(system.address, MIX)
+    if (system.address, length) not in _references:
+        _references[system.address, length] = ask(system.address, MIX, length=length)
     system.stack.wait_idle(10)
     flush_prefixes(system.stack)
-    return _references[system.address]
+    return _references[system.address, length]
 
 
 def _families(system: Breakable) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""Another gateway beside that of a running system, to be killed while the first one lives."""
+"""Another gateway beside that of a running system."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class SecondGateway:
 
 @contextlib.contextmanager
 def second_gateway(
-    stack: Stack, model: Path, environment: Mapping[str, str] | None = None
+    stack: Stack, model: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Iterator[SecondGateway]:
-    """Ready when it is entered; ended afterwards, if it still lives."""
+    """Ready when it is entered; killed afterwards, if it still lives. No model: the bundled one."""
     reader, writer = os.pipe()
     account = stack.account
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "gateway", "--model", str(model), "--model-name", "tiny"),
+            *(sys.executable, "-m", "gateway"),
+            *(() if model is None else ("--model", str(model), "--model-name", "tiny")),
             *("--grpc-port", "0", "--http-port", "0", "--admin-port", "0", "--ready-fd", str(writer)),
         ],
         pass_fds=[writer],

@@ -21,6 +21,8 @@ class State:
     failpoint: str
     role: Role
     after: int = 0
+    prompt_tokens: int = 100
+    """Length of the prompts that are asked to bring a request into the state."""
 
 
 STATES = (
@@ -38,8 +40,9 @@ STATES = (
 LOCAL_STATES = (
     State("L1", "attached, local", "decode.attached", "decode"),
     State("L2", "granted to itself", "decode.local_granted", "decode"),
-    State("L3", "computing a local chunk", "decode.local_chunk", "decode"),
+    State("L3", "computing a local chunk", "decode.local_chunk", "decode", prompt_tokens=180),
     State("L4", "about to commit locally", "decode.local_commit", "decode"),
     State("L5", "decoding", "decode.step", "decode", after=12),
 )
-"""Those of a request whose decode worker computes the prompt itself."""
+"""Those of a request whose decode worker computes the prompt itself. Without a neighbour it computes up to
+`LocalBounds.idle_chunk` tokens at once, so that only a longer prompt is sure to be cut."""
