@@ -93,11 +93,11 @@ class BestDrafter:
                 name, count = of_sequence[turn]
                 asked.setdefault(name, []).append((number, count))
         for name, wanted in asked.items():
-            started = time.perf_counter()
+            started = time.monotonic()
             some = [sequences[number] for number, _ in wanted]
             found = self._drafters[name].draft(some, [count for _, count in wanted])
             longest = max(map(len, found), default=0)
-            self._costs.record_draft(name, longest, time.perf_counter() - started)
+            self._costs.record_draft(name, longest, time.monotonic() - started)
             for (number, count), draft in zip(wanted, found, strict=True):
                 if draft:
                     drafts[number] = draft[:count]

@@ -193,10 +193,10 @@ class Pipeline:
 
     def _drafted_step(self, step: _Step, abort: AbortWords, speculation: Speculation) -> Sequence[Any]:
         """Compute a step with its drafts, and record how long it took."""
-        started = time.perf_counter()
+        started = time.monotonic()
         results = self._step(step.sequences, step.sample_rows, abort, step.rows)
         if not step.prompts:
-            speculation.record_step(len(step.decoding), len(step.sample_rows), time.perf_counter() - started)
+            speculation.record_step(len(step.decoding), len(step.sample_rows), time.monotonic() - started)
         return results
 
     def _step(

@@ -12,15 +12,20 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from diptych.client import AsyncClient
+from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 from tests.end_to_end.stack import Stack, running_stack
 
 PEOPLE = ("Ada Lovelace, 36, London", "Alan Turing, 41, Wilmslow", "Grace Hopper, 85, Arlington")
 COPY = (
     "Repeat this text word for word, twice:\n\nThe quick brown fox jumps over the lazy dog while seventeen "
-    "purple elephants discuss the price of tea in the harbour of Antwerp. Nobody listens to them, for the "
+    "purple elephants discuss the price of tea in the harbour of Antwerp. All of them are wet, for the "
     "harbour master has closed his window and reads the newspaper of last Wednesday.\n\nText:\n"
 )
 SCHEMA = {
@@ -52,6 +57,38 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "prose": ("Once upon a time in a small village by the sea", {}),
 }
+
+
+LAYERS, DRAFT_LAYERS, HIDDEN = 16, 2, 1024
+DAMPED = 0.15
+"""Factor on what the layers behind the draft's add: without it random layers would say anything."""
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """Write a Llama with random weights and its first layers as a model of their own; return both folders."""
+    tokenizer = byte_level(vocab_size=320)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size() + 8,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.token_to_id("<s>"),
+        eos_token_id=tokenizer.token_to_id("</s>"),
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for layer in model.model.layers[DRAFT_LAYERS:]:
+            layer.self_attn.o_proj.weight *= DAMPED
+            layer.mlp.down_proj.weight *= DAMPED
+    for name, layers in (("model", LAYERS), ("draft", DRAFT_LAYERS)):
+        write_folder(folder / name, tokenizer)
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+        model.save_pretrained(folder / name)
+    return folder / "model", folder / "draft"
 
 
 async def timed(stack: Stack, task: str, max_tokens: int) -> tuple[float, tuple[int, ...], Any]:
@@ -98,9 +135,16 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--speculative-tokens", default="7")
     parser.add_argument("--speculative-model")
+    parser.add_argument(
+        "--pair", type=Path, help="Folder for a random model, to be drafted for by its first layers."
+    )
     parser.add_argument("flags", nargs="*", help="Flags of both systems, after --.")
     options = parser.parse_args()
     drafts = ["--speculative-tokens", options.speculative_tokens]
+    if options.pair:
+        model, draft = write_pair(options.pair)
+        options.flags += ["--model", str(model)]
+        options.speculative_model = str(draft)
     if options.speculative_model:
         drafts += ["--speculative-model", options.speculative_model]
     with running_stack(*options.flags) as plain, running_stack(*options.flags, *drafts) as drafting:

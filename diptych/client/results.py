@@ -19,7 +19,7 @@ class Usage:
     drafted_tokens: int = 0
     """Tokens that speculative decoding drafted and checked."""
     accepted_draft_tokens: int = 0
-    """Of these, those that were right."""
+    """Drafted tokens that were right."""
 
 
 @dataclass(frozen=True)
