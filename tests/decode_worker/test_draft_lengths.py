@@ -23,7 +23,7 @@ def costs(plain_s: float, row_s: float, draft_s: float = 0.0) -> StepCosts:
         (0.0, 0.001, 0.0, 0),
         (0.5, 1.0, 0.0, 0),  # each row costs a whole step: bound by arithmetic
         (0.9, 0.01, 0.95, 0),  # a draft model as slow as the model
-        (0.9, 0.0, 0.2, 5),
+        (0.7, 0.0, 0.2, 3),
     ],
 )
 def test_length_is_the_one_with_most_tokens_a_second(
