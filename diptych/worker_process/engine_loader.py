@@ -119,16 +119,15 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, draft)
     run_self_test(runner, layout)
-    for name, loaded in ((path.name, model), ("the draft model", draft and draft.model)):
-        if loaded is None:
-            continue
+    loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
+    for name, one in loaded.items():
         log.info(
             "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
             name,
             time.monotonic() - started,
-            loaded.precision,
-            loaded.backend_name,
-            loaded.device,
+            one.precision,
+            one.backend_name,
+            one.device,
             runner.threads,
         )
     return engine

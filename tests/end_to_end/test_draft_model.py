@@ -14,7 +14,7 @@ from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.stack import Stack, running_stack
 from tests.end_to_end.test_greedy_identity import MAX_TOKENS, differing
 
-LONG = 96
+LONG = 48
 RUNNING = "diptych_requests_running"
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shared_memory", marks=pytest.mark.full)])
 def test_drafts_change_no_token_nor_does_the_death_of_a_decode_worker(transport: str) -> None:
     """The model drafts for itself: its drafts are right where all of its keys and values have arrived."""
-    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260][:8]
+    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260][:3]
     flags = ("--dtype", "fp32", "--transport", transport, "--decode-workers", "2")
     with running_stack(*flags, "--speculative-model", "bundled", "--speculative-tokens", "3") as stack:
         answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=1))
