@@ -51,7 +51,9 @@ class Beams(StepGroup):
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
         attempt = self.request.attempt
         row = attempt.sample_row(attempt.params, [])
-        root = DecodeSequence(len(attempt.prompt_ids), [], row, self.request.grammar)
+        root = DecodeSequence(
+            len(attempt.prompt_ids), [], row, self.request.grammar, adapter=self.request.adapter_slot
+        )
         self.request.blocks.start(root)
         self.rows = [root]
         return self._fork(self._search.first([decode_candidate(token) for token in first_tokens]))
@@ -92,7 +94,7 @@ class Beams(StepGroup):
         if grammar is not None:
             grammar.accept(token_id)
         row = attempt.sample_row(attempt.params, output, grammar)
-        child = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
+        child = DecodeSequence(len(attempt.prompt_ids), output, row, grammar, adapter=parent.adapter)
         self.request.blocks.fork(parent, child)
         return child
 

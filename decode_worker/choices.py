@@ -63,7 +63,9 @@ class Choice(StepGroup):
         output = list(attempt.delivered_ids)
         grammar = None if request.grammar is None else request.grammar.copy()
         row = attempt.sample_row(attempt.choices[self._choice], output, grammar)
-        sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar, attempt=attempt)
+        sequence = DecodeSequence(
+            len(attempt.prompt_ids), output, row, grammar, attempt=attempt, adapter=request.adapter_slot
+        )
         request.blocks.start(sequence)
         self.rows = [sequence]
         if output and (reason := attempt.finish_reason(output[-1], len(output), grammar)) is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from decode_worker.local_schedule import LocalBounds
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
@@ -25,6 +26,12 @@ class DecodeSettings(WorkerSettings):
     )
     kv_blocks: Annotated[int, Field(ge=0)] = setting(
         0, "Blocks of the KV block pool; 0 takes as many as --kv-memory-mib holds.", section="KV cache"
+    )
+    kv_tier: str = setting(
+        "",
+        "Stores for blocks that leave the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE, with sizes as in "
+        "8g. Several, or separated by commas.",
+        section="KV cache",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
         0.9, "Share of a GPU's memory that this worker may take, KV blocks included.", section="KV cache"
@@ -71,6 +78,12 @@ class DecodeSettings(WorkerSettings):
         "Tokens of a step, drafts included, up to which its sequences get drafts.",
         section="Speculative decoding",
     )
+
+    @field_validator("kv_tier")
+    @classmethod
+    def _tiers_are_tiers(cls, value: str) -> str:
+        parse_tiers(value)
+        return value
 
     @property
     def draft_tokens(self) -> int:

@@ -140,6 +140,10 @@ class GatewayStream:
         """Answer a FlushPrefixCache."""
         self._queue.put(Response(flushed=work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
 
+    def adapter_answer(self, answer: work_pb2.AdapterAnswer) -> None:
+        """Answer a LoadAdapter or UnloadAdapter."""
+        self._queue.put(Response(adapter_answer=answer))
+
     def close(self) -> None:
         self._queue.close()
 

@@ -234,6 +234,8 @@ class LocalPrefills:
             self._grants.stop(ref)
             return
         prompt.move(Phase.GRANTED)
+        if prompt.request.adapter is not None:
+            prompt.request.adapter.retain()  # a step may compute the prompt when its attempt has ended
         prompt.ref, prompt.block_table = ref, block_ids
         prompt.cached = prompt.computed = cached_tokens
         if prompt.remaining > prompt.bound:
@@ -279,6 +281,7 @@ class LocalPrefills:
             prompt.block_table,
             prompt.computed,
             tokens,
+            request.adapter_slot,
         )
 
     def take(self, prompt: LocalPrompt, picked: Sequence[Any] | SampleFailure) -> None:
@@ -315,8 +318,11 @@ class LocalPrefills:
         self._grants.stop(ref, reason, message)
 
     def _end(self, prompt: LocalPrompt) -> None:
+        granted = prompt.phase is Phase.GRANTED
         prompt.move(Phase.ENDED)
         del self._prompts[prompt.request.key]
+        if granted and prompt.request.adapter is not None:
+            prompt.request.adapter.release()
         self._wake()  # another one may ask now
 
 

@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_tiers import Loaded
 from decode_worker.sequence import AttemptBlocks
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.adapter_store import AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
 from diptych.worker_process.logprob_codec import failure_name
@@ -63,6 +65,7 @@ class DecodeRequest:
     gateway: GatewayStream
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
+    adapter: AdapterUse | None = None  # until its blocks are released
     failed_for: int | None = None  # the reason, where all of it failed at once
     outcomes: list[Outcome] = field(default_factory=list)  # of the step groups that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
@@ -74,6 +77,7 @@ class DecodeRequest:
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
     transport: str = ""  # of its handoff
+    loaded: Loaded | None = None  # blocks that came from tiers for it
 
     def move(self, to: State) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -84,6 +88,11 @@ class DecodeRequest:
     @property
     def key(self) -> Key:
         return self.attempt.key
+
+    @property
+    def adapter_slot(self) -> int | None:
+        """Slot of its adapter, which it has from its grant on; None: it is one of the base model."""
+        return None if self.adapter is None else self.adapter.slot
 
     @property
     def outcome(self) -> Outcome:
@@ -98,6 +107,9 @@ class DecodeRequest:
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))
+        if self.loaded is not None:
+            self.times.tier_blocks = self.loaded.blocks.total()
+            self.times.kv_load.FromNanoseconds(int(self.loaded.seconds * 1e9))
         if running is not None:
             self.times.decode.FromNanoseconds(int((now - running) * 1e9))
         return self.times

@@ -15,6 +15,7 @@ from typing import Protocol
 from decode_worker.beams import Beams
 from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_tiers import KvTiers, Loaded
 from decode_worker.local_prefill import LocalPrefills, new_tokens
 from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
@@ -25,6 +26,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore, AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.step_thread import StepThread
@@ -64,6 +67,9 @@ class RequestManager:
     grants: GrantPort
     local: LocalPrefills
     grammars: Grammars
+    adapters: AdapterStore
+    adapter_calls: AdapterCalls
+    tiers: KvTiers | None = None
 
     def __init__(
         self,
@@ -102,6 +108,11 @@ class RequestManager:
         """Attempts whose blocks are still being filled, or waited for."""
         return sum(request.state in WAITING for request in self._requests.values())
 
+    def adapter_of(self, key: Key) -> AdapterUse | None:
+        """Return an attempt's use of its adapter; None for one of the base model, or that has ended."""
+        request = self._requests.get(key)
+        return None if request is None else request.adapter
+
     # ---- from attach to the handoff ------------------------------------------------------------------
 
     def attach(self, work: work_pb2.Work, gateway: GatewayStream) -> None:
@@ -111,14 +122,16 @@ class RequestManager:
             log.warning("attempt %s attached twice; the second is ignored", attempt.key)
             return
         if self.draining:
-            for choice in attempt.choices:
-                gateway.failed(attempt.key, choice, work_pb2.FAILURE_REASON_DRAINING, "")
-            gateway.flush()
+            _refuse(attempt, gateway, work_pb2.FAILURE_REASON_DRAINING)
+            return
+        adapter = self.adapters.use(attempt.key, attempt.adapter) if attempt.adapter else None
+        if attempt.adapter and adapter is None:
+            _refuse(attempt, gateway, work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED)
             return
         blocks = AttemptBlocks(
             attempt, self._pool, self._memory, self.prefixes, on_freed=self.grants.blocks_freed
         )
-        request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key))
+        request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key), adapter)
         groups = _step_groups(request, self._arrivals + 1)
         self._groups[request] = groups
         self._arrivals += len(groups)
@@ -128,11 +141,26 @@ class RequestManager:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         tokens, size = attempt.token_ids, self._memory.layout.block_size
         keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
-        if work.local_prefill and not self._add_local(request, work.local_prefill, keys):
+        announce = partial(self._announce, request, work.local_prefill, keys)
+        if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
+            announce()
+
+    def _announce(
+        self,
+        request: DecodeRequest,
+        local: work_pb2.LocalPrefill,
+        keys: Sequence[bytes],
+        loaded: Loaded | None = None,
+    ) -> None:
+        """Let an attempt be granted blocks, once what tiers have of its prefix is in the pool."""
+        if request.state is State.ENDED:
+            return
+        request.loaded = loaded
+        if local and not self._add_local(request, local, keys):
             return
         self._expect(request, keys)
         reach("decode.attached")
-        if work.local_prefill:
+        if local:
             self._ask_local(request)
 
     def _add_local(self, request: DecodeRequest, kind: work_pb2.LocalPrefill, keys: Sequence[bytes]) -> bool:
@@ -328,6 +356,12 @@ class RequestManager:
         if not groups:
             del self._groups[request]
             request.blocks.close()
+            if request.adapter is not None:
+                request.adapter.release()
+        self.blocks_changed()
+
+    def blocks_changed(self) -> None:
+        """Report what changed in the prefix cache, and serve who waits for blocks."""
         self.prefixes.report_changes()
         self.grants.blocks_freed()
 
@@ -340,6 +374,13 @@ class RequestManager:
             self.local.drop(request.key)
             self.grants.cancel(request.key)
         self._listeners.ended(request)
+
+
+def _refuse(attempt: Attempt, gateway: GatewayStream, reason: int) -> None:
+    """Fail an attempt that was not taken."""
+    for choice in attempt.choices:
+        gateway.failed(attempt.key, choice, reason, "")
+    gateway.flush()
 
 
 def _step_groups(request: DecodeRequest, arrival_order: int) -> list[StepGroup]:

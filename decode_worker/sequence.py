@@ -44,6 +44,8 @@ class DecodeSequence:
     """Sampling of the token after each of `draft`."""
     draft_computed: int | None = None
     """Leading tokens whose keys and values of the draft model are there; None: it drafts no more for this."""
+    adapter: int | None = None
+    """Slot of the attempt's adapter; None: the base model."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +67,7 @@ class DecodeSequence:
             wants_logits=True,
             trailing=1 + len(self.draft),
             follows=follows,
+            adapter=self.adapter,
         )
 
     def sample_rows(self) -> Sequence[SampleRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from decode_worker.adapter_gate import AdapterGate
 from decode_worker.best_drafter import BestDrafter
 from decode_worker.config import DecodeSettings
 from decode_worker.draft_lengths import StepCosts
@@ -12,19 +13,24 @@ from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
 from decode_worker.grammar_draft import GrammarDraft
+from decode_worker.kv_tiers import KvTiers
 from decode_worker.pool_memory import make_pool
 from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
+from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.metrics import DecodeMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
@@ -83,9 +89,17 @@ class DecodeWorker:
             on_failed=self._loop.requests.on_failed,
             host=settings.host,
             heartbeat=lambda: engine_heartbeat(self._loop),
+            gate=AdapterGate(self._loop.requests.adapter_of),
         )
+        self._adapters = AdapterStore(
+            engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank
+        )
+        self._adapters.on_slot_free = self._handoff.blocks_freed
+        self._loop.requests.adapters = self._adapters
+        self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
         self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
+        self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
         self._server = WorkerServer(settings, engine, self._spec())
@@ -100,6 +114,28 @@ class DecodeWorker:
             return await self._server.run(stop)
         finally:
             await self._handoff.close()
+            if self._tiers is not None:
+                await asyncio.to_thread(self._tiers.close)
+
+    def _make_tiers(self, settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> KvTiers | None:
+        stack = make_stack(parse_tiers(settings.kv_tier), engine.fingerprint, memory.layout.bytes_per_block)
+        if stack is None:
+            return None
+        requests = self._loop.requests
+        tiers = KvTiers(
+            memory,
+            self._pool,
+            stack,
+            running=lambda: requests.num_running,
+            changed=requests.blocks_changed,
+            left=lambda keys: self._server.prefix_changed((), keys),
+        )
+        requests.tiers = tiers
+        for tier in stack.tiers:
+            self._metrics.tier_bytes.labels(tier.name).set_function(lambda tier=tier: tier.used)  # type: ignore[misc]
+            self._metrics.tier_blocks_loaded.labels(tier.name)
+        self._metrics.tier_entries_damaged.set_function(lambda: stack.damaged)
+        return tiers
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
@@ -111,7 +147,7 @@ class DecodeWorker:
             metrics=self._metrics,
             registry=self._registry,
             total_blocks=self._pool.total,
-            owned_keys=self._pool.cached_keys,
+            owned_keys=self._owned_keys,
             memory_domain=self._memory_domain,
         )
 
@@ -131,12 +167,22 @@ class DecodeWorker:
             local_prefills=local.done,
             drafted_tokens=self._drafted,
             accepted_draft_tokens=self._accepted,
+            adapters=self._adapters.digests,
+            max_loras=self._adapters.max_loras,
         )
 
     def _utilization(self) -> float:
         return 1 - self._pool.available() / self._pool.total
 
+    def _owned_keys(self) -> list[bytes]:
+        """Return the keys that a prompt would find here, in the pool or in a tier."""
+        keys = self._pool.cached_keys()
+        return keys if self._tiers is None else list(dict.fromkeys([*keys, *self._tiers.stack.keys()]))
+
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        if self._tiers is not None:
+            self._tiers.entered(added)
+            removed = [key for key in removed if key not in self._tiers.stack]
         self._server.prefix_changed(added, removed)
 
     def _ended(self, request: DecodeRequest) -> None:
@@ -148,6 +194,9 @@ class DecodeWorker:
         metrics.accepted_tokens.inc(request.accepted)
         self._drafted += request.drafted
         self._accepted += request.accepted
+        if request.loaded is not None:
+            for tier, blocks in request.loaded.blocks.items():
+                metrics.tier_blocks_loaded.labels(tier).inc(blocks)
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:
@@ -208,6 +257,10 @@ def gateway_links(
                 drain(drain_grace_s(message.drain))
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
+            case "load_adapter":
+                loop.requests.adapter_calls.load(message.load_adapter, gateway)
+            case "unload_adapter":
+                loop.requests.adapter_calls.unload(message.unload_adapter, gateway)
 
     response = decode_pb2.DecodeServiceLinkResponse(hello=hello)
     return GatewayLinks(response, GatewayStream, on_message, loop.requests.gateway_lost)

@@ -250,6 +250,9 @@ class GenerateOptions(TypedDict, total=False):
         "response.timings", "Returns where the time went.",
         default="true; false over HTTP")]
     # The request itself
+    lora: Annotated[str, Parameter(
+        "lora", "LoRA adapter by name, where `model` is its base; its name as `model` does the same.",
+        longest=128, default="none", engine="Attempt.adapter")]
     priority: Annotated[int, Parameter(
         "priority",
         "Order in the queue: higher runs earlier. Lower does in the JSON APIs, as with vLLM and Triton.",

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
+from gateway.adapters.adapter import parse_lora
 from gateway.model.template_file import read_template
 from gateway.session.retry_policy import WORKER_WAIT_S
 
@@ -117,6 +118,14 @@ class GatewaySettings(ProgramSettings):
         "File with the chat template, in Jinja, in place of the model's own ones.",
         section="Model",
     )
+    lora: str = setting(
+        "",
+        "LoRA adapter to serve, as NAME=PATH; may be repeated. More can be loaded while the gateway serves.",
+        section="LoRA",
+    )
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
+        64, "Largest rank of a LoRA adapter.", section="LoRA"
+    )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = setting(
         256, "Requests that may be with the workers at once; more wait in the gateway.", section="Admission"
     )
@@ -201,6 +210,13 @@ class GatewaySettings(ProgramSettings):
                 raise ValueError("must be * or origins such as https://example.org, without a path")
         return value
 
+    @field_validator("lora")
+    @classmethod
+    def _adapters_are_named(cls, value: str) -> str:
+        for one in filter(None, value.split(",")):
+            parse_lora(one)
+        return value
+
     @field_validator("api_keys_file")
     @classmethod
     def _keys_can_be_read(cls, path: Path | None) -> Path | None:
@@ -257,6 +273,11 @@ class GatewaySettings(ProgramSettings):
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """The names and paths of --lora."""
+        return [parse_lora(one) for one in filter(None, self.lora.split(","))]
 
     @property
     def resolved_admin_port(self) -> int:

@@ -35,6 +35,7 @@ from diptych.runtime.failpoints import reach
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
+from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import Ticket
 from gateway.attempt.work import Job, TraceParent, new_work_id
@@ -78,7 +79,9 @@ class Generator:
         telemetry: Telemetry,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        adapters: AdapterRegistry,
     ) -> None:
+        self._adapters = adapters
         self._model = model
         self._responses = Responses(model.tokenizer)
         self._worker_pool = worker_pool
@@ -118,12 +121,14 @@ class Generator:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._worker_pool.registry.token_limit() or self._context, self._context)
             call.quota_usage.require(1, 0, self._clock())  # before the cost of tokenising
-            request = await self._parser.parse(message, call, record, limit)
-            job = self._job(request, call, limit)
-            token = self._token(job) if resumable and can_resume(request) else ""
-            with self._charged(job, call, record):
-                await self._parser.check_grammar(request, call, record)
-                return await self._drive(job, call, record, one_message=one_message, resume_token=token)
+            adapter = self._adapters.choose(message.model, message.lora, call.caller)
+            with self._adapters.use(adapter):
+                request = await self._parser.parse(message, call, record, limit, adapter)
+                job = self._job(request, call, limit)
+                token = self._token(job) if resumable and can_resume(request) else ""
+                with self._charged(job, call, record):
+                    await self._parser.check_grammar(request, call, record)
+                    return await self._drive(job, call, record, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
             raise

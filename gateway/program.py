@@ -10,6 +10,7 @@ import time
 import grpc
 from prometheus_client import CollectorRegistry
 
+from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.quota_table import QuotaTableStore
 from diptych.runtime.discovery.worker_file import WorkerFileReader
@@ -26,6 +27,9 @@ from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
 from gateway.access.key_file import Scope
+from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
+from gateway.adapter_service import AdapterService, read_configured
+from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.memory_quota import MemoryQuota
 from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
@@ -36,6 +40,7 @@ from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
+from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
@@ -77,6 +82,7 @@ class Gateway:
             settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
         )
         self._changed = asyncio.Event()
+        self.adapters = AdapterRegistry(model.card)
         self.worker_pool = WorkerPool(
             self.mirror,
             self.live,
@@ -86,6 +92,15 @@ class Gateway:
             arrival_wait_s=settings.worker_wait_timeout,
             local_workers=WorkerFileReader(settings.workers_fd).workers,
             local_prefill=LocalMode(settings.local_prefill),
+            needed_adapters=lambda: self.adapters.needed,
+        )
+        self.adapter_service = AdapterService(
+            self.adapters,
+            self.worker_pool.adapter_loads,
+            settings.max_lora_rank,
+            settings.redis_url,
+            digest,
+            self.metrics.forget_model,
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -126,9 +141,11 @@ class Gateway:
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,
+            adapters=self.adapters,
         )
         self._tokenizer_service = TokenizerService(
             model,
+            self.adapters,
             self.live,
             self.tokenizer_pool,
             token_limit=self.worker_pool.registry.token_limit,
@@ -164,8 +181,9 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Bind all ports and serve. Raises CannotListen or UnsafeBindError."""
+        """Bind all ports and serve. Raises CannotListen, UnsafeBindError or, for --lora, StartupError."""
         settings = self._settings
+        self.adapter_service.start(read_configured(settings.adapters, settings.max_lora_rank))
         await self.mirror.start()
         self.worker_pool.start()
         self._quota.start()
@@ -174,7 +192,7 @@ class Gateway:
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self.calls
         add_inference_service(server, calls, self.generator, self._tokenizer_service)
-        KServeServicer(calls, self.generator, self._model.card, lambda: self.ready).register(server)
+        KServeServicer(calls, self.generator, self.adapters, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
         self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure, _credentials(tls))
         self._bind_gauges()
@@ -194,6 +212,7 @@ class Gateway:
                 self._model,
                 self._digest,
                 listed(self._settings.cors_allow_origin),
+                self._adapter_routes(),
             ),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
@@ -270,6 +289,7 @@ class Gateway:
             await asyncio.wait([self._watch])
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
+        await self.adapter_service.close()
         await self._quota.close()
         await self.worker_pool.close()
         await self.request_parser.close()
@@ -310,6 +330,10 @@ class Gateway:
             heap=self._heap,
         )
 
+    def _adapter_routes(self) -> AdapterRoutes:
+        closed = self._settings.api_keys_file is None and not is_loopback(self._settings.host)
+        return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=closed)
+
     def _operations(self) -> Operations:
         identity = Identity(
             self._settings.worker_id, self._model.card, self._digest, self._settings.digest, started_now()
@@ -319,6 +343,7 @@ class Gateway:
             self.gate.queue,
             identity,
             lambda: (self.ready, self._shutting_down, self.mirror.connected),
+            self.adapter_service,
         )
 
     def _bind_gauges(self) -> None:
@@ -331,6 +356,8 @@ class Gateway:
         if self._settings.metrics_compat == "vllm":
             name, workers = self._model.card.name, self.worker_pool.registry
             self.registry.register(VllmMetrics(self.metrics, name, lambda: workers.serving(Role.DECODE)))
+            self.registry.register(VllmLoraMetrics(self.live.drivers, workers.linked))
+        self.registry.register(AdapterMetrics(self.adapters, self.live.drivers))
         self.registry.register(LoadMetrics(self.worker_pool.registry.linked))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(

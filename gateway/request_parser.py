@@ -9,6 +9,7 @@ from functools import partial
 
 from diptych.runtime.errors import DeadlineExceeded
 from diptych.v1 import inference_pb2 as pb
+from gateway.adapters.adapter import Adapter
 from gateway.call import Call
 from gateway.model.served_model import ServedModel
 from gateway.request.grammar_check import GrammarCheck
@@ -44,14 +45,20 @@ class RequestParser:
         await self._grammars.close()
 
     async def parse(
-        self, message: pb.GenerateRequest, call: Call, record: RequestTelemetry, limit: int
+        self,
+        message: pb.GenerateRequest,
+        call: Call,
+        record: RequestTelemetry,
+        limit: int,
+        adapter: Adapter | None = None,
     ) -> ParsedRequest:
         """Parse ``message``. Raises DiptychError with the fields at fault.
 
-        ``limit``: of prompt and output together, in tokens. Times go into ``record``.
+        ``limit``: of prompt and output together, in tokens. ``adapter``: what the message names. Times go to
+        ``record``.
         """
         started = self._clock()
-        parse = partial(self._parse, message, call, token_limit=limit)
+        parse = partial(self._parse, message, call, token_limit=limit, adapter=adapter)
         async with _deadline(call, started):
             request = await self._tokenizer_pool.run(message, call.caller.tenant, parse)
         record.tokenized = (started, self._clock())
@@ -73,13 +80,16 @@ class RequestParser:
         finally:
             record.grammar_checked = (started, self._clock())
 
-    def _parse(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
+    def _parse(
+        self, message: pb.GenerateRequest, call: Call, *, token_limit: int, adapter: Adapter | None
+    ) -> ParsedRequest:
         """Parse ``message``; with a resume token, as it was resolved when its stream began."""
         parse = partial(
             parse_request,
             message,
             self._model,
             header_request_id=call.header_request_id,
+            adapter=adapter,
             token_limit=token_limit,
             lenient_json_schema=self._lenient_json_schema,
         )

@@ -159,6 +159,8 @@ def timings(driver: RequestDriver, received_at: float) -> pb.Timings:
         preemptions=state.preemptions,
         retries=state.retries.total() - state.retries[Cause.PREEMPTED],
         local_prefill=phases.local_prefills > 0,
+        tier_blocks=phases.tier_blocks,
+        kv_load=_duration(phases.kv_load) if phases.tier_blocks else None,
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if driver.first_token_at is not None:

@@ -14,6 +14,8 @@ from diptych.parameters import OFF, PARAMETERS, SAMPLING_NUMBERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.adapters.adapter import Adapter
+from gateway.adapters.registry import AdapterRegistry
 from gateway.call import Call
 from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.model.served_model import ModelCard, ServedModel
@@ -36,6 +38,7 @@ class TokenizerService:
     def __init__(
         self,
         model: ServedModel,
+        adapters: AdapterRegistry,
         live: LiveRequests,
         pool: TokenizerPool,
         *,
@@ -43,28 +46,40 @@ class TokenizerService:
         block_size: Callable[[], int | None],
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._live = live
         self._pool = pool
         self._token_limit = token_limit
         self._block_size = block_size
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
-        work = partial(tokenize, request, self._model)
+        work = partial(tokenize, request, self._model, adapter=self._adapter(request.model, call) is not None)
         found = await self._pool.run(request, call.caller.tenant, work)
         return await tokenize_response(found, self._model.card.max_context)
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
-        work = partial(detokenize, request, self._model)
+        adapter = self._adapter(request.model, call)
+        work = partial(detokenize, request, self._model, adapter=adapter is not None)
         text = await self._pool.run(request, call.caller.tenant, work)
         return pb.DetokenizeResponse(text=text)
 
-    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+    async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
+        """List the model, then the adapters that the caller may use."""
         check_list_models(request)
-        return pb.ListModelsResponse(models=[self.describe()])
+        adapters = self._adapters.visible(call.caller)
+        base = self.describe(call)
+        return pb.ListModelsResponse(models=[base, *(_of_adapter(base, one.name) for one in adapters)])
 
-    async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
-        field_checks.model_name(request.model, self._model.card)
-        return pb.GetModelResponse(model=self.describe())
+    async def get_model(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
+        adapter = self._adapter(request.model, call)
+        if adapter is None:
+            field_checks.model_name(request.model, self._model.card)
+        base = self.describe(call)
+        return pb.GetModelResponse(model=base if adapter is None else _of_adapter(base, adapter.name))
+
+    def _adapter(self, name: str, call: Call) -> Adapter | None:
+        """Return the adapter that a call names, if it is one's."""
+        return self._adapters.choose(name, "", call.caller)
 
     async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
         """Cancel a live request. An unknown id is no error: the request may have just ended."""
@@ -72,8 +87,8 @@ class TokenizerService:
         was_running = self._live.cancel_request(call.caller.tenant, request_id)
         return pb.CancelRequestResponse(was_running=was_running)
 
-    def describe(self) -> pb.Model:
-        """Return the served model as the public API shows it."""
+    def describe(self, call: Call) -> pb.Model:
+        """Return the served model as the public API shows it to this caller."""
         card = self._model.card
         limit = min(self._token_limit() or card.max_context, card.max_context)
         model = pb.Model(
@@ -94,12 +109,22 @@ class TokenizerService:
                 reasoning=self._model.reasoning.name if self._model.reasoning else "",
             ),
             tokenizer_digest=card.tokenizer_digest,
+            lora_adapters=[adapter.name for adapter in self._adapters.visible(call.caller)],
             default_sampling=_default_sampling(card),
         )
         block_size = self._block_size()
         if block_size is not None:
             model.kv_block_size = block_size
         return model
+
+
+def _of_adapter(base: pb.Model, name: str) -> pb.Model:
+    """Return the model that an adapter makes of its base."""
+    model = pb.Model()
+    model.CopyFrom(base)
+    model.name, model.parent = name, base.name
+    del model.aliases[:], model.lora_adapters[:]
+    return model
 
 
 class Tokenized(NamedTuple):
@@ -113,9 +138,13 @@ class Tokenized(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
-def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
-    """Return the ids that a generation request with the same prompt would run on."""
-    field_checks.model_name(request.model, model.card)
+def tokenize(request: pb.TokenizeRequest, model: ServedModel, *, adapter: bool = False) -> Tokenized:
+    """Return the ids that a generation request with the same prompt would run on.
+
+    ``adapter``: it names one, which has its base model's tokenizer.
+    """
+    if not adapter:
+        field_checks.model_name(request.model, model.card)
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return _tokenize_text(request, model)
@@ -130,9 +159,10 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
     return Tokenized(ids, tokens, [])
 
 
-def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
-    """Return the text of the request's ids; empty without ids."""
-    field_checks.model_name(request.model, model.card)
+def detokenize(request: pb.DetokenizeRequest, model: ServedModel, *, adapter: bool = False) -> str:
+    """Return the text of the request's ids; empty without ids. ``adapter``: as of `tokenize`."""
+    if not adapter:
+        field_checks.model_name(request.model, model.card)
     if len(request.token_ids) > limits.MAX_DETOKENIZE_IDS:
         raise InvalidParameter("token_ids", f"must have at most {limits.MAX_DETOKENIZE_IDS} ids")
     skip_special = skips_special(request)

@@ -54,6 +54,7 @@ def _chunk(request: PrefillRequest, chunk: Chunk) -> PromptChunk:
         granted.block_table,
         request.computed,
         chunk.tokens,
+        request.adapter_slot,
     )
 
 

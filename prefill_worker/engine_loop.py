@@ -183,6 +183,8 @@ class EngineLoop:
         self.steps += 1
         now = time.monotonic()
         for (request, chunk), computed in zip(rows, outcome, strict=True):
+            if request.state is State.ENDED:
+                self.requests.release_adapter(request)
             if request.stop is not None:
                 request.events.put_nowait(request.stop)
                 continue

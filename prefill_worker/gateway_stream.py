@@ -60,6 +60,10 @@ class GatewayStream:
         """Always False: the end of a prompt is one message."""
         return False
 
+    def adapter_answer(self, answer: work_pb2.AdapterAnswer) -> None:
+        """Answer a LoadAdapter or UnloadAdapter."""
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(adapter_answer=answer))
+
     def close(self) -> None:
         self._queue.close()
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from diptych.engine.prompt_logprobs import CHUNK
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.adapter_store import AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
 from diptych.worker_process.logprob_codec import failure_name
@@ -78,6 +79,8 @@ class PrefillRequest:
     gateway_wait_s: float  # in its gateway's queue
     decode_address: str
     decode_incarnation: int
+    adapter: AdapterUse | None = None
+    adapter_released: bool = False
     state: State = State.QUEUED
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
     wanted: set[int] = field(init=False)  # choices that are not cancelled
@@ -121,7 +124,20 @@ class PrefillRequest:
     @property
     def computable(self) -> bool:
         """True if a step may compute a chunk of it."""
-        return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
+        ready = self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
+        return ready and (self.adapter is None or self.adapter.placed)
+
+    @property
+    def adapter_slot(self) -> int | None:
+        """Slot of its adapter, which it has while it is computed; None: it is one of the base model."""
+        return None if self.adapter is None else self.adapter.slot
+
+    @property
+    def asks_in_line(self) -> str:
+        """Name of the line of asks that it stands in: attempts of one adapter may wait for its slot there,
+        and hold up no others.
+        """
+        return f"{self.decode_address} {self.attempt.adapter.hex()}" if self.adapter else self.decode_address
 
     @property
     def remaining(self) -> int:
@@ -136,7 +152,7 @@ class PrefillRequest:
     def plan_entry(self) -> Prompt:
         attempt = self.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
-        return Prompt(self.key, self.remaining, self.decode_address, attempt.priority, self.arrived, limit)
+        return Prompt(self.key, self.remaining, self.asks_in_line, attempt.priority, self.arrived, limit)
 
     def times(self) -> work_pb2.PhaseTimes:
         """Return the phases so far, as durations on this worker's clock."""

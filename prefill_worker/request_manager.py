@@ -11,9 +11,12 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import cast
 
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars, GrammarState
 from diptych.worker_process.step_thread import StepThread
@@ -32,6 +35,8 @@ class RequestManager:
 
     handoff: HandoffClient
     grammars: Grammars
+    adapters: AdapterStore
+    adapter_calls: AdapterCalls
 
     def __init__(
         self,
@@ -72,6 +77,11 @@ class RequestManager:
         if self.draining:
             gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
             return
+        adapter = self.adapters.use(attempt.key, attempt.adapter) if attempt.adapter else None
+        if attempt.adapter and adapter is None:
+            failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED)
+            gateway.failed(attempt.key, failure)
+            return
         self._arrived += 1
         request = self._requests[attempt.key] = PrefillRequest(
             attempt,
@@ -81,6 +91,7 @@ class RequestManager:
             dispatch.work.waited.ToNanoseconds() / 1e9,
             dispatch.decode_address,
             dispatch.decode_incarnation,
+            adapter=adapter,
         )
         gateway.keys[attempt.key] = None
         reach("prefill.queued")
@@ -178,10 +189,28 @@ class RequestManager:
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
+        if request.adapter is not None and request.adapter.may_place():
+            request.adapter.place()  # else `place_adapters`, when a slot is free
         if request.stop is not None:  # cancelled while it asked, too late for that
             request.events.put_nowait(request.stop)
         reach("prefill.granted")
         self._wake()
+
+    def place_adapters(self) -> None:
+        """Give slots to the adapters of those that have blocks, in the order in which they got these."""
+        while (key := self.adapters.slots.first) is not None:
+            use = self._requests[cast("Key", key)].adapter
+            if use is None or not use.may_place():
+                return
+            use.place()
+            self._wake()
+
+    def release_adapter(self, request: PrefillRequest) -> None:
+        """Release the adapter of a request that has ended, once no step reads it any more."""
+        if request.adapter is None or request.adapter_released or self._step.writes(request):
+            return
+        request.adapter_released = True
+        request.adapter.release()
 
     def send_first_tokens(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
         """Send the first tokens before the handoff is complete: they do not depend on it.
@@ -217,6 +246,7 @@ class RequestManager:
         del self._requests[request.key]
         self._tasks.pop(request.key, None)
         request.gateway.keys.pop(request.key, None)
+        self.release_adapter(request)
         if outcome.committed:
             request.gateway.committed(request.key)
         elif outcome.failure is not None:

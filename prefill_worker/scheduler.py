@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import Key
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt with `tokens` still to compute for the decode worker `decode`."""
+    """A prompt with `tokens` still to compute for `decode`, a decode worker or a line of asks there."""
 
     key: Key
     tokens: int

@@ -13,6 +13,8 @@ from diptych.runtime.rpc_streams.method import PREFILL
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
@@ -91,6 +93,12 @@ class PrefillWorker:
         for outcome in OUTCOMES:
             self._metrics.pulls.labels(outcome)
         self._loop.requests.grammars = Grammars(settings.model_path)
+        self._adapters = AdapterStore(
+            engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank
+        )
+        self._adapters.on_slot_free = self._loop.requests.place_adapters
+        self._loop.requests.adapters = self._adapters
+        self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
         self._server = WorkerServer(settings, engine, self._spec())
@@ -125,6 +133,8 @@ class PrefillWorker:
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             waiting_tokens=self._loop.waiting_tokens,
+            adapters=self._adapters.digests,
+            max_loras=self._adapters.max_loras,
             pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
         )
 
@@ -169,6 +179,10 @@ def gateway_links(
                 loop.requests.cancel(key_of(message.cancel.id), message.cancel.choices)
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
+            case "load_adapter":
+                loop.requests.adapter_calls.load(message.load_adapter, gateway)
+            case "unload_adapter":
+                loop.requests.adapter_calls.unload(message.unload_adapter, gateway)
             case "drain":
                 drain(drain_grace_s(message.drain))
 

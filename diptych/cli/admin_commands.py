@@ -15,7 +15,7 @@ from diptych.v1 import admin_pb2_grpc
 from gateway.config import GRPC_PORT, admin_port_beside
 
 _TIMEOUT_S = 10.0
-_FILE_WIDTH = 200  # for grep: one worker, one line
+FILE_WIDTH = 200  # for grep: one worker, one line
 _STATES = {
     pb.WORKER_STATE_READY: "[green]ready[/]",
     pb.WORKER_STATE_CONNECTING: "[yellow]connecting[/]",
@@ -34,13 +34,13 @@ def list_workers(address: str) -> int:
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S, metadata=metadata)
-        width = None if sys.stdout.isatty() else _FILE_WIDTH
+        width = None if sys.stdout.isatty() else FILE_WIDTH
         console = Console(width=width)
         console.print(worker_table(answer.workers))
         for reason in reasons(answer.workers):
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
@@ -56,7 +56,7 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
         stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
         print(f"{worker_id} drains")
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def flush_prefix_cache(address: str, worker_id: str) -> int:
@@ -71,7 +71,7 @@ def flush_prefix_cache(address: str, worker_id: str) -> int:
             f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S, metadata=metadata).blocks} blocks forgotten"
         )
 
-    return _call_admin(address, ask)
+    return call_admin(address, ask)
 
 
 def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
@@ -86,7 +86,8 @@ def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
         return 1
 
 
-def _call_admin(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+def call_admin(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+    """Call `ask` with a stub of the admin port; return the exit status, with what failed on stderr."""
     try:
         access = Access.from_environment()
     except OSError as error:
@@ -114,7 +115,10 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "role", "state", "running", "waiting"):
         table.add_column(column, no_wrap=True)
-    for column in ("to prefill", "local prefills", "drafts right", "blocks free", "address"):
+    workers = list(workers)
+    adapters = any(worker.load.adapters for worker in workers)
+    more = ("adapters",) if adapters else ()
+    for column in ("to prefill", "local prefills", "drafts right", "blocks free", *more, "address"):
         table.add_column(column, overflow="fold")
     for worker in workers:
         load = worker.load
@@ -128,6 +132,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
             str(load.local_prefills) if worker.role == pb.WORKER_ROLE_DECODE else "",
             f"{load.accepted_draft_tokens} of {load.drafted_tokens}" if load.drafted_tokens else "",
             f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
+            *((", ".join(load.adapters),) if adapters else ()),
             worker.address,
         )
     return table

@@ -25,6 +25,10 @@ def new(
     requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Prompt and output.")] = None,
     concurrent_requests: Annotated[int | None, typer.Option(min=1)] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="LoRA adapter that it may use; may be repeated, NAME* is any rest; default: all."),
+    ] = None,
 ) -> None:
     """Make a key. It is shown once, on stderr; stdout has the line for the file of --api-keys-file.
 
@@ -41,6 +45,7 @@ def new(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
+        "adapters": adapter or None,
     }
     line = json.dumps({name: value for name, value in members.items() if value is not None})
     try:

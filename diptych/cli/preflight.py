@@ -27,6 +27,7 @@ from diptych.runtime.python_module import module_arguments
 from diptych.runtime.settings import ProgramSettings, StartupError
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
+from gateway.adapter_service import read_configured
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from prefill_worker.config import PrefillSettings
 
@@ -73,6 +74,7 @@ def read_programs(options: StackOptions) -> list[Program]:
     _check_switches(options)
     programs = _read_programs(options)
     _check_models(one.settings for one in programs)
+    _check_adapters(one.settings for one in programs)
     return programs
 
 
@@ -85,6 +87,16 @@ def _check_models(settings: Iterable[ProgramSettings]) -> None:
             check_max_model_len(path, tokens)
     except StartupError as error:
         raise BadOptions(str(error)) from None
+
+
+def _check_adapters(settings: Iterable[ProgramSettings]) -> None:
+    """Look at the files of --lora."""
+    for one in settings:
+        if isinstance(one, GatewaySettings):
+            try:
+                read_configured(one.adapters, one.max_lora_rank)
+            except StartupError as error:
+                raise BadOptions(str(error)) from None
 
 
 def settable_fields(role: str) -> list[str]:

@@ -24,7 +24,7 @@ OWNED_FLAGS = frozenset(
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template"),
+        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora"),
     }
 )
 
@@ -113,6 +113,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
         "speculative-model": options.speculative_model,
+        "max-loras": options.max_loras,
+        "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
     gateway = _spec(
@@ -131,6 +133,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
+            "lora": options.lora,
+            "max-lora-rank": options.max_lora_rank,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),
@@ -167,6 +171,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 "speculative-tokens": options.speculative_tokens,
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
+                "kv-tier": options.kv_tier,
                 "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
                 **on_workers,
             },

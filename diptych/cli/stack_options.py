@@ -59,6 +59,17 @@ class StackOptions:
         str | None,
         _option("Form in which the model marks its reasoning; default: as its template says.", "Model"),
     ] = None
+    lora: Annotated[
+        str | None,
+        _option("LoRA adapter to serve, as NAME=PATH; may be repeated.", "LoRA"),
+    ] = None
+    max_loras: Annotated[
+        int | None,
+        _option("LoRA adapters that one step can compute at once; 0 = none.", "LoRA", min=0, max=256),
+    ] = None
+    max_lora_rank: Annotated[
+        int | None, _option("Largest rank of a LoRA adapter.", "LoRA", min=1, max=512)
+    ] = None
     dtype: Annotated[
         str,
         _option(
@@ -143,6 +154,10 @@ class StackOptions:
     ] = None
     kv_blocks: Annotated[
         int | None, _option("Blocks of that pool, instead of --kv-memory-mib.", "KV cache")
+    ] = None
+    kv_tier: Annotated[
+        str | None,
+        _option("Stores for blocks that leave the pool: ram:SIZE, disk:FOLDER:SIZE; several.", "KV cache"),
     ] = None
     kv_cache_dtype: Annotated[
         str | None,

@@ -21,6 +21,7 @@ from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.kv_tier_specs import kept_secret, parse_tiers
 from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.settings import config_digest
 
@@ -101,7 +102,8 @@ async def running_stack(
     supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=timeouts.kill_after_s)
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
-        shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
+        secret = options.secret or kept_secret(parse_tiers(options.kv_tier or "")) or secrets.token_hex(32)
+        shared = SharedSecrets(redis_url, secret)
         announced = await supervisor.start(
             program_specs(options, shared, usable_cores()),
             serves_without=partial(_serves_without, supervisor, options),

@@ -183,6 +183,8 @@ def _timings(timings: pb.Timings) -> Timings:
         preemptions=timings.preemptions,
         retries=timings.retries,
         local_prefill=timings.local_prefill,
+        tier_blocks=timings.tier_blocks,
+        kv_load=seconds("kv_load"),
     )
 
 

@@ -38,6 +38,10 @@ class Timings:
     retries: int
     local_prefill: bool = False
     """True if the decode worker computed the prompt itself, in one attempt at least."""
+    tier_blocks: int = 0
+    """KV blocks of the prompt that came from the decode worker's tiers."""
+    kv_load: float = 0.0
+    """Seconds that the request waited for them, in `queue`."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
@@ -64,6 +65,34 @@ class MixedStepBackend(Backend, Protocol):
     @property
     def mixes_chunks(self) -> bool:
         """True; its presence is what counts."""
+        ...
+
+
+@runtime_checkable
+class AdapterBackend(Backend, Protocol):
+    """A backend that computes rows with LoRA adapters (`SequenceStep.adapter`) beside rows of the base.
+
+    A row has the bits that it would have beside any other rows. Steps without such rows cost nothing more.
+    """
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """Prepare for adapters of rank up to `max_rank` in slots `0 .. slots - 1`; call it once, before any
+        step.
+
+        Returns what the backend lacks, in words, if it computes none for this model; else None. Takes no
+        memory before the first `set_adapter`.
+        """
+        ...
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """Return an adapter as `set_adapter` takes it, in host memory. Any thread may call it."""
+        ...
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """Let the steps that follow find `prepared` in a slot; None empties it.
+
+        No step that was launched and not collected may read the slot.
+        """
         ...
 
 

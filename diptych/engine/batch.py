@@ -6,7 +6,7 @@ many. Nothing else tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,8 @@ class SequenceStep:
     """Row of the step launched before, for one that is launched ahead (`Runner.launch`): the row's sampled
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
+    adapter: int | None = None
+    """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
 
     @property
     def logit_rows(self) -> int:
@@ -73,12 +75,16 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary, more rows of logits than tokens.
+    vocabulary, more rows of logits than tokens, a slot without an adapter.
     """
 
 
-def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
-    """Raise BatchError, naming the row, for a step that would read or write outside its memory."""
+def check_batch(
+    sequences: Sequence[SequenceStep], vocab_size: int, adapter_slots: Collection[int] = ()
+) -> None:
+    """Raise BatchError, naming the row, for a step that would read or write outside its memory, or that names
+    an adapter's slot that is not among `adapter_slots`.
+    """
     for row, step in enumerate(sequences):
         layout = step.memory.layout
         end = step.start + len(step.token_ids)
@@ -96,6 +102,8 @@ def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
         used = step.block_table[:blocks]
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+        if step.adapter is not None and step.adapter not in adapter_slots:
+            raise BatchError(f"row {row}: there is no adapter in slot {step.adapter}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from typing import TypeVar
 
 import torch
 
+from diptych.engine.adapter_slots import AdapterSlots
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backend import (
+    AdapterBackend,
     CompletionFdBackend,
     GraphBackend,
     LaunchingBackend,
@@ -44,6 +47,7 @@ class Runner:
         self.completions = backend.completions if isinstance(backend, CompletionFdBackend) else None
         """File descriptor with a byte for every launched step that is done; None: `collect` has to wait."""
         self._last_end = 0.0  # of the step before
+        self._adapters: AdapterSlots | None = None
 
     @property
     def threads(self) -> int:
@@ -127,6 +131,33 @@ class Runner:
         if self._graphs is not None:
             self._graphs.prepare_decode(memory)
 
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """Let steps have rows with adapters, as `AdapterBackend.allow_adapters` does; return what is lacking,
+        in words, if the backend computes none.
+        """
+        backend = self.model.backend
+        if not isinstance(backend, AdapterBackend):
+            return f"adapters are not computed by the {self.model.backend_name} step"
+        if (why := backend.allow_adapters(slots, max_rank)) is None:
+            self._adapters = AdapterSlots(backend)
+        return why
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """Return an adapter as `place_adapter` takes it. Takes time; any thread may call it during steps."""
+        return self._adapter_slots().prepare(adapter)
+
+    def place_adapter(self, slot: int, prepared: object | None) -> None:
+        """Put an adapter into a slot before the next step, or None to empty it.
+
+        Any thread may call it while no step, launched ones included, reads the slot.
+        """
+        self._adapter_slots().place(slot, prepared)
+
+    def _adapter_slots(self) -> AdapterSlots:
+        if self._adapters is None:
+            raise RuntimeError("adapters were not allowed")
+        return self._adapters
+
     def _compute(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]
     ) -> _Result:
@@ -141,7 +172,8 @@ class Runner:
         return result
 
     def _check(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
-        check_batch(sequences, self.model.shape.vocab_size)
+        slots = () if self._adapters is None else self._adapters.ready()
+        check_batch(sequences, self.model.shape.vocab_size, slots)
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
 

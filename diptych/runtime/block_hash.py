@@ -6,7 +6,7 @@ content. Sharing a block on equal keys is therefore as safe as the hash is stron
 - the keys are keyed (a PRF), never a plain fast hash such as xxh3, for which collisions can be made
   on purpose: a client that finds two prompts with one key reads another request's attention state;
 - the key of the chain (the namespace) is itself an HMAC over the server's secret, the tenant, the
-  salt, the model and the KV type, so that no outsider can compute keys, and no two tenants,
+  salt, the model, the adapter and the KV type, so that no outsider can compute keys, and no two tenants,
   models or precisions ever meet in one cache.
 
 The chain uses BLAKE2b in its keyed mode (RFC 7693), which is a MAC by construction and, at about
@@ -25,17 +25,23 @@ NAMESPACE_BYTES = 32
 KEY_BYTES = 16
 
 
-def namespace_key(secret: bytes, *, tenant: str, salt: str, model_digest: str, kv_dtype: str) -> bytes:
+def namespace_key(
+    secret: bytes, *, tenant: str, salt: str, model_digest: str, kv_dtype: str, adapter: bytes = b""
+) -> bytes:
     """Return the 32-byte key under which one tenant's blocks of one model are hashed (HMAC-SHA256).
 
-    Fields are length-prefixed: ("ab", "c") and ("a", "bc") are different namespaces. Raises
+    `adapter` is the digest of a LoRA adapter's content, empty for the base model, whose namespace has a field
+    less. Fields are length-prefixed: ("ab", "c") and ("a", "bc") are different namespaces. Raises
     ValueError for an empty secret, because every client could compute its keys.
     """
     if not secret:
         raise ValueError("the secret of the block hashes is empty")
     mac = hmac.new(secret, digestmod=hashlib.sha256)
-    for field in (f"diptych.block.{HASH_VERSION}", tenant, salt, model_digest, kv_dtype):
-        data = field.encode("utf-8", "surrogatepass")
+    fields = [
+        field.encode("utf-8", "surrogatepass")
+        for field in (f"diptych.block.{HASH_VERSION}", tenant, salt, model_digest, kv_dtype)
+    ]
+    for data in (*fields, adapter) if adapter else fields:
         mac.update(struct.pack("<I", len(data)))
         mac.update(data)
     return mac.digest()

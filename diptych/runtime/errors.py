@@ -8,8 +8,11 @@
     ├── PermissionDenied          PERMISSION_DENIED    a key without the scope; another tenant's request
     ├── QuotaExceeded             RESOURCE_EXHAUSTED   the key's own bound, with a retry hint
     ├── UnknownModel              NOT_FOUND
+    ├── UnknownAdapter            NOT_FOUND
     ├── UnknownWorker             NOT_FOUND
     ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
+    ├── AdapterExists             ALREADY_EXISTS       another content has this name
+    ├── AdapterRefused            FAILED_PRECONDITION  a worker cannot load it
     ├── Overloaded
     │   ├── QueueFull             RESOURCE_EXHAUSTED   with a retry hint
     │   ├── KvCapacity            RESOURCE_EXHAUSTED   with a retry hint
@@ -20,6 +23,7 @@
     ├── ShutDown                  ABORTED              output went out; before that it is Draining
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
+    ├── AdapterNotLoaded          UNAVAILABLE, or ABORTED once output went out
     ├── SlowReader                ABORTED              the client does not read its stream
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
     ├── Cancelled                 CANCELLED
@@ -176,6 +180,37 @@ class UnknownModel(DiptychError):
         super().__init__(message, resource=Resource("model", printable(name)))
 
 
+class UnknownAdapter(DiptychError):
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_ADAPTER"
+
+    def __init__(self, name: str) -> None:
+        super().__init__("no such adapter is served here", resource=Resource("adapter", printable(name)))
+
+
+class AdapterExists(DiptychError):
+    """Another content is served under this name, and the request does not say to replace it."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ADAPTER_EXISTS"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            "another content is served under this name: unload it first, or ask to replace it",
+            resource=Resource("adapter", printable(name)),
+        )
+
+
+class AdapterRefused(DiptychError):
+    """Workers that cannot load an adapter; ``why`` is what they say of it, for operators."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTER_REFUSED"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the adapter was not loaded: {why}")
+
+
 class UnknownWorker(DiptychError):
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_WORKER"
@@ -283,6 +318,13 @@ class ShutDown(Interrupted):
 class KvTransferFailed(Interrupted):
     reason = "KV_TRANSFER_FAILED"
     explanation = "the handoff of the prompt's KV blocks failed"
+
+
+class AdapterNotLoaded(Interrupted):
+    """No workers have the request's adapter, and none can load it; their log and the gateway's say why."""
+
+    reason = "ADAPTER_NOT_LOADED"
+    explanation = "the workers could not load the adapter of this request"
 
 
 class SlowReader(DiptychError):

@@ -233,6 +233,11 @@ class GatewayMetrics(RoleMetrics):
             "diptych_workers_ready", "Workers that can take requests", ["role"], registry=registry
         )
 
+    def forget_model(self, name: str) -> None:
+        """Remove the series of a model that is not served any more: adapters come and go."""
+        for metric in (self.request_duration, self.time_to_first_token, self.time_per_output_token):
+            metric.remove_by_labels({"gen_ai_request_model": name})
+
 
 class WorkerMetrics(RoleMetrics):
     """Metrics of both workers: the engine's steps and the handoff."""
@@ -346,6 +351,17 @@ class DecodeMetrics(WorkerMetrics):
         )
         self.prefix_cache_hits = Counter(
             "diptych_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
+        )
+        self.tier_bytes = Gauge(
+            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
+        )
+        self.tier_blocks_loaded = Counter(
+            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
+        )
+        self.tier_entries_damaged = Gauge(
+            "diptych_kv_tier_entries_damaged",
+            "Entries of tiers that were not what had been stored, and were removed",
+            registry=registry,
         )
         self.preemptions = Counter(
             "diptych_preemptions", "Requests sent back because blocks ran out", registry=registry

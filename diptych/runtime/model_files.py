@@ -29,7 +29,8 @@ _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD_NAME: Final = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_GGUFS: Final = {
-    "adapter": "a LoRA adapter; merge it into its base model (llama-export-lora) and give the result",
+    "adapter": "a LoRA adapter: give it as --lora NAME=PATH beside its base model, or merged into it "
+    "(llama-export-lora)",
     "mmproj": "the image part (mmproj) of a model; give the GGUF file of its language model",
     "imatrix": "an importance matrix, made for quantising a model; give the model's own GGUF file",
 }
@@ -138,8 +139,8 @@ def _adapter(folder: Path) -> str:
     base = _json_object(folder / "adapter_config.json").get("base_model_name_or_path")
     of = f" of {base}" if isinstance(base, str) and base else ""
     return (
-        f"{folder} holds a LoRA adapter{of} (adapter_config.json), and adapters are not applied: merge it "
-        "into its base model (peft: merge_and_unload, then save_pretrained) and give the result"
+        f"{folder} holds a LoRA adapter{of} (adapter_config.json): give it as --lora NAME={folder} beside "
+        "--model with its base model, or merged into it (peft: merge_and_unload, then save_pretrained)"
     )
 
 

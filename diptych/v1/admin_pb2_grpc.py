@@ -60,6 +60,21 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/diptych.v1.AdminService/LoadAdapter',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/diptych.v1.AdminService/UnloadAdapter',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/diptych.v1.AdminService/ListAdapters',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -101,6 +116,26 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Serve a LoRA adapter under a name of its own. Answers when every linked worker that can has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Requests that run are finished; new ones that name it get NOT_FOUND at once. Answers when workers have let it go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +163,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.FlushPrefixCache,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +316,87 @@ class AdminService:
             '/diptych.v1.AdminService/FlushPrefixCache',
             diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/LoadAdapter',
+            diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/UnloadAdapter',
+            diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/ListAdapters',
+            diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

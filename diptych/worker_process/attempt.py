@@ -42,6 +42,8 @@ class Attempt:
     reserve_worst_case: bool
     deadline: float | None
     trace: tuple[str, str] | None  # traceparent, tracestate
+    adapter: bytes = b""
+    """Digest of the LoRA adapter's content; empty: the base model."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -112,6 +114,7 @@ class Attempt:
             reserve_worst_case=work.reserve_worst_case,
             deadline=None if time_left is None else time.monotonic() + time_left,
             trace=(work.traceparent, work.tracestate) if work.traceparent else None,
+            adapter=work.adapter,
         )
 
 

@@ -50,6 +50,14 @@ class WorkerSettings(ProgramSettings):
         "Transport of KV blocks between workers; auto takes the fastest that both sides have.",
         section="KV transfer",
     )
+    max_loras: Annotated[int, Field(ge=0, le=256)] = setting(
+        8,
+        "LoRA adapters that one step can compute at once; more are loaded and take turns. 0 = none.",
+        section="LoRA",
+    )
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
+        64, "Largest rank of a LoRA adapter.", section="LoRA"
+    )
     worker_rpc: Literal["auto", "grpc"] = setting(
         "auto",
         "Connection of other processes to this worker; auto takes a Unix socket from within its host.",

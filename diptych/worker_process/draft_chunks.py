@@ -40,4 +40,4 @@ def draft_step(step: SequenceStep) -> SequenceStep:
     """Return the draft model's step over the same tokens, without logits. Raises ValueError without one."""
     if step.memory.draft is None:
         raise ValueError("the blocks have no segment for a draft model")
-    return replace(step, memory=step.memory.draft, wants_logits=False, trailing=1, follows=None)
+    return replace(step, memory=step.memory.draft, wants_logits=False, trailing=1, follows=None, adapter=None)

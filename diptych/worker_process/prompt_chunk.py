@@ -44,6 +44,8 @@ class PromptChunk:
     block_table: Sequence[int]
     start: int
     tokens: int
+    adapter: int | None
+    """Slot of the attempt's adapter; None: the base model."""
 
     @property
     def last(self) -> bool:
@@ -68,6 +70,7 @@ class PromptChunk:
             token_ids=self.token_ids[self.start : self.start + self.tokens],
             wants_logits=self.last or scored,
             trailing=self.tokens if scored else 1,
+            adapter=self.adapter,
         )
 
     def device_rows(self) -> Sequence[SampleRow | None]:

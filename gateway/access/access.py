@@ -30,6 +30,13 @@ class Caller:
     tenant: str
     scopes: frozenset[Scope]
     quota_usage: QuotaUsage = field(repr=False)
+    adapters: tuple[str, ...] | None = None  # names, or beginnings of names with a * after them; None = all
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether this caller may use the LoRA adapter of this name."""
+        return self.adapters is None or any(
+            adapter.startswith(one[:-1]) if one.endswith("*") else adapter == one for one in self.adapters
+        )
 
 
 def anonymous() -> Caller:
@@ -116,6 +123,6 @@ class Access:
                 usage = QuotaUsage(entry.name, entry.quota)
             usages[entry.name] = usage
             digest = bytes.fromhex(entry.sha256)
-            caller = Caller(entry.tenant, frozenset(entry.scopes), usage)
+            caller = Caller(entry.tenant, frozenset(entry.scopes), usage, entry.adapters)
             known.setdefault(digest[:_INDEX_BYTES], []).append(_KnownKey(digest, caller))
         self._known, self._usages = known, usages

@@ -3,8 +3,10 @@
     {"name": "billing-1", "tenant": "billing", "sha256": "9f86…", "scopes": ["inference"],
      "requests_per_minute": 600, "tokens_per_minute": 100000, "concurrent_requests": 16}
 
-(in one line). The last three may be absent. The file holds no key, only its SHA-256 (FIPS 180-4): a key has
-256 random bits, so that neither a salt nor a slow hash is needed against guessing.
+(in one line). The last three may be absent. So may `"adapters": ["legal", "team-a/*"]`, the LoRA adapters
+that the key may use: names, of which a last * stands for any rest; without it all. The file holds no key,
+only its SHA-256 (FIPS 180-4): a key has 256 random bits, so that neither a salt nor a slow hash is needed
+against guessing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ KEY_PREFIX: Final = "dk-"  # so that scanners for leaked secrets recognise a key
 _KEY_BYTES: Final = 32
 _NAME: Final = r"^[A-Za-z0-9._-]{1,64}$"
 MAX_COUNT: Final = 2**40
+_Pattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._/:@-]{0,127})?\*?$", min_length=1)]
 _Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
@@ -54,6 +57,7 @@ class KeyEntry(BaseModel):
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
     concurrent_requests: _Count | None = None
+    adapters: Annotated[tuple[_Pattern, ...] | None, Field(strict=False)] = None
 
     @property
     def quota(self) -> Quota:

@@ -13,7 +13,8 @@ class PhaseTimes:
     """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
 
     ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
-    worker. ``drafted_tokens`` and ``accepted_draft_tokens`` are those of a whole attempt.
+    worker. ``tier_blocks``: blocks that came from a decode worker's tiers. ``drafted_tokens`` and
+    ``accepted_draft_tokens`` are those of a whole attempt.
     """
 
     prefill_queue: float = 0.0
@@ -27,6 +28,8 @@ class PhaseTimes:
     prefill_steps: int = 0
     local_prefills: int = 0
     remote_prefills: int = 0
+    tier_blocks: int = 0
+    kv_load: float = 0.0
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
 
@@ -93,6 +96,8 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         prefill_steps=times.prefill_steps,
         local_prefills=int(times.local_prefill),
         remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
+        tier_blocks=times.tier_blocks,
+        kv_load=seconds("kv_load"),
         drafted_tokens=times.drafted_tokens,
         accepted_draft_tokens=times.accepted_draft_tokens,
     )

@@ -28,6 +28,7 @@ class Cause(Enum):
     NO_VALID_TOKEN = "no_valid_token"  # the request's own rules leave no token
     COMPUTE_FAILED = "compute_failed"  # the worker could not compute a token: an error, or logits not finite
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
+    ADAPTER_NOT_LOADED = "adapter_not_loaded"  # the worker does not have it, or not any more
     TOO_MANY_NEW = "too_many_new"  # for a decode worker to compute them itself: an answer, no failure
 
 

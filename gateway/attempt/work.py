@@ -111,6 +111,7 @@ def build_work(
         choices=attempt.choices,
         prompt_logprobs=request.prompt_logprobs,
         local_prefill=_LOCAL[attempt.local],
+        adapter=b"" if request.adapter is None else request.adapter.digest,
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych.parameters import Sampling
+from gateway.adapters.adapter import Adapter
 from gateway.reasoning.request_reasoning import RequestReasoning
 from gateway.request.structured_output import Constraint
 from gateway.tools.tool import Toolbox
@@ -20,7 +21,7 @@ class ParsedRequest:
     """A valid ``GenerateRequest``. ``prompt_ids`` is never empty and every id is in the vocabulary."""
 
     request_id: str  # the caller's or a fresh one; never empty
-    model: str  # the card's name, never an alias
+    model: str  # the card's name, never an alias; with an adapter its name
     prompt_ids: tuple[int, ...] = field(repr=False)
     sampling: Sampling
     max_tokens: int | None  # None = up to the context limit, see `output_budget`
@@ -51,6 +52,7 @@ class ParsedRequest:
     reasoning: RequestReasoning | None = None  # that the output may begin with
     received: tuple[int, ...] = field(default=(), repr=False)  # of the output, by a stream that broke
     output_limit: int | None = None  # what that stream might have emitted in all
+    adapter: Adapter | None = None  # applied to the model; None = none
 
     @property
     def choices(self) -> int:

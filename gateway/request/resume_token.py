@@ -101,6 +101,7 @@ class ResumeTokens:
             None if constraint is None else constraint.grammar.digest,
             "one call" if request.tools is not None and request.tools.single else request.tools is not None,
             *(() if request.reasoning is None else request.reasoning.key),
+            *(() if request.adapter is None else ("adapter", request.adapter.digest)),
         )
         digest = hashlib.sha256(array("Q", request.prompt_ids).tobytes())
         digest.update(self._model)

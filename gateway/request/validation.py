@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
+from gateway.adapters.adapter import Adapter
 from gateway.model.served_model import ServedModel
 from gateway.request import field_checks
 from gateway.request.parsed_request import ParsedRequest
@@ -60,6 +61,7 @@ def parse_request(
     model: ServedModel,
     *,
     header_request_id: str = "",
+    adapter: Adapter | None = None,
     token_limit: int | None = None,
     lenient_json_schema: bool = False,
     fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
@@ -71,6 +73,7 @@ def parse_request(
         request: as it came.
         model: the served model.
         header_request_id: the x-request-id metadata, used where ``request_id`` is empty.
+        adapter: that ``model`` or ``lora`` names.
         token_limit: prompt and output together; smaller than the model's context where the whole KV pool is.
         lenient_json_schema: leave out of schemas what an output cannot be held to.
         fresh_id: makes a request id where the caller gave none.
@@ -81,7 +84,7 @@ def parse_request(
     """
     card, response, cache = model.card, request.response, request.cache
     request_id = field_checks.request_id(request.request_id, header_request_id, fresh_id)
-    name = field_checks.model_name(request.model, card)
+    name = field_checks.model_name(request.model, card) if adapter is None else adapter.name
     refuse_unsupported(request)
     counts = read_output_counts(request.sampling)
     logprobs = field_checks.read_number(PARAMETERS["logprobs"], response)
@@ -139,6 +142,7 @@ def parse_request(
         constraint=constraint,
         tools=tools,
         reasoning=reasoning,
+        adapter=adapter,
     )
 
 
@@ -147,8 +151,6 @@ def refuse_unsupported(request: pb.GenerateRequest) -> None:
 
     To ignore one would answer another question. Raises InvalidParameter for received ids without a token.
     """
-    if request.lora:
-        raise UnsupportedFeature("lora")
     # The workers search over token ids. Cut at a string afterwards, several beams would be the same text,
     # ranked by tokens that the client does not see.
     if request.stopping.stop and request.sampling.beam_width > 1:

@@ -219,6 +219,7 @@ class AttemptHistory:
             undecided=limits.failed_workers.undecided,
             losses=recent[Cause.WORKER_LOST] + recent[Cause.PEER_LOST],
             refusals=recent[Cause.DRAINING],
+            adapter_refusals=recent[Cause.ADAPTER_NOT_LOADED],
             attempts=attempts,
         )
 

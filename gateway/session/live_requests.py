@@ -24,6 +24,10 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._reserved)
 
+    def drivers(self) -> list[RequestDriver]:
+        """Return the drivers of the live requests."""
+        return list(self._by_work.values())
+
     def is_reserved(self, tenant: str, request_id: str) -> bool:
         """Return whether a live request of the tenant has this id."""
         return (tenant, request_id) in self._reserved

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from diptych.runtime.errors import DiptychError, Internal, Interrupted, NoReadyWorker
+from diptych.runtime.errors import AdapterNotLoaded, DiptychError, Internal, Interrupted, NoReadyWorker
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 from gateway.attempt.types import DecodeFinished, FinishReason, PrefillCommitted, Role, TokensArrived
@@ -52,7 +52,7 @@ from gateway.session.request_state import RequestState
 from gateway.session.retry_policy import RetryLimits
 from gateway.worker_pool.codec import PromptLogprobsArrived, WorkerEvent
 from gateway.worker_pool.links import LinkDown
-from gateway.worker_pool.router import NoProof, NoWorker, Placement, RouteRequest
+from gateway.worker_pool.router import NoAdapter, NoProof, NoWorker, Placement, RouteRequest
 
 PROOF_PAUSE_S = 0.03  # between two looks for a worker that was heard of since another one was lost
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Workers(Protocol):
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker | NoProof: ...
+    ) -> Placement | NoWorker | NoProof | NoAdapter: ...
     def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None: ...
     def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
     def cancel_attempt(
@@ -326,6 +326,8 @@ class RequestDriver:
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
         if isinstance(placement, NoProof):
             return ProofPending(wanted.choices)
+        if isinstance(placement, NoAdapter):
+            return RequestFailed(AdapterNotLoaded(tokens_emitted=self.state.limits.delivered))
         if isinstance(placement, NoWorker):
             self.routes.append(RouteTrace(start, self.clock(), None))
             return NoRoute(placement.role, wanted.choices)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diptych.runtime.errors import (
+    AdapterNotLoaded,
     ContextLengthExceeded,
     DeadlineExceeded,
     DiptychError,
@@ -64,6 +65,7 @@ class RetryContext:
     undecided: bool = False  # all deaths lie within `MOMENT_S`
     losses: int = 0  # of workers and of the network to them, since its last token
     refusals: int = 0  # since its last token
+    adapter_refusals: int = 0  # likewise, by workers that did not have its adapter
     attempts: int = 0
 
 
@@ -122,6 +124,10 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
             return GiveUp(_aborted_or(NoReadyWorker("decode"), context))
         case Cause.NO_VALID_TOKEN:
             return GiveUp(NoValidToken())
+        case Cause.ADAPTER_NOT_LOADED:  # the next attempt goes where it is by then
+            if context.adapter_refusals <= MAX_REFUSALS:
+                return Retry(reserve, charged=False)
+            return GiveUp(AdapterNotLoaded(tokens_emitted=context.delivered))
         case Cause.TOO_MANY_NEW:  # an answer, which no attempt is charged for
             return Retry(reserve, charged=False)
         case Cause.INTERNAL:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from diptych.runtime.rpc_streams.method import DECODE, PREFILL, LinkMethod
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.adapters.adapter import Adapter
 from gateway.attempt.phase_times import PhaseTimes, read_phase_times
 from gateway.attempt.types import (
     AttemptEvent,
@@ -38,6 +39,7 @@ _CAUSES = {
     work_pb2.FAILURE_REASON_NO_VALID_TOKEN: Cause.NO_VALID_TOKEN,
     work_pb2.FAILURE_REASON_COMPUTE_FAILED: Cause.COMPUTE_FAILED,
     work_pb2.FAILURE_REASON_TOO_MANY_NEW: Cause.TOO_MANY_NEW,
+    work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED: Cause.ADAPTER_NOT_LOADED,
 }
 _FINISHES = {
     work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -80,6 +82,8 @@ class Load:
     max_fallback_prefill_tokens: int = 0  # likewise while no prefill worker is ready
     local_prefill_chunk: int = 0  # tokens of such prompts in a step beside running sequences
     local_prefills: int = 0  # prompts that it has computed
+    adapters: tuple[bytes, ...] = ()  # digests of those in its memory
+    max_loras: int = 0  # that a step can compute at once
     drafted_tokens: int = 0  # that a decode worker has drafted and checked
     accepted_draft_tokens: int = 0  # of these, those that were right
 
@@ -127,7 +131,14 @@ class Flushed(NamedTuple):
     blocks: int
 
 
-WorkerMessage = WorkerHello | Heartbeat | Flushed | list[WorkerEvent]
+class AdapterAnswer(NamedTuple):
+    """The answer to a load or an unload of an adapter; ``failure`` is empty when it is done."""
+
+    number: int
+    failure: str
+
+
+WorkerMessage = WorkerHello | Heartbeat | Flushed | AdapterAnswer | list[WorkerEvent]
 
 
 class WorkerCodec(Protocol):
@@ -142,6 +153,8 @@ class WorkerCodec(Protocol):
     def build_cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
     def build_drain(self, grace_s: float | None) -> Message: ...
     def build_flush(self, request: int) -> Message: ...
+    def build_load_adapter(self, number: int, adapter: Adapter) -> Message: ...
+    def build_unload_adapter(self, number: int, digest: bytes) -> Message: ...
     def parse(self, message: Any) -> WorkerMessage: ...
 
 
@@ -168,10 +181,19 @@ class _RoleCodec:
     def build_flush(self, request: int) -> Message:
         return self._request(flush=work_pb2.FlushPrefixCache(id=request))
 
+    def build_load_adapter(self, number: int, adapter: Adapter) -> Message:
+        load = work_pb2.LoadAdapter(id=number, digest=adapter.digest, name=adapter.name, path=adapter.path)
+        return self._request(load_adapter=load)
+
+    def build_unload_adapter(self, number: int, digest: bytes) -> Message:
+        return self._request(unload_adapter=work_pb2.UnloadAdapter(id=number, digest=digest))
+
     @staticmethod
     def _parse_common(kind: str | None, message: Any) -> WorkerMessage:
         if kind == "flushed":
             return Flushed(message.flushed.id, message.flushed.blocks)
+        if kind == "adapter_answer":
+            return _adapter_answer(message.adapter_answer)
         return _hello(message.hello) if kind == "hello" else _heartbeat(message.heartbeat)
 
 
@@ -247,10 +269,17 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.max_fallback_prefill_tokens,
             sent.local_prefill_chunk,
             sent.local_prefills,
+            tuple(sent.adapters),
+            sent.max_loras,
             sent.drafted_tokens,
             sent.accepted_draft_tokens,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
+
+
+def _adapter_answer(answer: work_pb2.AdapterAnswer) -> AdapterAnswer:
+    failure = answer.failure.message or "it does not say why" if answer.HasField("failure") else ""
+    return AdapterAnswer(answer.id, failure)
 
 
 def _tokens(tokens: work_pb2.Tokens, early: bool = False) -> WorkerEvent:

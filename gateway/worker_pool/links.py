@@ -21,7 +21,15 @@ from google.protobuf.message import Message
 
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.stream import Stream, StreamLost
-from gateway.worker_pool.codec import Flushed, Heartbeat, Load, WorkerCodec, WorkerEvent, WorkerHello
+from gateway.worker_pool.codec import (
+    AdapterAnswer,
+    Flushed,
+    Heartbeat,
+    Load,
+    WorkerCodec,
+    WorkerEvent,
+    WorkerHello,
+)
 
 _log = logging.getLogger(__name__)
 _LOSSES = (StreamLost, TimeoutError)  # of a link
@@ -51,6 +59,7 @@ class LinkListener(Protocol):
     def on_load(self, worker_id: str, load: Load) -> None: ...
     def on_events(self, worker_id: str, events: list[WorkerEvent]) -> None: ...
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None: ...
+    def on_adapter_answer(self, worker_id: str, answer: AdapterAnswer) -> None: ...
 
 
 class LinkDown(Exception):
@@ -203,6 +212,8 @@ class Link:
                     self._listener.on_load(self.worker_id, parsed.load)
             elif isinstance(parsed, Flushed):
                 self._listener.on_flushed(self.worker_id, parsed)
+            elif isinstance(parsed, AdapterAnswer):
+                self._listener.on_adapter_answer(self.worker_id, parsed)
 
     async def _write(self, stream: Stream, send_queue: asyncio.Queue[Message]) -> None:
         while True:

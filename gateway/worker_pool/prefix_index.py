@@ -34,11 +34,14 @@ class PrefixIndexReader:
         self._last_keys: list[bytes] = []
 
     def namespace(self, job: Job, kept: str) -> bytes:
-        """Return the key of the request's block hashes; another tenant or salt has another one.
+        """Return the key of the request's block hashes; another tenant, salt or adapter has another one.
 
         `kept` is `WorkerRecord.kept` of the worker whose blocks are meant.
         """
-        return self._cached_namespace(job.tenant, job.request.salt, kept)
+        adapter = job.request.adapter
+        return self._cached_namespace(
+            job.tenant, job.request.salt, kept, b"" if adapter is None else adapter.digest
+        )
 
     def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
         """Return the leading cached blocks by worker, of whichever role.
@@ -62,7 +65,12 @@ class PrefixIndexReader:
             self._last, self._last_keys = wanted, block_keys(namespace, token_ids, block_size)
         return self._last_keys
 
-    def _make_namespace(self, tenant: str, salt: str, kept: str) -> bytes:
+    def _make_namespace(self, tenant: str, salt: str, kept: str, adapter: bytes) -> bytes:
         return namespace_key(
-            self._secret, tenant=tenant, salt=salt, model_digest=self._model_digest, kv_dtype=kept
+            self._secret,
+            tenant=tenant,
+            salt=salt,
+            model_digest=self._model_digest,
+            kv_dtype=kept,
+            adapter=adapter,
         )

@@ -47,6 +47,7 @@ class Worker:
     load: Load
     leased: bool = True
     leaving: bool = False  # it announced that it drains: when its link ends, it has not died
+    reported: bool = False  # its load, over this link
     rates: StepRates = field(default_factory=StepRates)
     unreported_local: int = 0
     outstanding: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Worker:
     def on_load(self, load: Load) -> None:
         """Replace the load by a new report."""
         self.load = load
+        self.reported = True
         self.leaving |= load.draining
         self.unreported.clear()
         self.unreported_local = 0
@@ -98,6 +100,7 @@ class Worker:
     def on_down(self) -> None:
         """Forget its load and its work: nothing that was sent over the link remains."""
         self.load = _recorded_load(self.record)
+        self.reported = False
         self.outstanding.clear()
         self.unreported.clear()
         self.unreported_local = 0

@@ -104,6 +104,11 @@ class NoProof:
 
 
 @dataclass(frozen=True, slots=True)
+class NoAdapter:
+    """Workers are there, and none of a role has the adapter of the request or could load it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A route, with the key of the block hashes on its decode worker and the values for the telemetry."""
 

@@ -18,10 +18,20 @@ from typing import Protocol
 
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
-from gateway.attempt.types import LocalPrefill, Role
+from gateway.adapters.adapter import Adapter
+from gateway.attempt.types import AttemptFailed, Cause, LocalPrefill, Role
 from gateway.attempt.work import Job
+from gateway.worker_pool.adapter_loads import AdapterLoads
 from gateway.worker_pool.arrival_wait import ArrivalWait
-from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
+from gateway.worker_pool.codec import (
+    AdapterAnswer,
+    DecodeCodec,
+    Flushed,
+    Load,
+    PrefillCodec,
+    WorkerCodec,
+    WorkerEvent,
+)
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
@@ -32,6 +42,7 @@ from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
     DecodeCandidate,
+    NoAdapter,
     NoProof,
     NoWorker,
     Placement,
@@ -92,8 +103,14 @@ class WorkerPool:
         arrival_wait_s: float = 0.0,
         local_workers: Callable[[], list[WorkerRecord]] = list,
         local_prefill: LocalMode = LocalMode.AUTO,
+        needed_adapters: Callable[[], dict[bytes, Adapter]] = dict,
     ) -> None:
-        """Create a pool. ``local_workers`` returns those that the gateway's own supervisor knows to serve."""
+        """Create a pool.
+
+        Args:
+            local_workers: returns those that the gateway's own supervisor knows to serve.
+            needed_adapters: returns the adapters that all workers must have, by digest.
+        """
         self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
@@ -107,6 +124,7 @@ class WorkerPool:
             "decode": DecodeCodec(identity.gateway_id, identity.incarnation),
         }
         self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
+        self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
         self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
         self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
@@ -152,6 +170,7 @@ class WorkerPool:
         for worker_id, record in records.items():
             if worker_id not in self.registry:
                 self._add(record)
+        self.adapter_loads.reconcile()
 
     def _is_ours(self, record: WorkerRecord) -> bool:
         if record.model_digest == self._identity.model_digest and record.role in self._codecs:
@@ -214,17 +233,22 @@ class WorkerPool:
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker | NoProof:
+    ) -> Placement | NoWorker | NoProof | NoAdapter:
         """Choose the pair of workers for an attempt, by load and cached prefix.
 
         After a worker was lost, the others may be dead as well (a host that fails takes all of its workers),
         and their links break some time later: those that sent something since come first. An attempt of a
         request that has lost one already waits for such a pair; heartbeats come four times a second. It also
         waits for word of its suspects: any may be one death too many.
+
+        Only workers that have its adapter get an attempt; it waits while one is to have it soon.
         """
         if any(self._is_silent(worker_id, at) for worker_id, at in request.suspects):
             return NoProof()
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
+        if (adapter := job.request.adapter) is not None:
+            prefill = self.adapter_loads.holders(prefill, adapter.digest)
+            decode = self.adapter_loads.holders(decode, adapter.digest)
         hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
@@ -233,7 +257,7 @@ class WorkerPool:
             if request.after_loss and not isinstance(route, NoWorker):
                 return NoProof()
         if isinstance(route, NoWorker):
-            return route
+            return route if adapter is None else self._without_adapter(route, adapter)
         worker = self.registry.require(route.decode_id)
         target = worker.record
         if route.local is not LocalPrefill.NO:
@@ -244,6 +268,14 @@ class WorkerPool:
             self._prefixes.namespace(job, target.kept),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
+
+    def _without_adapter(self, route: NoWorker, adapter: Adapter) -> NoWorker | NoProof | NoAdapter:
+        """Return what an attempt without a pair has to wait for: its adapter, or a worker."""
+        loads, digest = self.adapter_loads, adapter.digest
+        serving = self.registry.serving(route.role)
+        if loads.may_come(serving, digest):
+            return NoProof()
+        return route if not serving or loads.holders(serving, digest) else NoAdapter()
 
     def _choose_pair(
         self,
@@ -344,6 +376,7 @@ class WorkerPool:
             for dead in worker.record.dead:
                 if not self.registry.is_linked(dead):  # else the loss of its link follows
                     self._listener.on_worker_up(dead, False)
+            self.adapter_loads.reconcile()
             self._listener.on_worker_up(worker_id, same_process)
         self._on_change()
 
@@ -356,6 +389,7 @@ class WorkerPool:
             worker.on_down()
             self.ejections.forget(worker_id)
         self.pending_flushes.on_worker_down(worker_id)
+        self.adapter_loads.on_down(worker_id)
         self._listener.on_worker_down(worker_id, graceful)
         if self.registry.is_replaced(worker_id):
             self._listener.on_worker_up(worker_id, False)
@@ -367,6 +401,7 @@ class WorkerPool:
             return
         before = worker.load
         worker.on_load(load)
+        self.adapter_loads.on_load(worker)
         if load.step_times:
             self.ejections.record(worker_id, worker.record.role, load.step_times, self._clock())
         if load.capacity != before.capacity:
@@ -378,12 +413,17 @@ class WorkerPool:
             if item.terminal and worker is not None:
                 whole = worker.record.role == Role.PREFILL.value  # its terminal message ends all choices
                 worker.complete(item.work_id, item.attempt, () if whole else (item.choice,))
+            if isinstance(item.event, AttemptFailed) and item.event.cause is Cause.ADAPTER_NOT_LOADED:
+                self.adapter_loads.on_not_loaded(worker_id)
             if item.detail:
                 _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
         self._listener.on_events(events)
 
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
         self.pending_flushes.on_flushed(worker_id, flushed)
+
+    def on_adapter_answer(self, worker_id: str, answer: AdapterAnswer) -> None:
+        self.adapter_loads.on_answer(worker_id, answer)
 
 
 def _candidates(

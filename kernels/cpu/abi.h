@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 12
+#define DIPTYCH_ABI_VERSION 13
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -154,9 +154,31 @@ struct DiptychBatch {
     const int32_t *logit_rows;     // [sequences] after how many of its last tokens logits are wanted, 0 .. count
     const int32_t *abort_words;    // [sequences] set by another thread, or null
     const uint8_t *greedy;         // [sum of logit_rows] 1: the likeliest token is wanted, not the logits; or null
+    const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
     int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
                                    // else 0
 };
+
+// A part of a change, for one of the matrices that a product joins.
+struct DiptychChangePart {
+    const void *b;          // [strips][ranks][16]: a strip has 16 columns, the last ones padded; null: no change
+    int32_t begin, ranks;   // of the change's ranks
+    int32_t strips;         // of this matrix
+};
+
+// What a LoRA adapter adds to one product: x A^T, each rank of it times its scale, times B^T. Numbers are stored in
+// fp32 where the model is DIPTYCH_FP32, else in bf16.
+struct DiptychChange {
+    int32_t layer, which;   // which: DIPTYCH_QKV, DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN
+    const void *a;          // [ranks][depth], padded with zeros
+    const float *scales;    // [ranks]
+    int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
+    int32_t parts;
+    int32_t interleaved;    // 1: strips of two parts take turns, as those of gate and up do
+    struct DiptychChangePart part[3];
+};
+
+typedef struct DiptychAdapter DiptychAdapter;
 
 typedef struct DiptychModel DiptychModel;
 
@@ -191,6 +213,15 @@ enum DiptychCoreState : uint8_t {
     DIPTYCH_CORE_OWNED = 1,    // its owner computes, or is about to
     DIPTYCH_CORE_CLAIMED = 2,  // a guest of another process is on it
 };
+
+// An adapter of these changes, whose arrays stay the caller's and must outlive it; null on failure. Any thread may call
+// this while steps run.
+DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count);
+void diptych_adapter_free(DiptychAdapter *adapter);
+
+// Puts an adapter, which stays the caller's, into a slot 0 .. 255, or none. No step that reads the slot may be launched
+// and not collected; others may run.
+int32_t diptych_set_adapter(DiptychModel *model, int32_t slot, const DiptychAdapter *adapter);
 
 // From the next step on a guest helps wherever one of these cores is free, and leaves after the tickets that it has
 // when its owner claims it. `states` [cores of the machine] must outlive the model, `cores` the

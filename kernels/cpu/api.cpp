@@ -3,6 +3,7 @@
 #include <exception>
 #include <string>
 
+#include "adapter.h"
 #include "step_queue.h"
 #include "model.h"
 #include "model_parts.h"
@@ -154,6 +155,34 @@ int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());
     }
+}
+
+DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count) {
+    try {
+        auto adapter = std::make_unique<DiptychAdapter>();
+        adapter->layers.resize(static_cast<size_t>(model->shape.layers));
+        for (int32_t i = 0; i < count; i++) {
+            std::string found = refused_change(*model, changes[i]);
+            if (!found.empty()) {
+                fail(DIPTYCH_INVALID, found);
+                return nullptr;
+            }
+            adapter->layers[static_cast<size_t>(changes[i].layer)][static_cast<size_t>(changes[i].which)] = changes[i];
+            adapter->most_ranks = std::max(adapter->most_ranks, changes[i].ranks);
+        }
+        return adapter.release();
+    } catch (const std::exception &error) {
+        fail(DIPTYCH_FAILED, error.what());
+        return nullptr;
+    }
+}
+
+void diptych_adapter_free(DiptychAdapter *adapter) { delete adapter; }
+
+int32_t diptych_set_adapter(DiptychModel *model, int32_t slot, const DiptychAdapter *adapter) {
+    if (slot < 0 || slot >= static_cast<int32_t>(model->adapters.size())) return fail(DIPTYCH_INVALID, "no such slot");
+    model->adapters[static_cast<size_t>(slot)] = adapter;
+    return DIPTYCH_OK;
 }
 
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count) {

@@ -10,7 +10,9 @@ namespace {
 
 // The first product and its activation: inner [rows, stride].
 template <class Kind>
-void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &inner, int64_t stride) {
+void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &inner, int64_t stride,
+                 const Changes<Kind> &changes) {
+    changes.shrink(step.normed, step.hidden_stride);
     const DiptychShape &shape = step.model->shape;
     auto *values = static_cast<typename Kind::Value *>(inner.get());
     int shift = halvings(shape);
@@ -18,17 +20,22 @@ void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &
     auto place = [=](int row, int column) { return values + row * stride + (column >> shift); };
     product<Kind>(
         step, matrix, step.normed, step.hidden_stride, rows,
-        [=, &shape](int row, int column, float *sums) { activate(shape, usual, sums, place(row, column)); },
+        [=, &shape, &changes](int row, int column, float *sums) {
+            changes.expand(row, column, sums);
+            activate(shape, usual, sums, place(row, column));
+        },
         [=](int row, int column) { fetch_to_write(place(row, column), kColumns >> shift); });
     step.model->team.barrier();
 }
 
 // Begins with normed rows, and tells what it leaves beside the stream.
 template <class Kind>
-Update run_dense(StepState &step, const RowSet &set, const Layer &layer) {
+Update run_dense(StepState &step, const RowSet &set, const Layer &layer, int index) {
+    Changes<Kind> gate_up(step, set, index, DIPTYCH_GATE_UP), down(step, set, index, DIPTYCH_DOWN);
     bool apart = !layer.feed_forward_output_norm.empty();
-    run_gate_up<Kind>(step, static_cast<int>(set.size()), layer.gate_up, step.inner, step.inner_stride);
-    add_to_stream<Kind>(step, set, layer.down, step.inner, step.inner_stride, apart);
+    run_gate_up<Kind>(step, static_cast<int>(set.size()), layer.gate_up, step.inner, step.inner_stride,
+                      gate_up);
+    add_to_stream<Kind>(step, set, layer.down, step.inner, step.inner_stride, apart, down);
     step.model->team.barrier();
     return {apart, false, apart ? &layer.feed_forward_output_norm : nullptr};
 }
@@ -42,8 +49,9 @@ Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
     bool shared = layer.shared_down.data != nullptr;
     if (shared) {
         const ExpertStep &experts = step.experts;
-        run_gate_up<Kind>(step, rows, layer.shared_gate_up, experts.shared_inner, experts.shared_stride);
-        add_to_stream<Kind>(step, set, layer.shared_down, experts.shared_inner, experts.shared_stride, true);
+        Changes<Kind> none(step);
+        run_gate_up<Kind>(step, rows, layer.shared_gate_up, experts.shared_inner, experts.shared_stride, none);
+        add_to_stream<Kind>(step, set, layer.shared_down, experts.shared_inner, experts.shared_stride, true, none);
         step.model->team.barrier();
     }
     bool normed = !layer.feed_forward_output_norm.empty();
@@ -51,11 +59,11 @@ Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
 }
 
 template <class Kind>
-Update run_feed_forward(StepState &step, const RowSet &set, const Layer &layer, const Update &update) {
+Update run_feed_forward(StepState &step, const RowSet &set, const Layer &layer, int index, const Update &update) {
     bool experts = layer.own.experts != 0;
     norm_rows<Kind>(step, set, layer.post_norm, update, experts ? static_cast<float *>(step.experts.normed.get()) : nullptr);
     step.model->team.barrier();
-    return experts ? run_experts<Kind>(step, set, layer) : run_dense<Kind>(step, set, layer);
+    return experts ? run_experts<Kind>(step, set, layer) : run_dense<Kind>(step, set, layer, index);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -111,7 +111,30 @@ class Batch(Structure):
         ("logit_rows", c_void_p),
         ("abort_words", c_void_p),
         ("greedy", c_void_p),
+        ("adapters", c_void_p),
         ("block_stride", c_int64),
+    )
+
+
+class ChangePart(Structure):
+    """`DiptychChangePart`."""
+
+    _fields_ = (("b", c_void_p), ("begin", c_int32), ("ranks", c_int32), ("strips", c_int32))
+
+
+class Change(Structure):
+    """`DiptychChange`; its arrays live as long as the adapter."""
+
+    _fields_ = (
+        ("layer", c_int32),
+        ("which", c_int32),
+        ("a", c_void_p),
+        ("scales", c_void_p),
+        ("depth", c_int32),
+        ("ranks", c_int32),
+        ("parts", c_int32),
+        ("interleaved", c_int32),
+        ("part", ChangePart * 3),
     )
 
 
@@ -138,6 +161,9 @@ _SIGNATURES = {
     "diptych_set_vector": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
     "diptych_set_rotations": (c_int32, (c_void_p, POINTER(Rotation), c_int32, c_int32)),
+    "diptych_adapter_new": (c_void_p, (c_void_p, POINTER(Change), c_int32)),
+    "diptych_adapter_free": (None, (c_void_p,)),
+    "diptych_set_adapter": (c_int32, (c_void_p, c_int32, c_void_p)),
     "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_int32, c_void_p, c_void_p)),
     "diptych_launch": (c_uint64, (c_void_p, POINTER(Batch), c_void_p, c_int32, c_int32, c_void_p)),

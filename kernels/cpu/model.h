@@ -1,11 +1,13 @@
 // A model as the step reads it: packed matrices, norms, and the memory that steps work in.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "abi.h"
+#include "adapter.h"
 #include "bf16.h"
 #include "thread_team.h"
 #include "weight_memory.h"
@@ -95,6 +97,7 @@ struct DiptychModel {
     const void *embedding = nullptr;
     std::vector<DiptychRotation> rotations;
     int32_t positions = 0;  // that all of them reach
+    std::array<const DiptychAdapter *, 256> adapters{};  // by slot
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     // Last: when it goes it waits for its steps, while all that they need is still there.

@@ -1,6 +1,7 @@
 // Products with rows that the phase before wrote, as they are or quantised.
 #pragma once
 
+#include "adapters.h"
 #include "gemm.h"
 
 namespace diptych {

@@ -76,9 +76,11 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
 }
 
 // A sublayer's last product, of `values` [rows of the set, width]: added to the stream or, `apart`, kept as an update.
+// Rows with adapters have `changes`.
 template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
-                   bool apart) {
+                   bool apart, const Changes<Kind> &changes) {
+    changes.shrink(values, width);
     ready_rows<Kind>(step, set.size(), values, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
     float *base = apart ? step.update_row(0) : step.hidden_row(0);
@@ -86,7 +88,8 @@ void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, con
     auto place = [base, rows, stride = step.hidden_stride](int row, int column) {
         return base + (rows != nullptr ? rows[row] : row) * stride + column;
     };
-    auto add_sums = [place, apart, scale = splat(step.model->shape.residual_scale)](int row, int column, float *sums) {
+    auto add_sums = [place, apart, &changes, scale = splat(step.model->shape.residual_scale)](int row, int column, float *sums) {
+        changes.expand(row, column, sums);
         float *to = place(row, column);
         if (apart) {
             std::memcpy(to, sums, kColumns * sizeof(float));

@@ -3,7 +3,8 @@
 //   embed | norm | qkv | place (norm and rotate heads, write keys and values) | attend | output + residual
 //         | norm | gate and up, activation | down + residual | ... | final norm of the wanted rows | head
 //
-// Experts take the place of gate, up and down (experts.h).
+// Experts take the place of gate, up and down (experts.h). Rows with adapters have a phase more before each product
+// (adapters.h).
 //
 // In the last layer the wanted rows alone go on after `place`: of a long prompt that is one.
 //
@@ -129,18 +130,23 @@ void run_layers(StepState &step, int rank) {
         if (step.stopped) return;
         int rows = static_cast<int>(step.rows.size());
         auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
+        Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV), output(step, set, index, DIPTYCH_OUTPUT);
+        qkv.shrink(step.normed, step.hidden_stride);
         product<Kind>(
             step, layer.qkv, step.normed, step.hidden_stride, rows,
-            [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
+            [&](int row, int column, float *sums) {
+                qkv.expand(row, column, sums);
+                std::memcpy(place(row, column), sums, kColumns * sizeof(float));
+            },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
         write_kv<Kind>(step, layer, index);
         run_attention<Kind>(step, set, layer, index, rank);
         bool apart = !layer.attention_output_norm.empty();
-        add_to_stream<Kind>(step, set, layer.output, step.mixed, step.mixed_stride, apart);
+        add_to_stream<Kind>(step, set, layer.output, step.mixed, step.mixed_stride, apart, output);
         team.barrier();
         update = {apart, false, apart ? &layer.attention_output_norm : nullptr};
-        update = run_feed_forward<Kind>(step, set, layer, update);
+        update = run_feed_forward<Kind>(step, set, layer, index, update);
     }
     run_head<Kind>(step, update);
 }

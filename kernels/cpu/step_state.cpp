@@ -182,7 +182,7 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
     }
-    return "";
+    return refused_adapters(model, batch);
 }
 
 void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, int32_t threads, float *logits) {
@@ -216,6 +216,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         table += batch.table_lengths[s];
     }
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));
+    prepare_adapters(step);
     grow_scores(step, model, blocks, threads);
 }
 

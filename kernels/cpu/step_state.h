@@ -30,6 +30,10 @@ struct RowTile {
 struct RowSet {
     std::vector<int32_t> rows;   // of the step
     std::vector<RowTile> tiles;  // whose queries are served together; `first` is a place in here
+    // Adapters by place, null where a row has none; all empty where no row has one.
+    std::vector<const DiptychAdapter *> adapters;
+    std::vector<int32_t> adapted;  // places of rows with adapters, those of one adapter together
+    std::vector<AdapterTile> adapter_tiles;
 
     int64_t size() const { return static_cast<int64_t>(rows.size()); }
     int32_t row(int64_t place) const { return rows[static_cast<size_t>(place)]; }
@@ -96,6 +100,8 @@ struct StepState {
     Buffer entries;  // [rows, entry_stride] of Group or Segment: the input of the next product, where it is quantised
     int64_t entry_stride = 0;
     int64_t row_capacity = 0;
+    Buffer shrunk;  // fp32 [rows, shrunk_stride]: between the two products of adapters
+    int64_t shrunk_stride = 0, shrunk_rows = 0;
     ExpertStep experts;
 
     std::vector<Buffer> scores;  // per rank, guests included: queries and probabilities of one attention task
@@ -103,6 +109,7 @@ struct StepState {
 
     float *hidden_row(int64_t row) const { return static_cast<float *>(hidden.get()) + row * hidden_stride; }
     float *update_row(int64_t place) const { return static_cast<float *>(update.get()) + place * hidden_stride; }
+    float *shrunk_row(int64_t place) const { return static_cast<float *>(shrunk.get()) + place * shrunk_stride; }
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
     int64_t block_elements() const {  // of keys, or of values, of one layer in one block

@@ -26,6 +26,7 @@ from kvtransfer.drivers.local_writer import NAME as LOCAL
 from kvtransfer.drivers.local_writer import CommitNote, LocalWriter
 from kvtransfer.drivers.types import HandoffStats, Heartbeat, Ready
 from kvtransfer.drivers.writer_registry import WriterRegistry
+from kvtransfer.protocol.grants import GrantGate
 from kvtransfer.protocol.lease import LeaseTimes, RunningTime
 from kvtransfer.protocol.messages import (
     ActionQueue,
@@ -63,6 +64,7 @@ class HandoffServer:
         on_failed: `on_failed(key, reason, message)` reports an attempt that gets no blocks. After `cancel`
             neither is called.
         heartbeat: state of this worker's engine.
+        gate: what attempts need beside blocks; None: nothing.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class HandoffServer:
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
         lease_times: LeaseTimes | None = None,
         timeouts: EscalationTimeouts | None = None,
+        gate: GrantGate | None = None,
     ) -> None:
         self._memory = memory.memory
         self._on_ready, self._on_failed, self._heartbeat = on_ready, on_failed, heartbeat
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
-        self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts)
+        self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts, gate)
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
         self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions)
@@ -106,7 +109,7 @@ class HandoffServer:
             self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
         self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
         self._forgotten = 0
-        pool.on_forgotten = self._on_forgotten
+        pool.on_forgotten.append(self._on_forgotten)
         self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:

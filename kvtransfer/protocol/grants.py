@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from diptych.engine.kv.block_pool import BlockPool
 from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key, PendingTransfer
@@ -73,6 +73,18 @@ class Grant:
     def digests_differ(self) -> bool:
         """Return True if a block arrived with another digest than announced."""
         return self.arrived_digests != self.pushed_digests
+
+
+class GrantGate(Protocol):
+    """Conditions of a grant beside blocks, which the owner of the pool has in its own books."""
+
+    def may_grant(self, key: Key) -> bool:
+        """Return whether an attempt has all but its blocks; one that has not holds up no other."""
+        ...
+
+    def granted(self, key: Key) -> None:
+        """Record that an attempt got its blocks; `may_grant` was true."""
+        ...
 
 
 Holder = TypeVar("Holder")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.worker.v1.work_pb2 import FailureReason
-from kvtransfer.protocol.grants import BlockAllocator, Grant
+from kvtransfer.protocol.grants import BlockAllocator, Grant, GrantGate
 from kvtransfer.protocol.messages import (
     Fail,
     FenceWriter,
@@ -38,7 +38,10 @@ from kvtransfer.protocol.transfer_table import ReceiverPhase as Phase
 
 
 class Receiver:
-    """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now."""
+    """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now.
+
+    `gate` knows what attempts need beside blocks; None: nothing.
+    """
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class Receiver:
         block_size: int,
         running: Callable[[], int],
         timeouts: EscalationTimeouts | None = None,
+        gate: GrantGate | None = None,
     ) -> None:
         self._pool = pool
+        self._gate = gate
         self._allocator = BlockAllocator(pool, block_size, running)
         self._timeouts = timeouts if timeouts is not None else EscalationTimeouts()
         self._transfers = TransferTable(pool, self._allocator)
@@ -81,11 +86,13 @@ class Receiver:
     def blocks_freed(self) -> list[ReceiverAction]:
         """Serve waiting asks after the pool gained room or fewer sequences run."""
         actions: list[ReceiverAction] = []
-        while (attempt := self._transfers.next_waiting()) is not None:
+        while (attempt := self._transfers.next_waiting(self._gate)) is not None:
             reads = attempt.requester in self._readers
             grant = self._transfers.try_grant(attempt, reads_prefix=reads)
             if grant is None:
                 break
+            if self._gate is not None:
+                self._gate.granted(attempt.key)
             actions.append(grant)
         return actions
 

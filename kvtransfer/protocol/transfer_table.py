@@ -14,10 +14,11 @@ The rules (`receiver`) decide; this table carries the decision out. Phases of an
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.engine.kv.block_pool import BlockPool
-from kvtransfer.protocol.grants import BlockAllocator, Grant, GrantTable
+from kvtransfer.protocol.grants import BlockAllocator, Grant, GrantGate, GrantTable
 from kvtransfer.protocol.messages import GrantRef, Key, PendingTransfer, SendGrant, WriterId
 
 
@@ -134,12 +135,16 @@ class TransferTable:
         attempt.move(ReceiverPhase.WAITING)
         self.waiting[attempt.key] = attempt
 
-    def next_waiting(self) -> ReceivingAttempt | None:
+    def next_waiting(self, gate: GrantGate | None = None) -> ReceivingAttempt | None:
         """Return the waiting attempt of the highest priority, the first come of equals; None without one.
 
-        No other attempt overtakes it: an attempt that needs many blocks would never get them.
+        No other attempt overtakes it: an attempt that needs many blocks would never get them. Those that
+        `gate` keeps back are passed over.
         """
-        return max(self.waiting.values(), key=lambda attempt: attempt.attached.priority, default=None)
+        waiting: Iterable[ReceivingAttempt] = self.waiting.values()
+        if gate is not None:
+            waiting = [attempt for attempt in waiting if gate.may_grant(attempt.key)]
+        return max(waiting, key=lambda attempt: attempt.attached.priority, default=None)
 
     def try_grant(self, attempt: ReceivingAttempt, *, reads_prefix: bool = False) -> SendGrant | None:
         """Grant blocks to a waiting attempt; None while there is no room."""

@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.end_to_end.documented_commands import Command, commands_of
 from tests.end_to_end.reference import model_file
 from tests.end_to_end.stack import Stack
+from tests.gateway.adapters.folders import write as write_adapter
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", ROOT / "lab/README.md"]
@@ -65,6 +66,9 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
     flags = [str(model_file()) if flag.startswith("/models/") else flag for flag in flags]
+    for name in ("legal", "support"):  # LoRA adapters
+        path = write_adapter(folder / name)
+        flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
     if role == "up":
         run([*DIPTYCH, "config", *flags], cwd=folder)
         return
@@ -162,7 +166,11 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
-    (r"diptych (generate|workers|flush)\b", run_client_command),
+    (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
+    (
+        r"diptych lora (load|unload)\b",
+        lambda command, stack, folder: run([*DIPTYCH, *command.words[1:3], "--help"]) and None,
+    ),
     (
         r"diptych (drain|restart)\b",
         lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,

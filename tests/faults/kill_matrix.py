@@ -249,7 +249,7 @@ def run(
 
 
 def _last_end(system: Breakable) -> str:
-    """What the gateway's log says of the last request that ended with an error."""
+    """Return the gateway's words on the last request that ended with an error, from its log."""
     lines = system.stack.log.read_text(errors="replace").splitlines()
     found = [line.partition(" ends with ")[2] for line in lines if " ends with " in line]
     return f"({found[-1]})" if found else ""

@@ -8,8 +8,8 @@ from typing import Literal
 Role = Literal["gateway", "prefill", "decode"]
 Victim = Role | Literal["redis", "pair", "all prefill", "all decode"]
 VICTIMS: tuple[Victim, ...] = ("gateway", "prefill", "decode", "redis", "pair", "all prefill", "all decode")
-"""What is killed. The last three are several processes in one moment: a pair is a prefill and a decode worker
-that have requests."""
+"""Processes to kill. The last three are several in one moment: a pair is a prefill and a decode worker that
+have requests."""
 
 
 @dataclass(frozen=True)
@@ -44,5 +44,5 @@ LOCAL_STATES = (
     State("L4", "about to commit locally", "decode.local_commit", "decode"),
     State("L5", "decoding", "decode.step", "decode", after=12),
 )
-"""Those of a request whose decode worker computes the prompt itself. Without a neighbour it computes up to
+"""States of a request whose decode worker computes the prompt itself. Without a neighbour it computes up to
 `LocalBounds.idle_chunk` tokens at once, so that only a longer prompt is sure to be cut."""

@@ -42,6 +42,9 @@ class ScriptedWorker:
         self.stuck = False  # beats, but the step of its engine does not end
         self.replaces = ""  # ids of workers whose death its supervisor saw
         self.keys: list[bytes] = []  # of cached blocks, for the directory
+        self.max_loras = 8
+        self.adapters: set[bytes] = set()  # in its memory
+        self.refusal = ""  # of the next loads; "silence" = no answer at all
         self._outboxes: list[asyncio.Queue[Any]] = []
         self._server: grpc.aio.Server | None = None
         self.publisher: DirectoryPublisher | None = None
@@ -126,7 +129,26 @@ class ScriptedWorker:
             reader.cancel()
 
     def load(self) -> work_pb2.Load:
-        return work_pb2.Load(free_blocks=self.total_blocks, total_blocks=self.total_blocks)
+        return work_pb2.Load(
+            free_blocks=self.total_blocks,
+            total_blocks=self.total_blocks,
+            adapters=sorted(self.adapters),
+            max_loras=self.max_loras,
+        )
+
+    def _on_adapter(self, kind: str, message: Any) -> None:
+        """Load or unload at once, unless ``refusal`` says otherwise."""
+        answer = work_pb2.AdapterAnswer(id=message.id)
+        if kind == "load_adapter" and self.refusal == "silence":
+            return
+        if kind == "load_adapter" and self.refusal:
+            reason = work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED
+            answer.failure.CopyFrom(work_pb2.Failure(reason=reason, message=self.refusal))
+        elif kind == "load_adapter":
+            self.adapters.add(message.digest)
+        else:
+            self.adapters.discard(message.digest)
+        self.say(adapter_answer=answer)
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         async for request in requests:
@@ -136,6 +158,8 @@ class ScriptedWorker:
             message = getattr(request, kind)
             self.sent.append((kind, message))
             self.told.set()
+            if kind in ("load_adapter", "unload_adapter"):
+                self._on_adapter(kind, message)
             await self.on_message(kind, message)
 
 

@@ -8,17 +8,22 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
+from gateway.adapters.registry import AdapterRegistry
+from gateway.model.served_model import ServedModel
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
-def test_documented_metrics_equal_exported_metrics() -> None:
+def test_documented_metrics_equal_exported_metrics(bundled: ServedModel) -> None:
     gateway, prefill, decode = new_registry(), CollectorRegistry(), CollectorRegistry()
     metrics = GatewayMetrics(gateway)
     gateway.register(LoadMetrics(list))
     gateway.register(VllmMetrics(metrics, "m", list))
+    gateway.register(AdapterMetrics(AdapterRegistry(bundled.card), list))
+    gateway.register(VllmLoraMetrics(list, list))
     PrefillMetrics(prefill)
     DecodeMetrics(decode)
     exported = {

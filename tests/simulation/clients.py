@@ -128,7 +128,8 @@ class Client:
         """Return the choice's output in a run without faults."""
         plan = self.plan
         stop_ids = frozenset((*plan.stop_ids, *served_model().card.eos_token_ids))
-        return oracle(plan.prompt, plan.sampling, choice, stop_ids, (plan.min_tokens, plan.max_tokens))
+        limits = plan.min_tokens, plan.max_tokens
+        return oracle(plan.prompt, plan.sampling, choice, stop_ids, limits, plan.adapter)
 
     def _complete(self) -> None:
         if self.end:
@@ -170,7 +171,8 @@ def stop_string(plan: RequestPlan) -> str | None:
     """Return the stop string: the text of the first choice's token `stop_after`; None where there is none."""
     if plan.stop_after is None:
         return None
-    ids = oracle(plan.prompt, plan.sampling, 0, frozenset(plan.stop_ids), (plan.min_tokens, plan.max_tokens))
+    limits = plan.min_tokens, plan.max_tokens
+    ids = oracle(plan.prompt, plan.sampling, 0, frozenset(plan.stop_ids), limits, plan.adapter)
     if plan.stop_after >= len(ids):
         return None
     return served_model().tokenizer.decode([ids[plan.stop_after]], True).strip() or None
@@ -200,6 +202,7 @@ def request_of(plan: RequestPlan) -> pb.GenerateRequest:
     stop = stop_string(plan)
     return pb.GenerateRequest(
         model=served_model().card.name,
+        lora=plan.adapter,
         token_ids=pb.TokenIds(ids=plan.prompt),
         sampling=pb.SamplingParams(
             temperature=plan.sampling.temperature,

@@ -198,6 +198,7 @@ class Cluster:
             update={
                 "worker_id": machine.host.worker_id,
                 "replaces": self._replaced_by(machine.host),
+                "max_loras": self.scenario.max_loras,
                 "prefill_chunk": self.scenario.chunk,
                 "max_batch_requests": 6,
                 "scratch_blocks": max(d.blocks for d in self.scenario.decodes) + 4,
@@ -214,6 +215,7 @@ class Cluster:
             update={
                 "worker_id": machine.host.worker_id,
                 "replaces": self._replaced_by(machine.host),
+                "max_loras": self.scenario.max_loras,
                 "kv_blocks": shape.blocks,
                 "max_batch": shape.max_batch,
                 "transport": shape.transport,

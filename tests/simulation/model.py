@@ -8,9 +8,11 @@ changes the next token, and the stream differs from `oracle`, which knows no blo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,8 @@ from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
 from diptych.runtime.block_hash import HASH_VERSION
+from diptych.worker_process.adapter_store import AdapterStore, _Loaded
+from gateway.adapters.adapter import Adapter
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU
 
@@ -48,15 +52,32 @@ FINGERPRINT = Fingerprint(
 )
 
 
-def _extend(entries: bytearray, token_ids: Sequence[int]) -> None:
+def _extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") -> None:
+    """Append the entries of tokens; an adapter, by its digest, makes other ones of the same tokens."""
     last = bytes(entries[-ENTRY:])
     for token in token_ids:
-        last = xxh3_64_digest(last + token.to_bytes(4, "little"))
+        last = xxh3_64_digest(last + token.to_bytes(4, "little") + adapter)
         entries += last
 
 
 _POISONED = bytearray()
 _extend(_POISONED, [POISON])
+
+
+ADAPTERS = {name: Adapter(name, name.encode() * 32, f"/{name}") for name in "AB"}
+LOAD_S = 0.08
+
+
+class SimulatedAdapterStore(AdapterStore):
+    """The workers' store; loading takes a while and no file."""
+
+    async def _load(self, digest: bytes, path: Path) -> object:
+        try:
+            await asyncio.sleep(LOAD_S)
+            self._loaded[digest] = _Loaded(digest)
+            return digest
+        finally:
+            del self._loading[digest]
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,17 @@ class SimulatedRunner:
         self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
         self._watch = watch
         self._poisoned = poisoned
+        self._slots: dict[int, bytes] = {}
+
+    def allow_adapters(self, slots: int, max_rank: int) -> None:
+        """Allow them; None says that nothing is lacking."""
+
+    def place_adapter(self, slot: int, prepared: bytes | None) -> None:
+        """Put the adapter of this digest into a slot, or empty it."""
+        if prepared is None:
+            self._slots.pop(slot, None)
+        else:
+            self._slots[slot] = prepared
 
     def step_and_sample(
         self, sequences: Sequence[SequenceStep], sample_rows: object, abort: AbortWords | None = None
@@ -121,7 +153,7 @@ class SimulatedRunner:
 
     def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> Any:
         """Write the entries of the new tokens and return a hash of all entries for each row of logits."""
-        check_batch(sequences, VOCABULARY)
+        check_batch(sequences, VOCABULARY, self._slots)
         rows: list[int] = []
         for number, sequence in enumerate(sequences):
             if abort is not None and abort.is_aborted(number):
@@ -129,7 +161,8 @@ class SimulatedRunner:
                 continue
             self._watch(sequence)
             entries = _read(sequence, sequence.start)
-            _extend(entries, sequence.token_ids)
+            adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
+            _extend(entries, sequence.token_ids, adapter)
             _write(sequence, entries)
             if entries.startswith(_POISONED):
                 self._poisoned()
@@ -234,15 +267,17 @@ def oracle(
     choice: int,
     stop_ids: frozenset[int],
     limits: tuple[int, int],
+    adapter: str = "",
 ) -> tuple[int, ...]:
     """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
     params, entries, output = sampling.params(choice), bytearray(), list[int]()
-    _extend(entries, prompt)
+    digest = ADAPTERS[adapter].digest if adapter else b""
+    _extend(entries, prompt, digest)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()
         token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))
         output.append(token)
         if token in stop_ids:
             break
-        _extend(entries, [token])
+        _extend(entries, [token], digest)
     return tuple(output)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
+from tests.simulation.model import ADAPTERS, BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
@@ -34,6 +34,7 @@ class RequestPlan:
     cached: bool = True
     priority: int = 0
     slow_reader: bool = False
+    adapter: str = ""  # "" = the base model
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     local_prefill: str = "auto"
     local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
+    max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
 
     @property
@@ -184,10 +186,12 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
     )
     local = random.Random(f"local prefill {seed}")
+    adapters = random.Random(f"adapters {seed}")
     shape = Scenario(
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
+        max_loras=adapters.choice([0, 0, 1, 1, 2]),
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -210,10 +214,13 @@ def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[R
     requests = [
         _plan_request(rng, shape, theme, families, smallest) for _ in range(rng.randint(*theme.requests))
     ]
+    if shape.max_loras:
+        adapters = random.Random(f"adapters of requests {shape.network}")
+        requests = [replace(plan, adapter=adapters.choice(["", *ADAPTERS])) for plan in requests]
     if theme.turns:
         requests = _make_turns(rng, theme, requests, smallest)
     if poisoned:
-        requests[0] = replace(requests[0], prompt=(POISON, *requests[0].prompt))
+        requests[0] = replace(requests[0], prompt=(POISON, *requests[0].prompt), adapter="")
     requests.sort(key=lambda plan: plan.at)
     return tuple(replace(plan, name=f"r{number}") for number, plan in enumerate(requests))
 
@@ -226,7 +233,7 @@ def _make_turns(
     for plan in requests[1:]:
         before = rng.choice(turns)
         limits = before.min_tokens, before.max_tokens
-        answer = oracle(before.prompt, before.sampling, 0, frozenset(before.stop_ids), limits)
+        answer = oracle(before.prompt, before.sampling, 0, frozenset(before.stop_ids), limits, before.adapter)
         prompt = (*before.prompt, *answer, *_words(rng, rng.randint(1, 4)))
         most = min(plan.max_tokens, room - len(prompt) - 2)
         if rng.random() < theme.turns and most > 0:

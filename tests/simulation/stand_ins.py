@@ -93,6 +93,11 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "prefill_worker.worker.plan_scratch": _small_scratch,
+        "decode_worker.worker.AdapterStore": model.SimulatedAdapterStore,
+        "prefill_worker.worker.AdapterStore": model.SimulatedAdapterStore,
+        "gateway.program.read_configured": lambda given, max_rank: (
+            list(model.ADAPTERS.values()) if cluster.scenario.max_loras else []
+        ),
         "decode_worker.choices.sample": model.sample,
         "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
+from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import TokensArrived
 from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
+from gateway.worker_pool.prefix_index import PrefixIndexReader
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
@@ -219,6 +222,26 @@ def shared_block_is_not_released(patch: Patch) -> None:
     patch.setattr(BlockPool, "release", release)
 
 
+def adapters_share_cached_blocks(patch: Patch) -> None:
+    """The key of a block leaves out the adapter that computed it."""
+
+    def namespace(self: PrefixIndexReader, job: Any, kv_dtype: str) -> bytes:
+        return self._make_namespace(job.tenant, job.request.salt, kv_dtype, b"")
+
+    patch.setattr(PrefixIndexReader, "namespace", namespace)
+
+
+def later_attempts_forget_the_adapter(patch: Patch) -> None:
+    """A request that was recovered goes on with the base model."""
+    of = Attempt.from_work.__func__  # type: ignore[attr-defined]
+
+    def from_work(cls: type[Attempt], work: Any, *, max_context: int) -> Attempt:
+        attempt = of(cls, work, max_context=max_context)
+        return replace(attempt, adapter=b"") if work.id.attempt > 1 else attempt
+
+    patch.setattr(Attempt, "from_work", classmethod(from_work))
+
+
 def queued_tokens_are_not_released(patch: Patch) -> None:
     """A request that leaves the queue before it is admitted keeps its tokens there."""
 
@@ -249,6 +272,8 @@ PLANTED: list[Any] = [
     (shared_block_is_not_released, "everything", 10),
     (local_prompt_stops_during_its_step, "writers", 60),
     (local_prompt_skips_a_block, "everything", 10),
+    (adapters_share_cached_blocks, "pulls", 40),
+    (later_attempts_forget_the_adapter, "everything", 40),
 ]
 
 

@@ -50,7 +50,7 @@ class BlockPool:
         """Number of times that keys were forgotten because their content cannot be trusted."""
         self.on_released: Callable[[], None] | None = None
         """Told when blocks come back from quarantine."""
-        self.on_forgotten: Callable[[Sequence[bytes]], None] | None = None
+        self.on_forgotten: list[Callable[[Sequence[bytes]], None]] = []
         """Called with the keys that `forget` was given, and with none when the whole cache is cleared."""
 
     # -- counts
@@ -148,6 +148,16 @@ class BlockPool:
                 self._cache.set_referenced(block, True)
         return blocks
 
+    def hold(self, key: bytes) -> tuple[int, bytes] | None:
+        """Hold the block under `key` once more, and return it with the key before it; None if not cached."""
+        found = self._cache.place_of(key)
+        if found is not None:
+            block = found[0]
+            self._refs[block] += 1
+            if self._refs[block] == 1:
+                self._cache.set_referenced(block, True)
+        return found
+
     def insert(self, block: int, key: bytes, parent: bytes) -> bool:
         """Enter a held, full, verified block into the cache under `key`; `parent` is the key before it, b""
         at the root.
@@ -176,15 +186,14 @@ class BlockPool:
         self.distrusted += 1
         keys = list(keys)
         gone = sum(self._uncache(self._cache.discard(key)) for key in keys)
-        if self.on_forgotten is not None and keys:
-            self.on_forgotten(keys)
+        if keys:
+            self._tell_forgotten(keys)
         return gone
 
     def clear_cache(self) -> int:
         """Uncache everything. Held blocks stay held. Returns how many keys went."""
         gone = self._uncache(self._cache.clear())
-        if self.on_forgotten is not None:
-            self.on_forgotten(())
+        self._tell_forgotten(())
         return gone
 
     def cached_keys(self) -> list[bytes]:
@@ -244,6 +253,10 @@ class BlockPool:
                 f"{len(free)} free + {len(held)} held + {len(resting)} cached + "
                 f"{len(self._quarantine)} quarantined are not the {self.total} blocks"
             )
+
+    def _tell_forgotten(self, keys: Sequence[bytes]) -> None:
+        for listener in self.on_forgotten:
+            listener(keys)
 
     def _uncache(self, dropped: list[tuple[bytes, int]]) -> int:
         for key, block in dropped:

@@ -64,6 +64,11 @@ class PrefixCache:
         node = self._nodes.get(key)
         return None if node is None else node.block
 
+    def place_of(self, key: bytes) -> tuple[int, bytes] | None:
+        """Return the block under `key` and the key before it, None if it is not cached."""
+        node = self._nodes.get(key)
+        return None if node is None else (node.block, node.parent)
+
     def key_of(self, block: int) -> bytes | None:
         """Return the key under which `block` is cached, None if it is not."""
         return self._key_of.get(block)

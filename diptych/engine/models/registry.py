@@ -28,5 +28,19 @@ def gguf_family_of(architecture: str) -> GgufFamily:
     return next(family for family in families if family.architecture == architecture)
 
 
+def folder_family_of(family: str) -> Family:
+    """Return the family of Hugging Face folders whose names of matrices a model of `ModelShape.family` has.
+
+    The model may come from a GGUF file, whose architecture is named differently in some families. Raises
+    UnsupportedModel.
+    """
+    if family in MODEL_TYPES or family not in GGUF_ARCHITECTURES:
+        return family_of(family)
+    families: tuple[Family, ...] = import_module(
+        f"diptych.engine.models.{GGUF_ARCHITECTURES[family]}"
+    ).FAMILIES
+    return families[0]
+
+
 def _why_not(name: object, known: Iterable[str]) -> str:
     return NOT_COMPUTED.get(str(name)) or f"supported are {', '.join(known)}"

@@ -52,7 +52,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     header = read_header(path)
     tensors = header.tensors
     factors = {
-        name: _dequantised(tensors[name]).flatten().tolist() for name in ROPE_FACTORS if name in tensors
+        name: dequantised(tensors[name]).flatten().tolist() for name in ROPE_FACTORS if name in tensors
     }
     family, shape = shape_from_header(header, factors)
     own = {*_model_names(family, shape), *ROPE_FACTORS}
@@ -93,7 +93,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
                 blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
                 if (found := blocks_in_precision(blocks, precision)) is not None:
                     return found
-        numbers = _dequantised(tensor)
+        numbers = dequantised(tensor)
         if rows is not None:
             numbers = numbers[rows]
         if stored.make is not None:
@@ -148,7 +148,8 @@ def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
     return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
 
 
-def _dequantised(tensor: GgufTensor) -> torch.Tensor:
+def dequantised(tensor: GgufTensor) -> torch.Tensor:
+    """Return the numbers of a tensor in float32. Raises UnsupportedModel for a type that is not read."""
     kept = kept_format(tensor.kind)
     if kept is not None:  # the same numbers, in a tenth of the time
         rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])

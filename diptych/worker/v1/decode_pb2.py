@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.worker.v1 import work_pb2 as diptych_dot_worker_dot_v1_dot_work__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64iptych/worker/v1/decode.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\xc3\x02\n\x18\x44\x65\x63odeServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.GatewayHelloH\x00\x12)\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x17.diptych.worker.v1.WorkH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.CancelH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.diptych.worker.v1.DrainH\x00\x12\x34\n\x05\x66lush\x18\x06 \x01(\x0b\x32#.diptych.worker.v1.FlushPrefixCacheH\x00\x42\t\n\x07message\"\xac\x02\n\x19\x44\x65\x63odeServiceLinkResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.diptych.worker.v1.WorkerHelloH\x00\x12,\n\x04step\x18\x02 \x01(\x0b\x32\x1c.diptych.worker.v1.StepBatchH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x38\n\x07\x66lushed\x18\x04 \x01(\x0b\x32%.diptych.worker.v1.PrefixCacheFlushedH\x00\x12\x38\n\rprompt_scores\x18\x05 \x01(\x0b\x32\x1f.diptych.worker.v1.PromptScoresH\x00\x42\t\n\x07message\"e\n\tStepBatch\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.diptych.worker.v1.Tokens\x12-\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x1e.diptych.worker.v1.DecodeEnded\"\x97\x02\n\x0b\x44\x65\x63odeEnded\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x33\n\x08\x66inished\x18\x02 \x01(\x0e\x32\x1f.diptych.worker.v1.FinishReasonH\x00\x12\x31\n\tpreempted\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.PreemptedH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.diptych.worker.v1.FailureH\x00\x12,\n\x05times\x18\x05 \x01(\x0b\x32\x1d.diptych.worker.v1.PhaseTimes\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\rB\t\n\x07outcome\"\x0b\n\tPreempted2v\n\rDecodeService\x12\x65\n\x04Link\x12+.diptych.worker.v1.DecodeServiceLinkRequest\x1a,.diptych.worker.v1.DecodeServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64iptych/worker/v1/decode.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\xb7\x03\n\x18\x44\x65\x63odeServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.GatewayHelloH\x00\x12)\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x17.diptych.worker.v1.WorkH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.CancelH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.diptych.worker.v1.DrainH\x00\x12\x34\n\x05\x66lush\x18\x06 \x01(\x0b\x32#.diptych.worker.v1.FlushPrefixCacheH\x00\x12\x36\n\x0cload_adapter\x18\n \x01(\x0b\x32\x1e.diptych.worker.v1.LoadAdapterH\x00\x12:\n\x0eunload_adapter\x18\x0b \x01(\x0b\x32 .diptych.worker.v1.UnloadAdapterH\x00\x42\t\n\x07message\"\xe8\x02\n\x19\x44\x65\x63odeServiceLinkResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.diptych.worker.v1.WorkerHelloH\x00\x12,\n\x04step\x18\x02 \x01(\x0b\x32\x1c.diptych.worker.v1.StepBatchH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x38\n\x07\x66lushed\x18\x04 \x01(\x0b\x32%.diptych.worker.v1.PrefixCacheFlushedH\x00\x12\x38\n\rprompt_scores\x18\x05 \x01(\x0b\x32\x1f.diptych.worker.v1.PromptScoresH\x00\x12:\n\x0e\x61\x64\x61pter_answer\x18\n \x01(\x0b\x32 .diptych.worker.v1.AdapterAnswerH\x00\x42\t\n\x07message\"e\n\tStepBatch\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.diptych.worker.v1.Tokens\x12-\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x1e.diptych.worker.v1.DecodeEnded\"\x97\x02\n\x0b\x44\x65\x63odeEnded\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x33\n\x08\x66inished\x18\x02 \x01(\x0e\x32\x1f.diptych.worker.v1.FinishReasonH\x00\x12\x31\n\tpreempted\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.PreemptedH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.diptych.worker.v1.FailureH\x00\x12,\n\x05times\x18\x05 \x01(\x0b\x32\x1d.diptych.worker.v1.PhaseTimes\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\rB\t\n\x07outcome\"\x0b\n\tPreempted2v\n\rDecodeService\x12\x65\n\x04Link\x12+.diptych.worker.v1.DecodeServiceLinkRequest\x1a,.diptych.worker.v1.DecodeServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.worker.v1.decode_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODESERVICELINKREQUEST']._serialized_start=84
-  _globals['_DECODESERVICELINKREQUEST']._serialized_end=407
-  _globals['_DECODESERVICELINKRESPONSE']._serialized_start=410
-  _globals['_DECODESERVICELINKRESPONSE']._serialized_end=710
-  _globals['_STEPBATCH']._serialized_start=712
-  _globals['_STEPBATCH']._serialized_end=813
-  _globals['_DECODEENDED']._serialized_start=816
-  _globals['_DECODEENDED']._serialized_end=1095
-  _globals['_PREEMPTED']._serialized_start=1097
-  _globals['_PREEMPTED']._serialized_end=1108
-  _globals['_DECODESERVICE']._serialized_start=1110
-  _globals['_DECODESERVICE']._serialized_end=1228
+  _globals['_DECODESERVICELINKREQUEST']._serialized_end=523
+  _globals['_DECODESERVICELINKRESPONSE']._serialized_start=526
+  _globals['_DECODESERVICELINKRESPONSE']._serialized_end=886
+  _globals['_STEPBATCH']._serialized_start=888
+  _globals['_STEPBATCH']._serialized_end=989
+  _globals['_DECODEENDED']._serialized_start=992
+  _globals['_DECODEENDED']._serialized_end=1271
+  _globals['_PREEMPTED']._serialized_start=1273
+  _globals['_PREEMPTED']._serialized_end=1284
+  _globals['_DECODESERVICE']._serialized_start=1286
+  _globals['_DECODESERVICE']._serialized_end=1404
 # @@protoc_insertion_point(module_scope)

@@ -8,20 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillServiceLinkRequest(_message.Message):
-    __slots__ = ("hello", "dispatch", "cancel", "heartbeat", "drain", "flush")
+    __slots__ = ("hello", "dispatch", "cancel", "heartbeat", "drain", "flush", "load_adapter", "unload_adapter")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.GatewayHello
     dispatch: Dispatch
     cancel: _work_pb2.Cancel
     heartbeat: _work_pb2.Heartbeat
     drain: _work_pb2.Drain
     flush: _work_pb2.FlushPrefixCache
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ...) -> None: ...
+    load_adapter: _work_pb2.LoadAdapter
+    unload_adapter: _work_pb2.UnloadAdapter
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ..., load_adapter: _Optional[_Union[_work_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_work_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
     __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation")
@@ -36,20 +40,22 @@ class Dispatch(_message.Message):
     def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
 
 class PrefillServiceLinkResponse(_message.Message):
-    __slots__ = ("hello", "ended", "heartbeat", "prompt_scores", "flushed", "first_tokens")
+    __slots__ = ("hello", "ended", "heartbeat", "prompt_scores", "flushed", "first_tokens", "adapter_answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.WorkerHello
     ended: PrefillEnded
     heartbeat: _work_pb2.Heartbeat
     prompt_scores: _work_pb2.PromptScores
     flushed: _work_pb2.PrefixCacheFlushed
     first_tokens: FirstTokens
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[_work_pb2.PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+    adapter_answer: _work_pb2.AdapterAnswer
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[_work_pb2.PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., adapter_answer: _Optional[_Union[_work_pb2.AdapterAnswer, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("tokens",)

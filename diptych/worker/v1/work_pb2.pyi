@@ -35,6 +35,7 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_NO_VALID_TOKEN: _ClassVar[FailureReason]
     FAILURE_REASON_COMPUTE_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_TOO_MANY_NEW: _ClassVar[FailureReason]
+    FAILURE_REASON_ADAPTER_NOT_LOADED: _ClassVar[FailureReason]
 LOCAL_PREFILL_UNSPECIFIED: LocalPrefill
 LOCAL_PREFILL_SHORT: LocalPrefill
 LOCAL_PREFILL_FALLBACK: LocalPrefill
@@ -52,6 +53,7 @@ FAILURE_REASON_INCOMPATIBLE: FailureReason
 FAILURE_REASON_NO_VALID_TOKEN: FailureReason
 FAILURE_REASON_COMPUTE_FAILED: FailureReason
 FAILURE_REASON_TOO_MANY_NEW: FailureReason
+FAILURE_REASON_ADAPTER_NOT_LOADED: FailureReason
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -158,7 +160,7 @@ class Stopping(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("id", "token_ids", "prompt_tokens", "sampling", "stopping", "cache_namespace", "cache_read", "cache_write", "priority", "time_left", "traceparent", "tracestate", "reserve_worst_case", "choices", "prompt_logprobs", "waited", "local_prefill")
+    __slots__ = ("id", "token_ids", "prompt_tokens", "sampling", "stopping", "cache_namespace", "cache_read", "cache_write", "priority", "time_left", "traceparent", "tracestate", "reserve_worst_case", "choices", "prompt_logprobs", "waited", "local_prefill", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,7 @@ class Work(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -193,7 +196,8 @@ class Work(_message.Message):
     prompt_logprobs: int
     waited: _duration_pb2.Duration
     local_prefill: LocalPrefill
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, str]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, str]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id", "choices")
@@ -274,7 +278,7 @@ class Failure(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
-    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill", "drafted_tokens", "accepted_draft_tokens")
+    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill", "drafted_tokens", "accepted_draft_tokens", "tier_blocks", "kv_load")
     PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +293,8 @@ class PhaseTimes(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_LOAD_FIELD_NUMBER: _ClassVar[int]
     prefill_queue: _duration_pb2.Duration
     grant_wait: _duration_pb2.Duration
     prefill: _duration_pb2.Duration
@@ -303,7 +309,9 @@ class PhaseTimes(_message.Message):
     local_prefill: bool
     drafted_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    tier_blocks: int
+    kv_load: _duration_pb2.Duration
+    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., tier_blocks: _Optional[int] = ..., kv_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation")
@@ -334,7 +342,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "drafted_tokens", "accepted_draft_tokens")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras", "drafted_tokens", "accepted_draft_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +357,8 @@ class Load(_message.Message):
     MAX_FALLBACK_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_CHUNK_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
@@ -365,9 +375,11 @@ class Load(_message.Message):
     max_fallback_prefill_tokens: int
     local_prefill_chunk: int
     local_prefills: int
+    adapters: _containers.RepeatedScalarFieldContainer[bytes]
+    max_loras: int
     drafted_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_loras: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median", "tokens")
@@ -394,3 +406,31 @@ class PrefixCacheFlushed(_message.Message):
     id: int
     blocks: int
     def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class LoadAdapter(_message.Message):
+    __slots__ = ("id", "digest", "name", "path")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    digest: bytes
+    name: str
+    path: str
+    def __init__(self, id: _Optional[int] = ..., digest: _Optional[bytes] = ..., name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapter(_message.Message):
+    __slots__ = ("id", "digest")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    digest: bytes
+    def __init__(self, id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class AdapterAnswer(_message.Message):
+    __slots__ = ("id", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    failure: Failure
+    def __init__(self, id: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...

@@ -19,6 +19,8 @@ from diptych.runtime.descriptors import connection_limits
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
+from gateway.adapter_service import AdapterService
+from gateway.adapters.adapter import Adapter
 from gateway.admission.queue import AdmissionQueue
 from gateway.call import Calls
 from gateway.frontends.admin.worker_status import worker_status
@@ -49,6 +51,7 @@ class Operations:
     """RPCs of the service; one object serves all calls.
 
     Args:
+        adapters: operations on them.
         state: returns (ready, draining, directory connected) as they are now.
     """
 
@@ -58,7 +61,9 @@ class Operations:
         queue: AdmissionQueue,
         identity: Identity,
         state: Callable[[], tuple[bool, bool, bool]],
+        adapters: AdapterService,
     ) -> None:
+        self._adapters = adapters
         self._fleet = fleet
         self._queue = queue
         self._identity = identity
@@ -116,6 +121,33 @@ class Operations:
         counts = await asyncio.gather(*(self._flush(worker) for worker in chosen))
         return pb.FlushPrefixCacheResponse(blocks=sum(counts))
 
+    async def load_adapter(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
+        """Serve an adapter once all linked workers have it."""
+        adapter = await self._adapters.load(request.name, request.path, replace=request.replace)
+        return pb.LoadAdapterResponse(adapter=self._adapter(adapter))
+
+    async def unload_adapter(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
+        """Serve an adapter no more, and answer when workers have forgotten it."""
+        await self._adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def list_adapters(self, _: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
+        served = [self._adapter(adapter) for adapter in self._adapters.served()]
+        leaving = [self._adapter(adapter, draining=True) for adapter in self._adapters.leaving()]
+        return pb.ListAdaptersResponse(adapters=[*served, *leaving])
+
+    def _adapter(self, adapter: Adapter, *, draining: bool = False) -> pb.Adapter:
+        return pb.Adapter(
+            name=adapter.name,
+            digest=adapter.digest.hex(),
+            path=adapter.path,
+            rank=adapter.rank,
+            workers=self._adapters.workers_with(adapter),
+            running=self._adapters.running(adapter),
+            draining=draining,
+            refusals=self._adapters.refusals(adapter),
+        )
+
     async def _flush(self, worker: Worker) -> int:
         number, answer = self._fleet.pending_flushes.add(worker.record.worker_id)
         worker.link.send(worker.link.codec.build_flush(number))
@@ -127,7 +159,8 @@ class Operations:
     def _status(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()
         slow = partial(self._fleet.ejections.reason, now=time.monotonic())
-        return worker_status(self._fleet.registry, self._fleet.other_models(), now, slow)
+        names = {adapter.digest: adapter.name for adapter in self._adapters.served()}
+        return worker_status(self._fleet.registry, self._fleet.other_models(), now, slow, names)
 
     def _find(self, worker_id: str) -> Worker:
         if not worker_id:
@@ -204,4 +237,7 @@ def bodies(operations: Operations) -> dict[str, Body]:
         "WatchLoad": operations.watch_load,
         "DrainWorker": plain(operations.drain_worker),
         "FlushPrefixCache": plain(operations.flush_prefix_cache),
+        "LoadAdapter": plain(operations.load_adapter),
+        "UnloadAdapter": plain(operations.unload_adapter),
+        "ListAdapters": plain(operations.list_adapters),
     }

@@ -5,7 +5,8 @@ Pure: records of the worker pool in, protobuf out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.v1 import admin_pb2 as pb
@@ -20,6 +21,7 @@ def worker_status(
     other_models: Iterable[WorkerRecord],
     now: float,
     slow: Callable[[str], str] = lambda _: "",
+    adapters: Mapping[bytes, str] = MappingProxyType({}),
 ) -> list[pb.WorkerInfo]:
     """Return one entry a worker, prefill first, then by id.
 
@@ -28,14 +30,21 @@ def worker_status(
         other_models: those of the directory that serve another model.
         now: on the event loop's clock, as `Link.last_seen`.
         slow: why a worker is ejected or on probation, or an empty text.
+        adapters: names of adapters by digest.
     """
     known = list(workers)
-    infos = [_info(worker, known, now, slow) for worker in known]
+    infos = [_info(worker, known, now, slow, adapters) for worker in known]
     infos += [_other_model(record) for record in other_models]
     return sorted(infos, key=lambda info: (info.role, info.worker_id))
 
 
-def _info(worker: Worker, others: Sequence[Worker], now: float, slow: Callable[[str], str]) -> pb.WorkerInfo:
+def _info(
+    worker: Worker,
+    others: Sequence[Worker],
+    now: float,
+    slow: Callable[[str], str],
+    adapters: Mapping[bytes, str],
+) -> pb.WorkerInfo:
     state, detail = _state(worker, others)
     if state == pb.WORKER_STATE_READY:
         detail = slow(worker.record.worker_id) or detail
@@ -45,7 +54,7 @@ def _info(worker: Worker, others: Sequence[Worker], now: float, slow: Callable[[
         address=worker.record.address,
         state=state,
         detail=detail,
-        load=_load(worker.load),
+        load=_load(worker.load, adapters),
     )
     if worker.link.last_seen is not None:
         info.since_heartbeat.FromNanoseconds(round(max(now - worker.link.last_seen, 0.0) * 1e9))
@@ -85,7 +94,7 @@ def _other_model(record: WorkerRecord) -> pb.WorkerInfo:
     )
 
 
-def _load(load: Load) -> pb.WorkerLoad:
+def _load(load: Load, adapters: Mapping[bytes, str]) -> pb.WorkerLoad:
     return pb.WorkerLoad(
         running=load.running,
         waiting=load.waiting,
@@ -96,4 +105,6 @@ def _load(load: Load) -> pb.WorkerLoad:
         local_prefills=load.local_prefills,
         drafted_tokens=load.drafted_tokens,
         accepted_draft_tokens=load.accepted_draft_tokens,
+        adapters=sorted(adapters.get(digest, digest.hex()[:12]) for digest in load.adapters),
+        max_loras=load.max_loras,
     )

@@ -8,7 +8,7 @@ import grpc
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
-from gateway.frontends.grpc.grpc_service import Body, add_service, plain
+from gateway.frontends.grpc.grpc_service import Body, add_service
 from gateway.generate import Generator
 from gateway.tokenizer_service import TokenizerService
 
@@ -25,8 +25,8 @@ def add_inference_service(
         "Generate": generator.collect,
         "Tokenize": text.tokenize,
         "Detokenize": text.detokenize,
-        "ListModels": plain(text.list_models),
-        "GetModel": plain(text.get_model),
+        "ListModels": text.list_models,
+        "GetModel": text.get_model,
         "CancelRequest": text.cancel_request,
     }
     add_service(server, calls, DESCRIPTOR, bodies)

@@ -19,6 +19,7 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError, InvalidParameter, SlowReader
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
+from gateway.adapters.registry import AdapterRegistry
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
 from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
@@ -32,7 +33,6 @@ from gateway.frontends.kserve.request import (
     with_client_field,
 )
 from gateway.generate import Generator
-from gateway.model.served_model import ModelCard
 from gateway.request import field_checks
 from gateway.request.validation import parse_message
 
@@ -51,11 +51,11 @@ class KServeServicer:
     """
 
     def __init__(
-        self, calls: Calls, generator: Generator, card: ModelCard, ready: Callable[[], bool]
+        self, calls: Calls, generator: Generator, adapters: AdapterRegistry, ready: Callable[[], bool]
     ) -> None:
         self._calls = calls
         self._generator = generator
-        self._card = card
+        self._adapters = adapters
         self._ready = ready
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -83,16 +83,16 @@ class KServeServicer:
     async def _server_ready(self, _: Message, __: GrpcCall) -> Message:
         return oip.ServerReadyResponse(ready=self._ready())
 
-    async def _model_ready(self, request: oip.ModelReadyRequest, _: GrpcCall) -> Message:
-        self._check(request.name, request.version)
+    async def _model_ready(self, request: oip.ModelReadyRequest, call: GrpcCall) -> Message:
+        self._check(request.name, request.version, call)
         return oip.ModelReadyResponse(ready=self._ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
         return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
-    async def _model_metadata(self, request: oip.ModelMetadataRequest, _: GrpcCall) -> Message:
-        self._check(request.name, request.version)
-        metadata = oip.ModelMetadataResponse(name=self._card.name, versions=[VERSION], platform="diptych")
+    async def _model_metadata(self, request: oip.ModelMetadataRequest, call: GrpcCall) -> Message:
+        name = self._check(request.name, request.version, call)
+        metadata = oip.ModelMetadataResponse(name=name, versions=[VERSION], platform="diptych")
         for name, datatype, size in _INPUTS:
             metadata.inputs.add(name=name, datatype=datatype, shape=[size])
         for name, datatype in OUTPUTS.items():
@@ -107,11 +107,15 @@ class KServeServicer:
         except DiptychError as error:
             raise with_client_field(error, asked.names) from error
 
-    def _check(self, name: str, wanted: str) -> None:
+    def _check(self, name: str, wanted: str, call: GrpcCall) -> str:
+        """Return the name of the model, or of the adapter, that a call names."""
         if not name:
             raise InvalidParameter("name", "is required")
-        field_checks.model_name(name, self._card)
+        adapter = self._adapters.choose(name, "", call.caller)
+        if adapter is None:
+            field_checks.model_name(name, self._adapters.card)
         check_version(name, wanted)
+        return self._adapters.card.name if adapter is None else adapter.name
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""

@@ -14,7 +14,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
-    Tag,
     WithJsonSchema,
     create_model,
 )
@@ -26,12 +25,12 @@ from gateway.frontends.openai.body_model import (
     OpenModel,
     Raw,
     Text,
+    TextOrObject,
+    TextOrParts,
     absent,
     at_most,
     count_of,
-    either,
     parameter_fields,
-    tagged,
     unicode_text,
     unsupported,
 )
@@ -150,18 +149,11 @@ class ContentPart(OpenModel):
     thinking: Text | None = None
 
 
-Parts = Annotated[list[ContentPart], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]
-Content = Annotated[
-    Annotated[Text, Tag(tagged("text"))] | Parts,
-    either("must be a string or an array of parts"),
-]
-
-
 class ChatTurn(OpenModel):
     """Message of a chat. ``reasoning`` is the newer name of ``reasoning_content``."""
 
     role: Text
-    content: Content | None = None
+    content: TextOrParts[ContentPart] | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
     tool_calls: Annotated[list[CallOfTool], at_most(limits.MAX_JSON_LIST)] | None = None
@@ -198,12 +190,6 @@ class NamedTool(OpenModel):
 
     type: FunctionType | None = None
     function: NamedFunction
-
-
-ToolChoice = Annotated[
-    Annotated[Text, Tag(tagged("text"))] | Annotated[NamedTool, Tag(tagged("object"))],
-    either("must be a string or an object"),
-]
 
 
 _WHOLE: Final = BeforeValidator(whole)
@@ -256,7 +242,7 @@ class ChatMembers(CommonMembers):
     logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
     top_logprobs: _Logprobs | None = _described("logprobs")
     tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: TextOrObject[NamedTool] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Raw | None = None

@@ -17,6 +17,7 @@ from pydantic import (
     Discriminator,
     Field,
     PlainValidator,
+    Tag,
     ValidationError,
     WithJsonSchema,
 )
@@ -24,6 +25,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from diptych.parameters import UINT32, Parameter, Texts, TokenBiases, TokenIds
 from diptych.runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature, printable
+from gateway import limits
 from gateway.request.json_values import BODY, array, integer, number, string, token_ids, whole
 
 M = TypeVar("M", bound=BaseModel)
@@ -180,6 +182,19 @@ def either(words: str) -> Discriminator:
         custom_error_type=_RULE,
         custom_error_message=words,
     )
+
+
+TextOrParts = Annotated[
+    Annotated[Text, Tag(tagged("text"))]
+    | Annotated[list[M], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))],
+    either("must be a string or an array of parts"),
+]
+"""Content of a turn, whose parts are of a model."""
+TextOrObject = Annotated[
+    Annotated[Text, Tag(tagged("text"))] | Annotated[M, Tag(tagged("object"))],
+    either("must be a string or an object"),
+]
+"""Word, or an object of a model that says more."""
 
 
 def parameter_fields(rows: Mapping[str, Parameter]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
@@ -18,13 +18,8 @@ from gateway.frontends.openai.bodies import (
 from gateway.frontends.openai.body_model import validate_members
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, read_stream
 from gateway.frontends.openai.response_format import dump_schema, put_constraint
+from gateway.frontends.openai.tool_choice import put_tool_choice
 from gateway.request.json_values import number, string
-
-_TOOL_CHOICES: Final = {
-    "none": pb.ToolChoice.MODE_NONE,
-    "auto": pb.ToolChoice.MODE_AUTO,
-    "required": pb.ToolChoice.MODE_REQUIRED,
-}
 
 
 def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
@@ -117,14 +112,9 @@ def _put_tool(path: str, tool: OfferedTool, chat: pb.ChatPrompt) -> None:
 def _put_tool_choice(body: ChatMembers, chat: pb.ChatPrompt) -> None:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
-        chat.tool_choice.mode = pb.ToolChoice.MODE_NAMED
-        chat.tool_choice.name = choice.function.name
-    elif choice is not None and choice not in _TOOL_CHOICES:
-        raise InvalidParameter("tool_choice", f"must be {', '.join(_TOOL_CHOICES)} or name a function")
-    elif choice is not None and (choice != "auto" or chat.tools):
-        chat.tool_choice.mode = _TOOL_CHOICES[choice]
-    if body.parallel_tool_calls is False and chat.tools:
-        chat.tool_choice.parallel = False
+        put_tool_choice(chat, None, choice.function.name, body.parallel_tool_calls)
+    else:
+        put_tool_choice(chat, choice, None, body.parallel_tool_calls)
 
 
 def _check_json_value(path: str, value: object, depth: int) -> None:

@@ -35,6 +35,26 @@ _ERROR: Final = {
     },
 }
 _JSON: Final = "application/json"
+_NAME: Final = {"lora_name": {"type": "string", "description": "What requests have as `model`."}}
+_ADAPTER_BODIES: Final[dict[str, Any]] = {
+    "LoadAdapterBody": {
+        "type": "object",
+        "required": ["lora_name", "lora_path"],
+        "properties": {
+            **_NAME,
+            "lora_path": {
+                "type": "string",
+                "description": "PEFT folder or GGUF file, at the same place on every worker's host.",
+            },
+            "load_inplace": {
+                "type": "boolean",
+                "default": False,
+                "description": "Serve it in place of another content of this name.",
+            },
+        },
+    },
+    "UnloadAdapterBody": {"type": "object", "required": ["lora_name"], "properties": _NAME},
+}
 
 
 def build_openapi() -> dict[str, Any]:
@@ -56,7 +76,7 @@ def build_openapi() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Continue a conversation", "ChatBody")},
             "/v1/completions": {"post": _generation("Continue one or several prompts", "CompletionsBody")},
             "/v1/responses": {"post": _generation("Continue a conversation, as items", "ResponsesBody")},
-            "/v1/models": {"get": _operation("List the served model")},
+            "/v1/models": {"get": _operation("List the served model, and the adapters of it")},
             "/v1/models/{model}": {
                 "get": {
                     **_operation("Describe a model"),
@@ -65,9 +85,15 @@ def build_openapi() -> dict[str, Any]:
                     ],
                 }
             },
+            "/v1/load_lora_adapter": {
+                "post": _order("Serve a LoRA adapter (scope admin)", "LoadAdapterBody")
+            },
+            "/v1/unload_lora_adapter": {
+                "post": _order("Serve it no more (scope admin)", "UnloadAdapterBody")
+            },
         },
         "components": {
-            "schemas": {**schemas, "Error": _ERROR},
+            "schemas": {**schemas, **_ADAPTER_BODIES, "Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -83,6 +109,14 @@ def _operation(summary: str, **answers: Any) -> dict[str, Any]:
             "200": {"description": "The answer", "content": answers},
             "default": {"description": "The request was not served", "content": {_JSON: error}},
         },
+    }
+
+
+def _order(summary: str, body: str) -> dict[str, Any]:
+    """Return an operator's call, which is answered in words."""
+    return {
+        **_operation(summary, **{"text/plain": {"schema": {"type": "string"}}}),
+        "requestBody": {"required": True, "content": {_JSON: {"schema": {"$ref": f"{_REFERENCE}{body}"}}}},
     }
 
 

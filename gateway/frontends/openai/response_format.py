@@ -44,26 +44,40 @@ def dump_schema(path: str, schema: dict[str, object]) -> str:
         raise InvalidParameter(path, "is nested too deeply") from error
 
 
+def check_form(path: str, kind: str) -> None:
+    """Raise UnsupportedFeature for a form of answers that is none of OpenAI's three; `path` is its member."""
+    if kind not in ("text", "json_object", "json_schema"):
+        raise UnsupportedFeature(f"{path}.type", "must be text, json_object or json_schema")
+
+
+def put_schema(path: str, schema: dict[str, object], builder: RequestBuilder) -> None:
+    """Constrain the output to a schema, the member `path` of the body."""
+    builder.request.structured_output.json_schema = dump_schema(path, schema)
+    builder.names["structured_output.json_schema"] = path
+
+
+def put_any_object(path: str, builder: RequestBuilder) -> None:
+    """Constrain the output to any JSON object, as the member `path` of the body asks."""
+    builder.request.structured_output.json_object = True
+    builder.names["structured_output.json_object"] = path
+
+
 def _put_format(wanted: ResponseFormat, builder: RequestBuilder) -> bool:
     """Set OpenAI's form; return whether it constrains anything."""
-    output, path = builder.request.structured_output, "response_format.json_schema"
-    if wanted.type not in ("text", "json_object", "json_schema"):
-        raise UnsupportedFeature("response_format.type", "must be text, json_object or json_schema")
+    path = "response_format.json_schema"
+    check_form("response_format", wanted.type)
     if wanted.schema_ is not None:
         if wanted.type == "text" or wanted.json_schema is not None:
             raise InvalidParameter("response_format.schema", "goes with json_object or json_schema, alone")
-        output.json_schema = dump_schema("response_format.schema", wanted.schema_)
-        builder.names["structured_output.json_schema"] = "response_format.schema"
+        put_schema("response_format.schema", wanted.schema_, builder)
     elif wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise InvalidParameter(path, "is required")
-        output.json_schema = dump_schema(f"{path}.schema", wanted.json_schema.schema_)
-        builder.names["structured_output.json_schema"] = f"{path}.schema"
+        put_schema(f"{path}.schema", wanted.json_schema.schema_, builder)
     elif wanted.json_schema is not None:
         raise InvalidParameter(path, "goes with the type json_schema only")
     elif wanted.type == "json_object":
-        output.json_object = True
-        builder.names["structured_output.json_object"] = "response_format"
+        put_any_object("response_format", builder)
     return wanted.type != "text"
 
 

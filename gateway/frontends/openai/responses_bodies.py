@@ -17,6 +17,8 @@ from gateway.frontends.openai.body_model import (
     OpenModel,
     Raw,
     Text,
+    TextOrObject,
+    TextOrParts,
     absent,
     at_most,
     count_of,
@@ -45,11 +47,7 @@ class TextPart(OpenModel):
     refusal: Text | None = None
 
 
-_Parts = Annotated[list[TextPart], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]
-Content = Annotated[
-    Annotated[Text, Tag(tagged("text"))] | _Parts,
-    either("must be a string or an array of parts"),
-]
+Content = TextOrParts[TextPart]
 
 
 class MessageItem(OpenModel):
@@ -131,12 +129,6 @@ class NamedChoice(OpenModel):
     name: Text
 
 
-ToolChoice = Annotated[
-    Annotated[Text, Tag(tagged("text"))] | Annotated[NamedChoice, Tag(tagged("object"))],
-    either("must be a string or an object"),
-]
-
-
 class TextFormat(BodyModel):
     """Form of the answer: ``text``, ``json_object`` or ``json_schema``."""
 
@@ -170,7 +162,7 @@ class ResponsesMembers(CommonMembers):
     max_output_tokens: _MaxTokens | None = Field(None, description=PARAMETERS["max_tokens"].about)
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], at_most(limits.MAX_JSON_LIST)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: TextOrObject[NamedChoice] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Text], at_most(limits.MAX_JSON_LIST)] | None = None

@@ -8,7 +8,7 @@ from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.body_model import validate_members
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
-from gateway.frontends.openai.response_format import dump_schema
+from gateway.frontends.openai.response_format import check_form, dump_schema, put_any_object, put_schema
 from gateway.frontends.openai.responses_bodies import (
     CallItem,
     Content,
@@ -21,12 +21,8 @@ from gateway.frontends.openai.responses_bodies import (
     TextFormat,
     TextPart,
 )
+from gateway.frontends.openai.tool_choice import put_tool_choice
 
-_TOOL_CHOICES: Final = {
-    "none": pb.ToolChoice.MODE_NONE,
-    "auto": pb.ToolChoice.MODE_AUTO,
-    "required": pb.ToolChoice.MODE_REQUIRED,
-}
 # Answers with more than the text that is always there; nothing of it is made here.
 _INCLUDED: Final = ("reasoning.encrypted_content",)
 
@@ -121,27 +117,19 @@ def _put_tool(index: int, tool: FunctionTool, builder: RequestBuilder) -> None:
 def _put_tool_choice(body: ResponsesMembers, chat: pb.ChatPrompt) -> None:
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):
-        chat.tool_choice.mode = pb.ToolChoice.MODE_NAMED
-        chat.tool_choice.name = choice.name
-    elif choice is not None and choice not in _TOOL_CHOICES:
-        raise InvalidParameter("tool_choice", f"must be {', '.join(_TOOL_CHOICES)} or name a function")
-    elif choice is not None and (choice != "auto" or chat.tools):
-        chat.tool_choice.mode = _TOOL_CHOICES[choice]
-    if body.parallel_tool_calls is False and chat.tools:
-        chat.tool_choice.parallel = False
+        put_tool_choice(chat, None, choice.name, body.parallel_tool_calls)
+    else:
+        put_tool_choice(chat, choice, None, body.parallel_tool_calls)
 
 
 def _put_format(wanted: TextFormat, builder: RequestBuilder) -> None:
-    output, path = builder.request.structured_output, "text.format"
-    if wanted.type not in ("text", "json_object", "json_schema"):
-        raise UnsupportedFeature(f"{path}.type", "must be text, json_object or json_schema")
+    path = "text.format"
+    check_form(path, wanted.type)
     if wanted.type == "json_schema":
         if wanted.schema_ is None:
             raise InvalidParameter(f"{path}.schema", "is required")
-        output.json_schema = dump_schema(f"{path}.schema", wanted.schema_)
-        builder.names["structured_output.json_schema"] = f"{path}.schema"
+        put_schema(f"{path}.schema", wanted.schema_, builder)
     elif wanted.schema_ is not None:
         raise InvalidParameter(f"{path}.schema", "goes with the type json_schema only")
     elif wanted.type == "json_object":
-        output.json_object = True
-        builder.names["structured_output.json_object"] = path
+        put_any_object(path, builder)

@@ -7,7 +7,6 @@ size, type of the body) are answered here, everything else is a `DiptychError`.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -18,19 +17,18 @@ from typing import Final
 from aiohttp import hdrs, web
 
 from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
-from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
 from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
 from gateway.frontends.openai import cors
+from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.json_request import json_response, read_json, refuse
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.responses_answer import ResponsesAnswer
@@ -42,7 +40,6 @@ from gateway.request.field_checks import request_id
 from gateway.request.json_values import parse_body
 from gateway.tokenizer_service import TokenizerService
 
-_BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
 _MODELS: Final = "/v1/models"
 
 Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -57,6 +54,7 @@ class OpenAIRoutes:
 
     Args:
         digest: of the model, for ``system_fingerprint``.
+        adapters: loads and unloads adapters.
         allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
 
@@ -68,6 +66,7 @@ class OpenAIRoutes:
         model: ServedModel,
         digest: str,
         allow_origins: Collection[str] = (),
+        adapters: AdapterRoutes | None = None,
     ) -> None:
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
@@ -82,6 +81,7 @@ class OpenAIRoutes:
             "/v1/responses": {"POST": partial(self._generate, self._read_responses)},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
+            **(adapters.routes if adapters is not None else {}),
             **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
         }
 
@@ -101,14 +101,14 @@ class OpenAIRoutes:
         else:
             methods = self._routes.get(path, {})
         if not methods:
-            return _refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
+            return refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
         if origin and request.method == hdrs.METH_OPTIONS:
             return web.Response(
                 status=HTTPStatus.NO_CONTENT, headers=cors.preflight_headers(request, (*methods, "OPTIONS"))
             )
         handler = methods.get(request.method)
         if handler is None:
-            refused = _refuse(
+            refused = refuse(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"only {', '.join(methods)}", "method_not_allowed"
             )
             refused.headers["Allow"] = ", ".join(methods)
@@ -118,7 +118,7 @@ class OpenAIRoutes:
     async def _generate(self, read: _Read, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_route_of(request), request, self._calls.clock())
         # A caller that is refused need not send a body.
-        data = await _body(request) if self._calls.admits(call) else b""
+        data = await read_json(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
         try:
@@ -229,16 +229,19 @@ class OpenAIRoutes:
         return asked, ResponsesAnswer(asked, body, model=self._shown_name(asked), created=int(time.time()))
 
     def _shown_name(self, asked: HttpGenerateRequest) -> str:
-        return self._model.card.shown_name(asked.builders[0].request.model)
+        """Return the name in the answer: an adapter's as it was asked for; any other is refused later."""
+        name, card = asked.builders[0].request.model, self._model.card
+        return card.shown_name(name) if card.answers_to(name) else name
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())
         try:
             with self._calls.account(call):
-                model = self._text.describe()
-                names = (model.name, *self._model.card.served_aliases)
-                listed = {"object": "list", "data": [self._describe(model, name) for name in names]}
-                return _json(listed)
+                base, *adapters = (await self._text.list_models(pb.ListModelsRequest(), call)).models
+                names = (base.name, *self._model.card.served_aliases)
+                shown = [self._describe(base, name) for name in names]
+                shown += [self._describe(model, model.name) for model in adapters]
+                return json_response({"object": "list", "data": shown})
         except DiptychError as error:
             return await call.fail(error)
 
@@ -248,8 +251,8 @@ class OpenAIRoutes:
         try:
             with self._calls.account(call):
                 call.names = {}
-                found = await self._text.get_model(pb.GetModelRequest(model=name))
-                return _json(self._describe(found.model, name))
+                found = await self._text.get_model(pb.GetModelRequest(model=name), call)
+                return json_response(self._describe(found.model, name))
         except DiptychError as error:
             return await call.fail(error)
 
@@ -259,6 +262,7 @@ class OpenAIRoutes:
             "object": "model",
             "created": self._started,
             "owned_by": "diptych",
+            "parent": model.parent or None,
             "max_model_len": model.max_context_length,
             "tool_calls": model.capabilities.tool_calls or None,
             "reasoning": model.capabilities.reasoning or None,
@@ -268,25 +272,6 @@ class OpenAIRoutes:
 def _route_of(request: web.BaseRequest) -> str:
     """Return the path of a request without the slash that some clients end it with."""
     return request.path.rstrip("/") or "/"
-
-
-async def _body(request: web.BaseRequest) -> bytes | web.Response:
-    """Return the body, or the response that says why it is not read."""
-    if request.content_type != "application/json":
-        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
-    too_large = f"the body must be at most {limits.MAX_BODY_BYTES} bytes"
-    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
-        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
-    try:
-        return await read_body(request, _BODY_S)
-    except web.HTTPRequestEntityTooLarge:
-        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
-    except web.RequestPayloadError:
-        return _refuse(HTTPStatus.BAD_REQUEST, "the body is malformed", "malformed_body")
-    except TimeoutError:
-        return _refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_BODY_S:g} s", "body_too_slow")
 
 
 def _pages() -> dict[str, Respond]:
@@ -303,16 +288,8 @@ def _pages() -> dict[str, Respond]:
 
 
 async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:
-    return _refuse(
+    return refuse(
         HTTPStatus.BAD_REQUEST,
         "this server generates text; it computes no embeddings",
         "unsupported_feature",
     )
-
-
-def _refuse(status: HTTPStatus, message: str, code: str) -> web.Response:
-    return _json(plain_error(status, message, code), status)
-
-
-def _json(value: object, status: int = HTTPStatus.OK) -> web.Response:
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from diptych.cli.adapter_commands import adapter_table
 from diptych.cli.admin_commands import reasons, worker_table
 from diptych.cli.app import app
 from diptych.v1 import admin_pb2 as pb
@@ -72,3 +73,39 @@ def test_drain_refuses_a_grace_beyond_a_day(grace: str) -> None:
 def test_reasons_are_of_workers_that_are_not_routed_only() -> None:
     fine = pb.WorkerInfo(worker_id="decode-1-0123abcd", state=pb.WORKER_STATE_READY)
     assert list(reasons([*WORKERS[:1], fine])) == [f"prefill-0-0123abcd: {WORKERS[0].detail}"]
+
+
+def test_worker_table_has_a_column_of_adapters_where_there_are_some() -> None:
+    assert "adapters" not in shown(200)[0]
+    worker = pb.WorkerInfo(worker_id="decode-0", load=pb.WorkerLoad(adapters=["legal", "0123456789ab"]))
+    out = StringIO()
+    Console(file=out, width=200).print(worker_table([worker]))
+    head, row = out.getvalue().splitlines()
+    assert "adapters" in head
+    assert "legal, 0123456789ab" in row
+
+
+def test_adapter_table_has_a_line_an_adapter() -> None:
+    adapters = [
+        pb.Adapter(name="legal", digest="ab" * 32, path="/adapters/legal", rank=8, workers=["d0", "p0"]),
+        pb.Adapter(name="old", digest="cd" * 32, path="/adapters/old", running=3, draining=True),
+    ]
+    out = StringIO()
+    Console(file=out, width=200).print(adapter_table(adapters))
+    _, legal, old = (line.split() for line in out.getvalue().splitlines())
+    assert legal == ["legal", "ab" * 6, "8", "served", "0", "d0,", "p0", "/adapters/legal"]
+    assert old == ["old", "cd" * 6, "unloading", "3", "/adapters/old"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["load", "legal", "/adapters/legal"], ["unload", "legal"]], ids=lambda one: one[0]
+)
+def test_lora_commands_name_the_admin_port(arguments: list[str]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        public = grpc.server(threads)
+        address = f"127.0.0.1:{public.add_insecure_port('127.0.0.1:0')}"
+        public.start()
+        refused = CliRunner().invoke(app, ["lora", *arguments, "--address", address])
+        public.stop(0).wait()
+    assert refused.exit_code == 1
+    assert "UNIMPLEMENTED" in refused.stderr

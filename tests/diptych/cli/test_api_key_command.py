@@ -14,6 +14,7 @@ from gateway.access.key_file import Scope
 
 def test_key_new_prints_a_line_that_matches_the_key(tmp_path: Path) -> None:
     flags = ["--tenant", "billing", "--scope", "admin", "--scope", "inference", "--concurrent-requests", "3"]
+    flags += ["--adapter", "legal", "--adapter", "team-a/*"]
     made = CliRunner().invoke(app, ["key", "new", *flags])
     assert made.exit_code == 0
     path = tmp_path / "keys.jsonl"
@@ -23,6 +24,7 @@ def test_key_new_prints_a_line_that_matches_the_key(tmp_path: Path) -> None:
     assert key not in made.stdout
     caller = Access(path).caller(f"Bearer {key}", Scope.ADMIN)
     assert (caller.tenant, caller.quota_usage.quota.concurrent_requests) == ("billing", 3)
+    assert [caller.may_use(name) for name in ("legal", "team-a/x", "team-b/x")] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,19 @@ from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import FLAG_FIELDS, StackOptions, takes_stack_options
 from tests.diptych.cli.specs import ROOT
 
-_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_timeout", "_len")
+_NUMBERS = (
+    "_port",
+    "_threads",
+    "_size",
+    "_chunk",
+    "_mib",
+    "_blocks",
+    "_utilization",
+    "_timeout",
+    "_len",
+    "_loras",
+    "_rank",
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

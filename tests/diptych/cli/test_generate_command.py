@@ -100,7 +100,7 @@ def test_generate_prints_an_error_on_a_line_of_its_own(capsys: pytest.CaptureFix
 
 
 class Reasoning(rpc.InferenceServiceServicer):
-    """Its answers reason first."""
+    """Answers with reasoning before the text."""
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
         return pb.GenerateResponse(outputs=[pb.OutputDelta(reasoning_content="Hm [1]", text="Yes.")])

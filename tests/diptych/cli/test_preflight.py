@@ -13,6 +13,7 @@ from diptych.cli.preflight import BadOptions, check_directory, check_options
 from diptych.cli.stack_options import StackOptions
 from tests.diptych.cli.specs import ROOT
 from tests.diptych.runtime.odd_models import CASES
+from tests.gateway.adapters.folders import write
 from tests.gateway.running_gateway import valkey
 
 
@@ -88,3 +89,13 @@ def test_check_options_names_the_flags_of_a_taken_port(field: str, told: str) ->
         ports = {"grpc_port": 0, "http_port": 0, "admin_port": 0, field: port}
         with pytest.raises(BadOptions, match=f"^port {port} of 127.0.0.1 is taken: {told}$"):
             check_options(StackOptions(**ports))
+
+
+def test_files_that_are_no_adapter_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(BadOptions, match=f"--lora legal: no adapter at {tmp_path}/legal"):
+        check_options(StackOptions(lora=f"legal={tmp_path}/legal"))
+    with pytest.raises(BadOptions, match="rank 9, and --max-lora-rank is 8"):
+        check_options(StackOptions(lora=f"legal={write(tmp_path / 'legal', rank=9)}", max_lora_rank=8))
+    with pytest.raises(BadOptions, match=r"lora.*NAME=PATH"):
+        check_options(StackOptions(lora="legal"))
+    check_options(StackOptions(lora=f"legal={tmp_path}/legal,other={tmp_path}/legal", max_lora_rank=9))

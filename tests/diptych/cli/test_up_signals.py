@@ -43,5 +43,5 @@ def test_a_signal_ends_it_with_a_shells_status(signum: signal.Signals) -> None:
 
 
 def test_an_ignored_sighup_changes_nothing() -> None:
-    """As under nohup."""
+    """Start the command as nohup does."""
     assert status_after(signal.SIGHUP, ignored=True) == 7

@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "mmproj": (lambda path: gguf_file(path / "m.gguf", "clip"), r"m.gguf is the image part \(mmproj\)"),
     "gguf_adapter": (
         lambda path: gguf_file(path / "m.gguf", general__type="adapter"),
-        "m.gguf is a LoRA adapter; merge it into its base model",
+        "m.gguf is a LoRA adapter: give it as --lora NAME=PATH beside its base model",
     ),
     "empty_folder": (_folder({}), "m is empty: a model is"),
     "no_config": (_folder(_without("config.json")), "m has no config.json, so that it is no model"),
@@ -118,11 +118,11 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "adapter": (
         _folder({"adapter_config.json": {"base_model_name_or_path": "org/base"}, "adapter_model.bin": b"x"}),
-        r"holds a LoRA adapter of org/base .* merge it into its base model \(peft: merge_and_unload",
+        r"holds a LoRA adapter of org/base .* --lora NAME=.* merged into it \(peft: merge_and_unload",
     ),
     "adapter_in_model": (
         _folder({**WHOLE, "adapter_config.json": {}}),
-        "holds a LoRA adapter .* not appl",
+        "holds a LoRA adapter .* --lora NAME=",
     ),
     "mistral": (
         _folder({"params.json": {}, "consolidated.safetensors": b""}),

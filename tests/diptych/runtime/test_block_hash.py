@@ -52,6 +52,9 @@ def test_every_field_separates_namespaces() -> None:
         *(namespace_key(SECRET, **{**base, name: value + "x"}) for name, value in base.items()),
         namespace_key(SECRET, **{**base, "tenant": "a", "salt": "bc"}),
         namespace_key(SECRET, **{**base, "salt": "\ud800"}),
+        namespace_key(SECRET, **base, adapter=b"f"),
+        namespace_key(SECRET, **base, adapter=b"g"),
+        namespace_key(SECRET, **{**base, "kv_dtype": "ef"}),
     ]
     assert len(set(variants)) == len(variants)
 

@@ -8,15 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
+from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
+from diptych.engine.adapters.reader import read_adapter
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
@@ -31,6 +34,8 @@ from diptych.engine.step_pacing import StepPacing
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
+from diptych.worker_process.adapter_calls import AdapterCalls
+from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.draft_chunks import DraftChunks
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
@@ -66,6 +71,12 @@ def model() -> Model:
     return Model(SHAPE, "fp32", torch.float32, backend, "torch")
 
 
+def _own_model() -> Model:
+    """Return the same model on a torch backend with slots of its own."""
+    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
+    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
+
+
 def launching_model() -> Model:
     """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
@@ -81,7 +92,7 @@ def native_model() -> Model:
     return Model(SHAPE, "fp32", torch.float32, backend, "native")
 
 
-MODELS = {"torch": model, "device": launching_model, "native": native_model}
+MODELS = {"torch": _own_model, "device": launching_model, "native": native_model}
 
 
 def draft_model(kind: str, backend: str) -> Model:
@@ -103,13 +114,18 @@ def layout(draft: Model | None = None) -> KVLayout:
 
 
 @cache
-def greedy(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the model's output after `prompt`, computed alone and at once."""
-    runner, blocks = Runner(model(), 1), layout().blocks_for(len(prompt) + count)
+def greedy(prompt: tuple[int, ...], count: int, adapter: Path | None = None) -> tuple[int, ...]:
+    """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path."""
+    runner = Runner(model(), 1)
+    if adapter is not None:
+        runner = Runner(_own_model(), 1)
+        assert runner.allow_adapters(1, 8) is None
+        runner.place_adapter(0, runner.prepare_adapter(read_adapter(adapter, SHAPE, 8)))
+    slot, blocks = None if adapter is None else 0, layout().blocks_for(len(prompt) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
     new, start, out = list(prompt), 0, []
     for _ in range(count):
-        logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True)])
+        logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True, adapter=slot)])
         start += len(new)
         new = [int(logits[0].argmax())]
         out += new
@@ -131,6 +147,7 @@ class Decode:
     def leftovers(self) -> list[str]:
         """Return what is left although no request is; also checks the pool's accounting."""
         self.pool.invariants()
+        self.loop.requests.adapters.slots.invariants()
         stats = self.handoff.stats()
         counts = {
             "requests": self.loop.num_running + self.loop.num_waiting,
@@ -138,6 +155,7 @@ class Decode:
             "waiting asks": stats.waiting_asks,
             "quarantined": stats.quarantined_blocks,
             "held blocks": self.pool.total - self.pool.available(),
+            "adapters in use": self.loop.requests.adapters.num_uses,
         }
         return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -157,6 +175,7 @@ class Prefill:
         counts = {
             "requests": self.loop.num_running + self.loop.num_waiting,
             "held scratch blocks": self.scratch.total - self.scratch.available(),
+            "adapters in use": self.loop.requests.adapters.num_uses,
         }
         return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -195,6 +214,7 @@ async def house(
     drafter: Drafter | None = None,
     bounds: LocalBounds = LOCAL_BOUNDS,
     draft: str | None = None,
+    max_loras: int = 0,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -202,8 +222,8 @@ async def house(
     launch these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
-    compute prompts within `bounds` themselves, where a gateway says so. A `draft` model
-    (`draft_model`) drafts in place of a drafter.
+    compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
+    drafts in place of a drafter. Each worker has `max_loras` slots for adapters.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -219,15 +239,25 @@ async def house(
             made.decodes.append(
                 await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
             )
+            _add_adapters(made.decodes[-1].loop, runner, max_loras)
+            made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
             runner = _runner(backend, next(shares))
             drafts = _draft_runner(draft, backend)
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts))
+            loop = made.prefills[-1].loop
+            _add_adapters(loop, runner, max_loras)
+            loop.requests.adapters.on_slot_free = loop.requests.place_adapters
         yield made
 
 
 def _draft_runner(kind: str | None, backend: str) -> Runner | None:
     return None if kind is None else Runner(draft_model(kind, backend), 1)
+
+
+def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
+    loop.requests.adapters = AdapterStore(runner, slots=slots, max_rank=8)
+    loop.requests.adapter_calls = AdapterCalls(loop.requests.adapters)
 
 
 def _runner(backend: str, shared: SharedCores | None, pacing: StepPacing | None = None) -> Runner:
@@ -292,6 +322,7 @@ async def _decode(
         on_failed=loop.requests.on_failed,
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
+        gate=AdapterGate(loop.requests.adapter_of),
     )
     loop.connect(handoff, bounds)
     await handoff.start()

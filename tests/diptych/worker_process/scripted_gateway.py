@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,10 @@ def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> 
             min_tokens=changes.pop("min_tokens", 0),
             stop_token_ids=changes.pop("stop", ()),
         ),
-        cache_namespace=NAMESPACE,
+        cache_namespace=hashlib.sha256(adapter).digest()
+        if (adapter := changes.pop("adapter", b""))
+        else NAMESPACE,
+        adapter=adapter,
         cache_read=changes.pop("cache_read", True),
         cache_write=changes.pop("cache_write", True),
         reserve_worst_case=changes.pop("reserve", False),

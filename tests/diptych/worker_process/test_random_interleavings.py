@@ -10,6 +10,7 @@ import logging
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ class Walk:
             if gateway.lost:  # with it went the request
                 return
             decode, prefill = self.rng.choice(self.house.decodes), self.rng.choice(self.house.prefills)
-            message = work(
+            message = self.work(
                 (planned.name, attempt),
                 planned.prompt,
                 planned.max_tokens,
@@ -139,7 +140,7 @@ class Walk:
                 return
             await self.settle((planned.name, attempt), planned, decode, prefill)
             delivered += tuple(heard.tokens)
-            assert delivered == greedy(planned.prompt, planned.max_tokens)[: len(delivered)]
+            assert delivered == self.expected(planned)[: len(delivered)]
             word = heard.terminal_messages[0]
             self.outcomes[word] += 1
             if word == "decode finished":
@@ -147,6 +148,14 @@ class Walk:
             if word not in ("decode preempted", TOO_MANY_NEW):
                 return
         raise AssertionError(f"{planned.name} was preempted again and again")
+
+    def work(self, key: tuple[str, int], *arguments: Any, **changes: Any) -> work_pb2.Work:
+        """Return the message of an attempt."""
+        return work(key, *arguments, **changes)
+
+    def expected(self, planned: Plan) -> tuple[int, ...]:
+        """Return the output of a request that finishes."""
+        return greedy(planned.prompt, planned.max_tokens)
 
     async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
         first, second = self.rng.sample([decode.loop.requests.cancel, prefill.loop.requests.cancel], 2)

@@ -83,7 +83,6 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("received_token_ids", {"received_token_ids": [1]}),
 ]
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    ("lora", {"lora": SECRET}),
     ("structured_output.structural_tag", {"structured_output": {"structural_tag": SECRET}}),
 ]
 FINE: list[dict[str, Any]] = [

@@ -93,6 +93,8 @@ def compile_instead_of_launching() -> None:
 def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     """Every launcher at the shapes that matter, by name."""
     from kernels.convert_blocks import HeadRange, block_major, token_major
+    from kernels.gpu.adapted_linear import adapted_linear
+    from kernels.gpu.change_table import ChangeTable
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
@@ -242,6 +244,18 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         made.append((f"product in float32 {name}", lambda: skinny_linear(rows, weight, bias, out=logits)))
         made.append((f"gated product {name}", lambda: skinny_swiglu(rows, weight, bias)))
 
+    def adapted(outputs: int, inputs: int, ranks: int, dtype: torch.dtype) -> None:
+        rows, out = torch.empty(3, inputs, dtype=dtype), torch.empty(3, 2 * outputs, dtype=dtype)
+        wide, narrow = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int32)
+        table = ChangeTable(wide, wide, narrow, torch.zeros(2, 8), narrow[:, 0], narrow[:, 0], outputs)
+        scratch, slots = torch.empty(6 * ranks), torch.zeros(3, dtype=torch.int32)
+        name = f"adapters of rank {ranks}, {outputs} x {inputs} {dtype}"
+        made.append((name, lambda: adapted_linear(rows, out, slots, table, scratch, ranks)))
+
+    adapted(4096, 4096, 64, bf16)
+    if not quick:
+        adapted(150, 1000, 4, fp32)
+        adapted(14336, 4096, 512, fp16)
     products(6144, 4096, bf16)
     products(28672, 4096, bf16)
     if not quick:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
@@ -79,6 +81,7 @@ class NativeBackend:
         self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
         self._positions = 0
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
+        self._adapters: dict[int, NativeAdapter] = {}
         self._ahead: deque[_LaunchedStep] = deque()
         self._no_logits = torch.empty((0, shape.vocab_size))
 
@@ -99,6 +102,24 @@ class NativeBackend:
     def use_idle_cores_after(self, after: float) -> None:
         """See `CoreLendingBackend.use_idle_cores_after`."""
         self._guests_from = math.ceil(after * self._shape.num_layers)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`: what is computed natively is computed with adapters, too."""
+        return None
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: steps read it where it is packed here."""
+        return NativeAdapter(self._library, self._model, self._shape, adapter, self._dtype)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`."""
+        assert prepared is None or isinstance(prepared, NativeAdapter)
+        address = None if prepared is None else prepared.address
+        self._check(self._library.diptych_set_adapter(self._model, slot, address))
+        if prepared is None:
+            self._adapters.pop(slot, None)
+        else:
+            self._adapters[slot] = prepared
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.

@@ -58,6 +58,8 @@ def native_batch(
         "greedy": array("B", greedy),
     }
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
+    if any(step.adapter is not None for step in sequences):
+        arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,

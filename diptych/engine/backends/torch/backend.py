@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.backends.torch.supports import lacks_adapters
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
@@ -32,6 +35,7 @@ class TorchBackend:
         weights = on_device(weights, self._device)
         self._scales = None if kv_scales is None else kv_scales.to(self._device)
         self._decoder = Decoder(shape, weights)
+        self._adapters = TorchAdapters(self._device)
         self._shape = shape
         self._rules = [
             ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
@@ -41,6 +45,19 @@ class TorchBackend:
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in this process' torch calls from the calling thread."""
         torch.set_num_threads(threads)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return lacks_adapters(self._shape)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: it is read as it is."""
+        return adapter
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`."""
+        assert prepared is None or isinstance(prepared, Adapter)
+        self._adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
@@ -68,7 +85,8 @@ class TorchBackend:
                     groups[:] = group_rows(sequences, abort)
                 return True
 
-            logits = self._decoder.forward(tokens, positions, last, attend, wanted)
+            adapters = self._adapters.of_step(sequences)
+            logits = self._decoder.forward(tokens, positions, last, attend, wanted, adapters)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:

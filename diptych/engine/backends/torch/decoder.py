@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
 from diptych.engine.backends.torch.latent_attention import LatentAttention
@@ -65,11 +66,12 @@ class Decoder:
         last: torch.Tensor,
         attend: Attend,
         wanted: Callable[[], bool],
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor | None:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no.
+        it says no. `adapters` are those of rows that have one.
         """
         angles = self._angles(positions)
         growth = self._growth(positions)
@@ -80,7 +82,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if not wanted():
                 return None
-            x_TH = self._layer(index, layer, x_TH, angles, growth, attend)
+            x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
         x_TH = self._norm(x_TH[last], self._final_norm, self._final_norm_bias)
         return self._logits(x_TH)
 
@@ -106,13 +108,15 @@ class Decoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attend: Attend,
+        adapters: StepAdapters | None,
     ) -> torch.Tensor:
         normed = self._norm(x_TH, layer.input_norm, layer.input_norm_bias)
-        attended = self._attention(index, layer, normed, angles, growth, attend)
+        attended = self._attention(index, layer, normed, angles, growth, attend, adapters)
         x_TH = x_TH + self._added(attended, layer.attention_out_norm)
         if not self.shape.parallel_residual:
             normed = self._norm(x_TH, layer.post_norm, layer.post_norm_bias)
-        return x_TH + self._added(self._feed_forward(index, layer, normed), layer.feed_forward_out_norm)
+        fed = self._feed_forward(index, layer, normed, adapters)
+        return x_TH + self._added(fed, layer.feed_forward_out_norm)
 
     def _added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return what a sublayer with this output adds to the residual."""
@@ -135,14 +139,20 @@ class Decoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attend: Attend,
+        adapters: StepAdapters | None,
     ) -> torch.Tensor:
         shape, latents = self.shape, self._latents[index]
         if latents is not None:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
         assert layer.qkv is not None
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        joined = self._linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, width)
-        q_TND, k_TKD, v_TKD = joined.split([heads, kv_heads, kv_heads], dim=1)
+        joined = self._linear(normed, layer.qkv, layer.qkv_bias)
+        if adapters is not None:
+            widths = heads * width, kv_heads * width, kv_heads * width
+            joined = adapters.add(index, ("q", "k", "v"), normed, joined, widths)
+        q_TND, k_TKD, v_TKD = joined.view(-1, heads + 2 * kv_heads, width).split(
+            [heads, kv_heads, kv_heads], dim=1
+        )
         if not shape.qk_norm_after_rotation:
             q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
         rotation = shape.layers[index].rotation
@@ -153,7 +163,9 @@ class Decoder:
         if growth is not None:
             q_TND = q_TND * growth
         mixed = attend(index, q_TND, k_TKD, v_TKD)
-        return self._linear(mixed.reshape(-1, heads * width), layer.o, layer.o_bias)
+        mixed = mixed.reshape(-1, heads * width)
+        out = self._linear(mixed, layer.o, layer.o_bias)
+        return out if adapters is None else adapters.add(index, ("o",), mixed, out, out.shape[1:])
 
     def _qk_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return `x [T, heads, D]` normalised over each head, or over all heads together."""
@@ -163,15 +175,21 @@ class Decoder:
             return rms_norm(x.flatten(1), weight, self.shape.rms_eps).view(x.shape)
         return rms_norm(x, weight, self.shape.rms_eps)
 
-    def _feed_forward(self, index: int, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(
+        self, index: int, layer: FusedLayer, normed: torch.Tensor, adapters: StepAdapters | None
+    ) -> torch.Tensor:
         shape, experts = self.shape, self._experts[index]
         if experts is not None:
             return experts(normed)
         assert layer.up is not None
         assert layer.down is not None
         inner = self._linear(normed, layer.up, layer.up_bias)
+        if adapters is not None:
+            fields = ("gate", "up") if shape.gated else ("up",)
+            inner = adapters.add(index, fields, normed, inner, [shape.intermediate_size] * len(fields))
         activated = gated(shape.activation, inner) if shape.gated else activate(shape.activation, inner)
-        return self._linear(activated, layer.down, layer.down_bias)
+        out = self._linear(activated, layer.down, layer.down_bias)
+        return out if adapters is None else adapters.add(index, ("down",), activated, out, out.shape[1:])
 
     def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
         latent = self.shape.latent

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.activations import Activations
+from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, sampling_values
 from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, DecodeGraphs, sample_tokens, sampled
@@ -70,6 +73,30 @@ class TritonBackend:
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        self._layers.adapters = DeviceAdapters(
+            self._shape,
+            self._layers.operators,
+            slots,
+            max_rank,
+            self._layers.weights.dtype,
+            self._device,
+        )
+        return None
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: it comes to the device with its slot."""
+        return adapter
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`."""
+        assert prepared is None or isinstance(prepared, Adapter)
+        if self._layers.adapters is None:
+            raise RuntimeError("adapters were not allowed")
+        with self._current(), torch.no_grad():
+            self._layers.adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
@@ -127,9 +154,12 @@ class TritonBackend:
     def _compute(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor | None:
         """Logits on the device, in the batch's order; None when all were aborted. The step is done then."""
         placed = pack_step(sequences, abort, self._device)
+        step = placed.step
+        if step.adapters is not None and self._layers.adapters is not None:
+            step = replace(step, adapter_scratch=self._layers.adapters.scratch(step.num_tokens))
         self._layers.rotary.reach(max(step.start + len(step.token_ids) for step in sequences))
         hidden = self._layers.hidden(
-            placed.step,
+            step,
             self._activations(placed.step.num_tokens),
             self._scratch_for(placed, sequences[0].memory.layout.block_size),
             self._wanted(placed, abort),

@@ -33,6 +33,7 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
     "top_p": (np.float64, 1.0),
     "lanes": (np.int32, 0),
     "lengths": (np.int32, 0),
+    "adapters": (np.int32, -1),
     "top_k": (np.int32, 0),
     "temperature": (np.float32, 0.0),
     "min_p": (np.float32, 0.0),
@@ -93,10 +94,17 @@ class RowFields:
         host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1
+        host["adapters"][:count] = [-1 if step.adapter is None else step.adapter for step in sequences]
         for row, (step, draw) in enumerate(zip(sequences, sample_rows, strict=True)):
             _fill_sampling(host, row, draw, unknown=int(step.follows is not None))
         for name, (_, padding) in _FIELDS.items():
             host[name][count:] = padding
+
+    def clear(self, turn: int) -> None:
+        """Make padding of all rows, on the host's copy and on the device."""
+        for name, (_, padding) in _FIELDS.items():
+            self._host[turn][name][:] = padding
+        self.upload(turn)
 
     def abort_rows(self, turn: int, abort: AbortWords | None, count: int) -> None:
         """Make rows that were aborted write nowhere."""

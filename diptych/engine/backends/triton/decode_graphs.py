@@ -63,7 +63,8 @@ class DecodeGraphs:
         self._sample_scratch = layers.operators.make_sample_scratch(max_batch, shape.vocab_size, device)
         layers.rotary.reach(shape.max_context)  # a graph keeps the table that it was captured with
         self._memory: KVMemory | None = None
-        self._graphs: dict[int, Work] = {}
+        self._graphs: dict[tuple[int, bool], Work] = {}
+        """Captured steps by the number of rows, and whether rows may have adapters."""
 
     @property
     def count(self) -> int:
@@ -77,7 +78,7 @@ class DecodeGraphs:
         """
         self._memory = memory
         for rows in reversed(self._buckets):
-            self._graphs[rows] = self._capture.capture(self._work(rows, memory))
+            self._graphs[rows, False] = self._capture.capture(self._work(rows, memory))
 
     def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
         """Return whether a batch is a decode step that was captured."""
@@ -108,12 +109,13 @@ class DecodeGraphs:
             raise RuntimeError(f"{TURNS} steps are launched and not collected")
         count = len(sequences)
         rows = self._buckets[bisect_left(self._buckets, count)]
+        graph = self._graph(turn, rows, adapted=any(step.adapter is not None for step in sequences))
         self._tables.fill(turn, sequences)
         self._tables.upload(turn, rows)
         self._fields.fill(turn, sequences, draws)
         self._fields.abort_rows(turn, abort, count)
         self._fields.upload(turn)
-        self._graphs[rows]()
+        graph()
         self._answers[turn, :count].copy_(self._fields.sampled[:count], non_blocking=True)
         done = torch.cuda.Event() if self._fields.sampled.is_cuda else None
         if done is not None:
@@ -142,8 +144,24 @@ class DecodeGraphs:
         chosen = self._logits[:count] if len(rows) == count else self._logits[rows]
         return chosen.cpu() if chosen.is_cuda else chosen.clone()
 
-    def _work(self, rows: int, memory: KVMemory) -> Work:
-        """Return the step for so many rows, as work to capture."""
+    def _graph(self, turn: int, rows: int, *, adapted: bool) -> Work:
+        """Return the step for so many rows.
+
+        Those with adapters are captured when they are first needed, which takes a moment: most servers have
+        none. The fields of `turn` are lost then.
+        """
+        if (rows, adapted) not in self._graphs:
+            if self._memory is None or self._layers.adapters is None:
+                raise RuntimeError("decode steps were not captured, or adapters not allowed")
+            kept = self._fields.sampled.clone()  # the step that is about to be launched may follow these
+            self._fields.clear(turn)  # what is captured is computed: of rows that write nowhere
+            work = self._work(rows, self._memory, self._layers.adapters.scratch(rows))
+            self._graphs[rows, adapted] = self._capture.capture(work)
+            self._fields.sampled.copy_(kept)
+        return self._graphs[rows, adapted]
+
+    def _work(self, rows: int, memory: KVMemory, adapter_scratch: torch.Tensor | None = None) -> Work:
+        """Return the step for so many rows, as work to capture; with scratch they may have adapters."""
         layers, fields, every = self._layers, self._fields, slice(0, rows)
         decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
         step = PackedStep(
@@ -152,6 +170,8 @@ class DecodeGraphs:
             block_ids=fields["block_ids"][:rows],
             lanes=fields["lanes"][:rows],
             groups=(Group(memory.data, every, decodes, ()),),
+            adapters=None if adapter_scratch is None else fields["adapters"][:rows],
+            adapter_scratch=adapter_scratch,
         )
         by = {name: fields[name][:rows] for name in SAMPLING_FIELDS}
         buffers, logits, tokens = self._buffers.rows(rows), self._logits[:rows], fields.sampled[:rows]

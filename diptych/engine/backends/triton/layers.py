@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import Activations, RotaryTables
+from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
@@ -52,6 +53,8 @@ class Layers:
         self.rotary = RotaryTables(shape, weights.device)
         self._products = LinearOperators(weights, operators, shape)
         self._experts = ExpertLayers(shape, self._products, operators)
+        self.adapters: DeviceAdapters | None = None
+        """Adapters that rows may have; None: none may."""
         # Rounded like the residual, as in the meaning: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=weights.dtype))
 
@@ -84,7 +87,7 @@ class Layers:
                 return None
             self._attention(index, layer, x, step, buffers, scratch, growth)
             x = self._add(layer.attention_out_norm, layer.post_norm, buffers)
-            self._feed_forward(layer, x, buffers)
+            self._feed_forward(index, layer, x, step, buffers)
             x = self._add(layer.feed_forward_out_norm, next_norm, buffers)
         return x
 
@@ -129,7 +132,18 @@ class Layers:
             return buffers.residual.add_(buffers.added)
         return operators.add_rms_norm(buffers.added, buffers.residual, next_norm, eps, out=buffers.normed)
 
-    def _feed_forward(self, layer: PackedLayer, x: torch.Tensor, buffers: Activations) -> None:
+    def _change(
+        self, index: int, product: Product, x: torch.Tensor, out: torch.Tensor, step: PackedStep
+    ) -> None:
+        """Add what the rows' adapters change of a product of `x [T, in]`."""
+        if step.adapters is not None:
+            if self.adapters is None or step.adapter_scratch is None:
+                raise RuntimeError("adapters were not allowed")
+            self.adapters.add(index, product, x, out, step.adapters, step.adapter_scratch)
+
+    def _feed_forward(
+        self, index: int, layer: PackedLayer, x: torch.Tensor, step: PackedStep, buffers: Activations
+    ) -> None:
         """Compute the second half of a layer of `x [T, hidden]`, into `buffers.added`."""
         if layer.experts is not None:
             self._experts.forward(layer.experts, x, buffers)
@@ -137,8 +151,14 @@ class Layers:
         assert layer.gate_up is not None
         assert layer.down is not None
         gate_up, inner = buffers.feed_forward(self.shape.intermediate_size)
-        self._products.gated(x, layer.gate_up, gate_up, out=inner)
+        if step.adapters is None:
+            self._products.gated(x, layer.gate_up, gate_up, out=inner)
+        else:  # between product and activation: the same bits in two launches
+            self._products.linear(x, layer.gate_up, out=gate_up)
+            self._change(index, "gate_up", x, gate_up, step)
+            self.operators.swiglu(gate_up, out=inner, **self._products.activation)
         self._products.linear(inner, layer.down, out=buffers.added)
+        self._change(index, "down", inner, buffers.added, step)
 
     def _attention(
         self,
@@ -152,6 +172,7 @@ class Layers:
     ) -> None:
         """Compute the first half of a layer of `x [T, hidden]`, into `buffers.added`."""
         self._products.linear(x, layer.qkv, out=buffers.qkv)
+        self._change(index, "qkv", x, buffers.qkv, step)
         if self.shape.qk_norm == "width":
             self._normalise_width(layer, buffers)
         for group in step.groups:
@@ -160,7 +181,9 @@ class Layers:
             buffers.queries.mul_(growth)
         for group in step.groups:
             self._attend(index, layer, group, buffers, scratch)
-        self._products.linear(buffers.mixed.view(len(buffers.mixed), -1), layer.output, out=buffers.added)
+        mixed = buffers.mixed.view(len(buffers.mixed), -1)
+        self._products.linear(mixed, layer.output, out=buffers.added)
+        self._change(index, "output", mixed, buffers.added, step)
 
     def _normalise_width(self, layer: PackedLayer, buffers: Activations) -> None:
         """Normalise queries and keys in `buffers.qkv`, each over all its heads together."""

@@ -33,6 +33,7 @@ class Operators:
     expert_swiglu: Operator
     expert_linear: Operator
     sum_experts: Operator
+    adapted_linear: Operator
     sample: Operator
     make_scratch: Callable[[int, int, int, int, torch.device], Any]
     """`(rows, heads, head_dim, max_tokens, device)`: what `paged_decode` writes its partial sums to."""
@@ -46,6 +47,7 @@ def triton_operators() -> Operators:
     """Return the Triton kernels. Raises TritonUnavailable."""
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
+        from kernels.gpu.adapted_linear import adapted_linear
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
         from kernels.gpu.paged_decode import paged_decode
@@ -73,6 +75,7 @@ def triton_operators() -> Operators:
         expert_swiglu=expert_swiglu,
         expert_linear=expert_linear,
         sum_experts=sum_experts,
+        adapted_linear=adapted_linear,
         sample=sample,
         make_scratch=make_scratch,
         make_routed=RoutedRows.make,

@@ -75,6 +75,10 @@ class PackedStep:
     lanes: torch.Tensor
     """int32 `[T]`."""
     groups: tuple[Group, ...]
+    adapters: torch.Tensor | None = None
+    """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
+    adapter_scratch: torch.Tensor | None = None
+    """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,10 +123,18 @@ def pack_step(
         _plan_group(memory, [i for i in order if id(sequences[i].memory) == known], sequences, spans, arrays)
         for known, memory in memories.items()
     ]
+    slots = arrays.add(*_adapter_column(sequences, spans, total))
     found = arrays.upload(device)
     tokens, positions, block_ids, lanes = (found.wide[part] for part in wide)
     return PlacedStep(
-        PackedStep(tokens, positions, block_ids, lanes.int(), tuple(group.on(found) for group in groups)),
+        PackedStep(
+            tokens,
+            positions,
+            block_ids,
+            lanes.int(),
+            tuple(group.on(found) for group in groups),
+            found.narrow[slots[0]] if slots else None,
+        ),
         logit_rows=found.wide[rows[0]],
         logit_owners=tuple(i for i, s in enumerate(sequences) for _ in range(s.logit_rows)),
         spans=tuple(spans),
@@ -167,6 +179,17 @@ def _token_columns(
         else:
             block_ids[span] = np.asarray(used_blocks(step), dtype=np.int64)[at // size]
     return tokens, positions, block_ids, lanes
+
+
+def _adapter_column(sequences: Sequence[SequenceStep], spans: Sequence[slice], total: int) -> list[Ints]:
+    """Return the slot of each row, in a list; an empty one where no row has an adapter."""
+    if all(step.adapter is None for step in sequences):
+        return []
+    slots = np.full(total, -1, dtype=np.int64)
+    for step, span in zip(sequences, spans, strict=True):
+        if step.adapter is not None:
+            slots[span] = step.adapter
+    return [slots]
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def test_gateway_reads_vocabulary_and_ends_of_the_text_model(wrapped: tuple[Any,
 
 
 def test_gateway_fills_in_what_a_text_config_leaves_out(tmp_path: Path) -> None:
-    """As in the published folders of Gemma 3."""
+    """Leave out what the published folders of Gemma 3 leave out."""
     byte_level().save(str(tmp_path / "tokenizer.json"))
     config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"model_type": "gemma3_text"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

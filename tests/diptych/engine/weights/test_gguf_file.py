@@ -56,7 +56,7 @@ def test_blocks_are_the_numbers_that_gguf_says_in_any_number_of_dimensions(
     writer.close()
     tensor = read_header(tmp_path / "model.gguf").tensors["any"]
     meant = gguf.quants.dequantize(np.asarray(tensor.data), packed)
-    assert torch.equal(gguf_file._dequantised(tensor), torch.from_numpy(meant))
+    assert torch.equal(gguf_file.dequantised(tensor), torch.from_numpy(meant))
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_kquants_are_kept_and_stand_for_the_numbers_of_the_gguf_package(
 
 
 def test_values_keep_their_own_format_beside_queries_and_keys(tmp_path: Path) -> None:
-    """As Q4_K_M has them; gate and up, which take turns in one matrix, do not."""
+    """Mix formats as Q4_K_M does. Gate and up, whose rows take turns in one matrix, need one format."""
     path = tmp_path / "m.gguf"
     _write_kquants(path, {"v_proj": "q6_k", "gate_proj": "q5_k", "_proj": "q4_k"})
     layer = read_checkpoint(path, "gguf").weights.layers[0]

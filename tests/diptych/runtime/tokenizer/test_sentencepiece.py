@@ -129,7 +129,7 @@ def test_space_comes_before_the_first_text_alone_without_legacy(tmp_path: Path) 
 
 
 def test_pieces_may_be_added_beside_the_model(tmp_path: Path) -> None:
-    """As in Gemma's tokenizer_config.json, which lists its user-defined pieces again, and new ones behind."""
+    """List user-defined pieces again, and new ones behind them, as Gemma's tokenizer_config.json does."""
     run = next(at for at, piece in enumerate(GEMMA) if piece.text == "▁▁▁")
     listed = {str(run): {"content": "▁▁▁"}, str(len(GEMMA)): {"content": "<img>", "special": True}}
     ours = _folder(tmp_path, model_file(GEMMA, prefix=False), added_tokens_decoder=listed)

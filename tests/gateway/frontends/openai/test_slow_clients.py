@@ -52,7 +52,7 @@ async def test_a_reader_that_stalls_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_body_that_does_not_come_is_not_waited_for(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.frontends.openai.routes._BODY_S", 0.3)
+    monkeypatch.setattr("gateway.frontends.openai.json_request._BODY_S", 0.3)
     async with gateway_api(bundled, redis_url) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,8 @@ from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
 from kernels import paged_attention, rms_norm, rotary
 from kernels import paged_decode as decode
+from kernels.adapted_linear import SlotChange, adapted_linear
+from kernels.gpu.change_table import ChangeTable
 from kernels.route_experts import route_experts
 
 UNSIGNED = 1 << 64
@@ -266,6 +269,37 @@ def _sample(
     return out
 
 
+def _adapted_linear(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    table: ChangeTable,
+    scratch: torch.Tensor,
+    most_ranks: int,
+) -> torch.Tensor:
+    assert len(scratch) >= len(x) * len(table.a) * most_ranks
+
+    def change(matrix: int, slot: int) -> SlotChange | None:
+        rank, width = int(table.ranks[matrix, slot]), int(table.widths[matrix])
+        if rank == 0:
+            return None
+        a = _matrix_at(int(table.a[matrix, slot]), rank, x.shape[1], x.dtype)
+        b = _matrix_at(int(table.b[matrix, slot]), width, rank, x.dtype)
+        return SlotChange(a, b, float(table.scales[matrix, slot]))
+
+    for matrix in range(len(table.a)):
+        by_slot = [change(matrix, slot) for slot in range(table.a.shape[1])]
+        if any(one is not None for one in by_slot):
+            begin, width = int(table.begins[matrix]), int(table.widths[matrix])
+            adapted_linear(x, out[:, begin : begin + width], slots, [by_slot])
+    return out
+
+
+def _matrix_at(address: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    memory = (ctypes.c_char * (rows * columns * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
+
+
 REFERENCE_OPERATORS = Operators(
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
@@ -280,6 +314,7 @@ REFERENCE_OPERATORS = Operators(
     expert_swiglu=_expert_swiglu,
     expert_linear=_expert_linear,
     sum_experts=_sum_experts,
+    adapted_linear=_adapted_linear,
     sample=_sample,
     make_scratch=lambda rows, heads, head_dim, max_tokens, device: (rows, max_tokens),
     make_routed=_make_routed,

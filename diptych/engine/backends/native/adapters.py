@@ -1,0 +1,125 @@
+"""Adapters as the native step reads them: the A of joined matrices stacked, B in strips of columns."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from diptych.engine.adapters.adapter import Adapter, Delta
+from diptych.engine.backends.native.batch import NativeError
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights.canonical import layer_shapes
+from kernels.cpu import library as native
+
+_STRIP, _DEPTH = 16, 32
+"""Columns of a strip of B, and what the inputs of A are rounded up to (kernels/cpu)."""
+_PRODUCTS: dict[int, tuple[str, ...]] = {
+    native.QKV: ("q", "k", "v"),
+    native.OUTPUT: ("o",),
+    native.GATE_UP: ("gate", "up"),
+    native.DOWN: ("down",),
+}
+"""The products of a layer, and the matrices that each joins."""
+
+
+class NativeAdapter:
+    """An adapter in the memory that steps read."""
+
+    def __init__(
+        self, library: ctypes.CDLL, model: int, shape: ModelShape, adapter: Adapter, dtype: torch.dtype
+    ) -> None:
+        """Pack an adapter in `dtype`, the type of the model's numbers. Raises NativeError."""
+        self._alive: list[torch.Tensor] = []
+        changes = []
+        for index, layer in enumerate(adapter.layers):
+            sizes = dict(layer_shapes(shape, index))
+            for which, fields in _PRODUCTS.items():
+                rows = [sizes[field][0] for field in fields if field in sizes]
+                if any(field in layer for field in fields):
+                    present = [field for field in fields if field in sizes]
+                    changes.append(self._change(index, which, present, rows, layer, dtype))
+        array = (native.Change * len(changes))(*changes)
+        self.address: int = library.diptych_adapter_new(model, array, len(changes))
+        if not self.address:
+            raise NativeError(native.last_error(library))
+        weakref.finalize(self, library.diptych_adapter_free, self.address)
+
+    def _change(
+        self,
+        layer: int,
+        which: int,
+        fields: Sequence[str],
+        rows: Sequence[int],
+        deltas: Mapping[str, Delta],
+        dtype: torch.dtype,
+    ) -> native.Change:
+        """Return the change of a product that joins `fields`, which have so many `rows`."""
+        begins, stacked = _stack([deltas[field] for field in fields if field in deltas])
+        changed = [deltas.get(field) for field in fields]
+        parts = [None if one is None else (one.b, begins[id(one.a)]) for one in changed]
+        interleaved = which == native.GATE_UP and len(fields) == 2
+        if not interleaved and any(count % _STRIP for count in rows):
+            parts, rows = [(_joined(parts, rows, stacked), 0)], [sum(rows)]
+        a = torch.cat([delta.a for delta in stacked]).to(dtype)
+        a = torch.nn.functional.pad(a, (0, -a.shape[1] % _DEPTH))
+        scales = torch.cat([torch.full((delta.rank,), delta.scale) for delta in stacked])
+        change = native.Change(
+            layer=layer,
+            which=which,
+            a=self._keep(a),
+            scales=self._keep(scales),
+            depth=a.shape[1],
+            ranks=a.shape[0],
+            parts=len(parts),
+            interleaved=interleaved,
+        )
+        for number, (part, count) in enumerate(zip(parts, rows, strict=True)):
+            change.part[number].strips = -(-count // _STRIP)
+            if part is not None:
+                b, begin = part
+                change.part[number].b = self._keep(_in_strips(b.to(dtype)))
+                change.part[number].begin, change.part[number].ranks = begin, b.shape[1]
+        return change
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        """Return the address of a tensor, which lives as long as this object."""
+        self._alive.append(tensor.contiguous())
+        return self._alive[-1].data_ptr()
+
+
+def _stack(deltas: Sequence[Delta]) -> tuple[dict[int, int], list[Delta]]:
+    """Return the first rank of each A in one stack, by its identity, and a change for each.
+
+    Fused matrices share one A.
+    """
+    begins: dict[int, int] = {}
+    stacked: list[Delta] = []
+    for delta in deltas:
+        if id(delta.a) not in begins:
+            begins[id(delta.a)] = sum(one.rank for one in stacked)
+            stacked.append(delta)
+    return begins, stacked
+
+
+def _joined(
+    parts: Sequence[tuple[torch.Tensor, int] | None], rows: Sequence[int], stacked: Sequence[Delta]
+) -> torch.Tensor:
+    """Return one B of all ranks for matrices whose borders lie within a strip, with zeros elsewhere."""
+    ranks = sum(delta.rank for delta in stacked)
+    made = []
+    for part, count in zip(parts, rows, strict=True):
+        whole = torch.zeros(count, ranks)
+        if part is not None:
+            b, begin = part
+            whole[:, begin : begin + b.shape[1]] = b
+        made.append(whole)
+    return torch.cat(made)
+
+
+def _in_strips(b: torch.Tensor) -> torch.Tensor:
+    """Return B `[out, rank]` as `[strips, rank, 16]`, the last strip padded with zeros."""
+    padded = torch.nn.functional.pad(b, (0, 0, 0, -b.shape[0] % _STRIP))
+    return padded.view(-1, _STRIP, b.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,10 @@
+"""Shapes whose adapters the torch backend computes."""
+
+from __future__ import annotations
+
+from diptych.engine.models.shape import ModelShape
+
+
+def lacks_adapters(shape: ModelShape) -> str | None:
+    """Return None if adapters of models of `shape` are computed, or else what is lacking, in words."""
+    return "adapters of attention over latents" if shape.latent is not None else None

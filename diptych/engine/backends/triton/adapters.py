@@ -1,0 +1,126 @@
+"""Adapters on the device: tables that name what lies in each slot, and room for what lies between A and B.
+
+Tables have a fixed place, so that recorded decode steps compute whatever is put into the slots later. They
+are made, and rewritten, in the order of the stream: after the steps that were launched before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from diptych.engine.adapters.adapter import Adapter, Delta
+from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights.canonical import layer_shapes
+from kernels.gpu.change_table import ChangeTable
+
+Product = Literal["qkv", "output", "gate_up", "down"]
+_FIELDS: dict[Product, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "output": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+_MOST_JOINED = 3
+
+
+class DeviceAdapters:
+    """The adapters of one backend."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        operators: Operators,
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Take no memory yet."""
+        self._shape, self._operators = shape, operators
+        self._slots, self._dtype, self._device = slots, dtype, device
+        self._most_ranks = 1 << max(2, (max_rank - 1).bit_length())
+        self._tables: list[dict[Product, ChangeTable]] = []
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def scratch(self, tokens: int) -> torch.Tensor:
+        """Return room for what lies between A and B of so many rows, float32."""
+        size = tokens * _MOST_JOINED * self._most_ranks
+        return torch.empty(size, dtype=torch.float32, device=self._device)
+
+    def set(self, slot: int, adapter: Adapter | None) -> None:
+        """Put an adapter into a slot, or empty it."""
+        if not self._tables:
+            self._tables = [self._make_tables(layer) for layer in range(self._shape.num_layers)]
+        kept: list[torch.Tensor] = []
+        for layer, tables in enumerate(self._tables):
+            deltas: Mapping[str, Delta] = {} if adapter is None else adapter.layers[layer]
+            for product, table in tables.items():
+                self._write(table, product, slot, deltas, kept)
+        self._kept[slot] = kept
+
+    def add(
+        self,
+        layer: int,
+        product: Product,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Add to `out`, a product with `x` `[T, in]`, what the adapters in `slots` (int32 `[T]`) change.
+
+        `scratch` is room for as many rows.
+        """
+        table = self._tables[layer][product]
+        self._operators.adapted_linear(x, out, slots, table, scratch, self._most_ranks)
+
+    def _make_tables(self, layer: int) -> dict[Product, ChangeTable]:
+        sizes = dict(layer_shapes(self._shape, layer))
+        return {
+            product: self._make_table([sizes[field][0] for field in fields])
+            for product, fields in _FIELDS.items()
+            if all(field in sizes for field in fields)
+        }
+
+    def _make_table(self, widths: list[int]) -> ChangeTable:
+        def zeros(kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros((len(widths), self._slots), dtype=kind, device=self._device)
+
+        begins = [sum(widths[:number]) for number in range(len(widths))]
+        return ChangeTable(
+            a=zeros(torch.int64),
+            b=zeros(torch.int64),
+            ranks=zeros(torch.int32),
+            scales=zeros(torch.float32),
+            begins=torch.tensor(begins, dtype=torch.int32, device=self._device),
+            widths=torch.tensor(widths, dtype=torch.int32, device=self._device),
+            widest=max(widths),
+        )
+
+    def _write(
+        self,
+        table: ChangeTable,
+        product: Product,
+        slot: int,
+        deltas: Mapping[str, Delta],
+        kept: list[torch.Tensor],
+    ) -> None:
+        """Write one slot's column of a table; `kept` gets what it points to."""
+        a, b, ranks, scales = [], [], [], []
+        for field in _FIELDS[product]:
+            delta = deltas.get(field)
+            moved = [] if delta is None else [self._moved(delta.a), self._moved(delta.b)]
+            kept += moved
+            a.append(moved[0].data_ptr() if moved else 0)
+            b.append(moved[1].data_ptr() if moved else 0)
+            ranks.append(0 if delta is None else delta.rank)
+            scales.append(0.0 if delta is None else delta.scale)
+        for column, values in ((table.a, a), (table.b, b), (table.ranks, ranks), (table.scales, scales)):
+            column[:, slot] = torch.tensor(values, dtype=column.dtype)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()

@@ -1,0 +1,1 @@
+"""The LoRA adapters of a gateway: names, digests, and who uses them."""

@@ -1,0 +1,96 @@
+#include "adapter.h"
+
+#include <algorithm>
+
+#include "model.h"
+#include "step_state.h"
+
+namespace diptych {
+
+namespace {
+
+// Puts the adapted rows of a set in order: adapters as they first come, and the rows of each together.
+void arrange(RowSet &set) {
+    std::vector<const DiptychAdapter *> seen;
+    for (const DiptychAdapter *adapter : set.adapters) {
+        if (adapter != nullptr && std::find(seen.begin(), seen.end(), adapter) == seen.end()) seen.push_back(adapter);
+    }
+    for (const DiptychAdapter *adapter : seen) {
+        auto begin = static_cast<int32_t>(set.adapted.size());
+        for (int32_t place = 0; place < set.size(); place++) {
+            if (set.adapters[static_cast<size_t>(place)] == adapter) set.adapted.push_back(place);
+        }
+        auto end = static_cast<int32_t>(set.adapted.size());
+        for (int32_t first = begin; first < end; first += kAdapterRows) {
+            set.adapter_tiles.push_back({adapter, first, std::min(kAdapterRows, end - first)});
+        }
+    }
+}
+
+}  // namespace
+
+const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which) {
+    const DiptychChange &change = adapter.layers[static_cast<size_t>(layer)][static_cast<size_t>(which)];
+    return change.a == nullptr ? nullptr : &change;
+}
+
+std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batch) {
+    for (int32_t s = 0; batch.adapters != nullptr && s < batch.sequences; s++) {
+        int32_t slot = batch.adapters[s];
+        if (slot < -1 || slot >= static_cast<int32_t>(model.adapters.size()) ||
+            (slot >= 0 && model.adapters[static_cast<size_t>(slot)] == nullptr)) {
+            return "sequence " + std::to_string(s) + ": no adapter in slot " + std::to_string(slot);
+        }
+    }
+    return "";
+}
+
+std::string refused_change(const DiptychModel &model, const DiptychChange &change) {
+    if (change.layer < 0 || change.layer >= model.shape.layers) return "no such layer";
+    if (change.which < DIPTYCH_QKV || change.which > DIPTYCH_DOWN) return "no such product";
+    const Layer &layer = model.layers[static_cast<size_t>(change.layer)];
+    const Linear *products[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+    const Linear &matrix = *products[change.which];
+    if (matrix.data == nullptr && matrix.section_count == 0) return "the layer has no such product";
+    if (change.a == nullptr || change.scales == nullptr || change.ranks < 1) return "a change without A";
+    if (change.depth != round_up(matrix.in, kDepth)) return "A has another width than the product's input";
+    if (change.parts < 1 || change.parts > 3 || (change.interleaved && change.parts != 2)) return "no such parts";
+    int64_t strips = 0;
+    for (int32_t p = 0; p < change.parts; p++) {
+        const DiptychChangePart &part = change.part[p];
+        strips += part.strips;
+        if (part.begin < 0 || part.ranks < 0 || part.begin + part.ranks > change.ranks) return "no such ranks";
+    }
+    if (strips > int64_t{matrix.blocks} * (kColumns / kAdapterStrip)) return "B has more columns than the product";
+    return "";
+}
+
+void prepare_adapters(StepState &step) {
+    const DiptychBatch &batch = step.batch;
+    int32_t ranks = 0;
+    for (int32_t s = 0; batch.adapters != nullptr && s < batch.sequences; s++) {
+        if (batch.adapters[s] < 0) continue;
+        ranks = std::max(ranks, step.model->adapters[static_cast<size_t>(batch.adapters[s])]->most_ranks);
+    }
+    for (RowSet *set : {&step.all, &step.closing}) {
+        set->adapters.clear();
+        set->adapted.clear();
+        set->adapter_tiles.clear();
+        if (ranks == 0) continue;
+        for (int32_t row : set->rows) {
+            int32_t slot = batch.adapters[step.rows[static_cast<size_t>(row)].sequence];
+            set->adapters.push_back(slot < 0 ? nullptr : step.model->adapters[static_cast<size_t>(slot)]);
+        }
+        arrange(*set);
+    }
+    if (ranks == 0) return;
+    int64_t stride = std::max(step.shrunk_stride, round_up(ranks, kAdapterStrip));
+    int64_t rows = std::max(step.shrunk_rows, step.all.size());
+    if (stride > step.shrunk_stride || rows > step.shrunk_rows) {
+        step.shrunk = zeroed(rows * stride * static_cast<int64_t>(sizeof(float)));
+        step.shrunk_stride = stride;
+        step.shrunk_rows = rows;
+    }
+}
+
+}  // namespace diptych

@@ -1,0 +1,44 @@
+// A LoRA adapter as steps read it, and the rows of a step that have one.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+namespace diptych {
+
+// Columns whose part of B lies together.
+constexpr int kAdapterStrip = 16;
+// Rows of one adapter that read A together.
+constexpr int kAdapterRows = 4;
+
+// Neighbours in the order of a set's adapted rows, all of one adapter.
+struct AdapterTile {
+    const DiptychAdapter *adapter;
+    int32_t first, rows;
+};
+
+struct StepState;
+
+// Which of an adapter's changes belongs to a product; null: none of them.
+const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which);
+
+// What is wrong with the slots that a batch names; empty if nothing is.
+std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batch);
+
+// What is wrong with a change of an adapter for this model; empty if nothing is. Its arrays are not read.
+std::string refused_change(const DiptychModel &model, const DiptychChange &change);
+
+// Finds the adapter of each row of a step whose rows are known, and room for what lies between A and B.
+void prepare_adapters(StepState &step);
+
+}  // namespace diptych
+
+// The changes of all layers: [layer][DIPTYCH_QKV .. DIPTYCH_DOWN], without `a` where there is none.
+struct DiptychAdapter {
+    std::vector<std::array<DiptychChange, 4>> layers;
+    int32_t most_ranks = 0;  // of a change, all its parts
+};

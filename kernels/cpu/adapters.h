@@ -1,0 +1,155 @@
+// Rows with adapters: what A makes of a product's input, and what B adds to its sums. The base's product is as it is.
+//
+//   shrink: t[row][k] = scale[k] * sum over i of x[row][i] * a[k][i]     a phase of its own before the product
+//   expand: sums[row][j] += sum over k of t[row][k] * b[j][k]            as the product's sums come
+//
+// Everything is fp32, of A and B as they are stored and of the input before it is quantised. Both sums run in an order
+// that depends on the adapter alone, so that a row has the same bits beside any other rows.
+#pragma once
+
+#include "adapter.h"
+#include "row_groups.h"
+
+namespace diptych {
+namespace {
+
+// Parts that the ranks of one tile's A are cut into, for several threads.
+constexpr int kShrinkParts = 4;
+
+// Rows `to`[m] = `scale` * x[m] . a
+template <int Rows, class Value, class Stored>
+inline void shrink_rows(const Value *const (&x)[kAdapterRows], const Stored *a, int width, float scale,
+                        float *const (&to)[kAdapterRows]) {
+    Lanes even[Rows], odd[Rows];
+    for (int m = 0; m < Rows; m++) even[m] = odd[m] = splat(0.0f);
+    for (int i = 0; i < width; i += 2 * kLanes) {
+        Lanes first = load(a + i), second = load(a + i + kLanes);
+        for (int m = 0; m < Rows; m++) {
+            even[m] = fma(load(x[m] + i), first, even[m]);
+            odd[m] = fma(load(x[m] + i + kLanes), second, odd[m]);
+        }
+    }
+    for (int m = 0; m < Rows; m++) *to[m] = scale * sum_of(add(even[m], odd[m]));
+}
+
+// Ranks `begin` to `end` of one tile.
+template <class Value, class Stored>
+void shrink_tile(const StepState &step, const RowSet &set, const AdapterTile &tile, const DiptychChange &change,
+                 const Value *values, int64_t stride, int begin, int end) {
+    const Value *x[kAdapterRows] = {};
+    float *to[kAdapterRows] = {};
+    for (int m = 0; m < tile.rows; m++) {
+        int64_t place = set.adapted[static_cast<size_t>(tile.first + m)];
+        x[m] = values + place * stride;
+        to[m] = step.shrunk_row(place) + begin;
+    }
+    const auto *a = static_cast<const Stored *>(change.a) + int64_t{change.depth} * begin;
+    for (int k = begin; k < end; k++, a += change.depth) {
+        switch (tile.rows) {
+            case 1: shrink_rows<1>(x, a, change.depth, change.scales[k], to); break;
+            case 2: shrink_rows<2>(x, a, change.depth, change.scales[k], to); break;
+            case 3: shrink_rows<3>(x, a, change.depth, change.scales[k], to); break;
+            default: shrink_rows<4>(x, a, change.depth, change.scales[k], to);
+        }
+        for (int m = 0; m < tile.rows; m++) to[m]++;
+    }
+}
+
+// The part of a change that a strip of columns belongs to, and the strip's number in it; null: none.
+struct Strip {
+    const DiptychChangePart *part = nullptr;
+    int64_t number = 0;
+
+    Strip(const DiptychChange &change, int64_t strip) {
+        int p = 0;
+        if (change.interleaved) {
+            p = static_cast<int>(strip % 2), strip /= 2;
+        } else {
+            while (p < change.parts && strip >= change.part[p].strips) strip -= change.part[p++].strips;
+        }
+        if (p < change.parts && change.part[p].b != nullptr && strip < change.part[p].strips) {
+            part = &change.part[p], number = strip;
+        }
+    }
+};
+
+// Adds to 16 sums.
+template <class Stored>
+inline void expand_strip(const Strip &strip, const float *shrunk, float *sums) {
+    constexpr int kParts = kAdapterStrip / kLanes;
+    const auto *b = static_cast<const Stored *>(strip.part->b) + strip.number * kAdapterStrip * strip.part->ranks;
+    const float *t = shrunk + strip.part->begin;
+    Lanes even[kParts], odd[kParts];
+    for (int j = 0; j < kParts; j++) even[j] = odd[j] = splat(0.0f);
+    int k = 0, ranks = strip.part->ranks;
+    for (; k + 2 <= ranks; k += 2, b += 2 * kAdapterStrip) {
+        Lanes first = splat(t[k]), second = splat(t[k + 1]);
+        for (int j = 0; j < kParts; j++) {
+            even[j] = fma(first, load(b + j * kLanes), even[j]);
+            odd[j] = fma(second, load(b + kAdapterStrip + j * kLanes), odd[j]);
+        }
+    }
+    for (int j = 0; k < ranks && j < kParts; j++) even[j] = fma(splat(t[k]), load(b + j * kLanes), even[j]);
+    for (int j = 0; j < kParts; j++) {
+        float *to = sums + j * kLanes;
+        store(to, add(load(to), add(even[j], odd[j])));
+    }
+}
+
+// What the adapters of a set's rows change of one product.
+template <class Kind>
+class Changes {
+  public:
+    Changes(const StepState &step, const RowSet &set, int32_t layer, int32_t which)
+        : step_(step), set_(set.adapters.empty() ? nullptr : &set), layer_(layer), which_(which) {}
+
+    // Of a product that none can change.
+    explicit Changes(const StepState &step) : step_(step), set_(nullptr), layer_(0), which_(0) {}
+
+    // Makes t of the product's input, `values` [rows of the set, stride]: a phase, which ends with a barrier.
+    void shrink(const Buffer &values, int64_t stride) const {
+        if (set_ == nullptr) return;
+        using Value = typename Kind::Value;
+        const auto *input = static_cast<const Value *>(values.get());
+        ThreadTeam &team = step_.model->team;
+        auto tickets = team.even(static_cast<int64_t>(set_->adapter_tiles.size()) * kShrinkParts);
+        for (auto run = team.take_run(tickets, kShrinkParts); run.begin < run.end;
+             run = team.take_run(tickets, kShrinkParts)) {
+            for (int64_t ticket = run.begin; ticket < run.end; ticket++) {
+                const AdapterTile &tile = set_->adapter_tiles[static_cast<size_t>(ticket / kShrinkParts)];
+                const DiptychChange *change = find_change(*tile.adapter, layer_, which_);
+                if (change == nullptr) continue;
+                int part = static_cast<int>(ticket % kShrinkParts), ranks = change->ranks;
+                shrink_tile<Value, typename Kind::Stored>(step_, *set_, tile, *change, input, stride,
+                                                          ranks * part / kShrinkParts,
+                                                          ranks * (part + 1) / kShrinkParts);
+            }
+        }
+        team.barrier();
+    }
+
+    // Adds to 32 sums of a row, by its place, from `column` on.
+    void expand(int row, int column, float *sums) const {
+        if (set_ != nullptr) expand_row(row, column, sums);
+    }
+
+  private:
+    [[gnu::noinline]] void expand_row(int row, int column, float *sums) const {
+        const DiptychAdapter *adapter = set_->adapters[static_cast<size_t>(row)];
+        if (adapter == nullptr) return;
+        const DiptychChange *change = find_change(*adapter, layer_, which_);
+        if (change == nullptr) return;
+        for (int part = 0; part < kColumns / kAdapterStrip; part++) {
+            Strip strip(*change, column / kAdapterStrip + part);
+            if (strip.part == nullptr) continue;
+            expand_strip<typename Kind::Stored>(strip, step_.shrunk_row(row), sums + part * kAdapterStrip);
+        }
+    }
+
+    const StepState &step_;
+    const RowSet *set_;  // null: no row has an adapter
+    int32_t layer_, which_;
+};
+
+}  // namespace
+}  // namespace diptych
