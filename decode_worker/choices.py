@@ -15,6 +15,9 @@ from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import decode_sampled
 
+NOT_SAMPLED = SampleFailure("it follows a wrong draft")
+"""Result of a row that nothing depends on."""
+
 
 class Choice(StepGroup):
     """A choice; `place` is the index of its first token among those of the handoff."""
@@ -32,15 +35,27 @@ class Choice(StepGroup):
         return [can_sample_on_device(row) for row in sequence.sample_rows()]
 
     def max_draft(self, sequence: DecodeSequence) -> int:
-        """Return the number of tokens still to come, where the logits alone decide them."""
-        if can_sample_on_device(sequence.next_row) is None:
-            return 0
+        """Return the number of tokens still to come after the next one."""
         return self.request.attempt.max_tokens - len(sequence.output_ids) - 1
 
     @staticmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Sampled | SampleFailure]:
-        """Return one token for each row of logits `[rows of logits, vocab]`."""
-        return sample(logits, [row for _, sequence in rows for row in sequence.sample_rows()])
+        """Return one token for each row of logits `[rows of logits, vocab]`.
+
+        After a wrong draft of a row with rules no mask is made any more: what follows it is not looked at.
+        """
+        if not any(sequence.draft and sequence.next_row.ruled for _, sequence in rows):
+            return sample(logits, [row for _, sequence in rows for row in sequence.sample_rows()])
+        picked: list[Sampled | SampleFailure] = []
+        for _, sequence in rows:
+            end = len(picked) + sequence.logit_rows
+            for row, drafted in zip(sequence.sample_rows(), [*sequence.draft, None], strict=True):
+                (sampled,) = sample(logits[len(picked) : len(picked) + 1], [row])
+                picked.append(sampled)
+                if isinstance(sampled, SampleFailure) or sampled.token_id != drafted:
+                    break
+            picked += [NOT_SAMPLED] * (end - len(picked))
+        return picked
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
         """Begin after the handoff; the first token is sent before any step."""
@@ -48,7 +63,9 @@ class Choice(StepGroup):
         output = list(attempt.delivered_ids)
         grammar = None if request.grammar is None else request.grammar.copy()
         row = attempt.sample_row(attempt.choices[self._choice], output, grammar)
-        sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar, adapter=request.adapter_slot)
+        sequence = DecodeSequence(
+            len(attempt.prompt_ids), output, row, grammar, attempt=attempt, adapter=request.adapter_slot
+        )
         request.blocks.start(sequence)
         self.rows = [sequence]
         if output and (reason := attempt.finish_reason(output[-1], len(output), grammar)) is not None:
@@ -60,24 +77,29 @@ class Choice(StepGroup):
         (found,) = picked
         if isinstance(found, SampleFailure):
             return self.failed(found)
-        if self.rows[0].draft:
+        if self.rows[0].lanes:
             return self._take_drafted(found)
         (sampled,) = found
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
     def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
         """Accept tokens as long as each equals the drafted one that the next was computed after."""
-        draft, self.rows[0].draft = self.rows[0].draft, []
+        sequence = self.rows[0]
+        draft, sequence.draft, sequence.draft_rows, sequence.lanes = sequence.draft, [], [], 0
         self.request.drafted += len(draft)
         for place, sampled in enumerate(found):
             if isinstance(sampled, SampleFailure):
                 return self.failed(sampled)
             outcome = self._accept(sampled)
-            if place == len(draft) or draft[place] != sampled.token_id:
-                return outcome
-            self.request.accepted += 1
+            right = place < len(draft) and draft[place] == sampled.token_id
+            self.request.accepted += right
             if outcome is not None:
                 return outcome
+            if not right:
+                break
+        if sequence.draft_computed is not None:  # what was computed after a wrong token is no good
+            sequence.draft_computed = min(sequence.draft_computed, sequence.num_tokens - 1)
+        self.request.blocks.return_lanes(sequence)
         return None
 
     def continues(self, unknown: int) -> bool:

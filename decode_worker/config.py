@@ -12,6 +12,8 @@ from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
 _CPU_POOL_MIB = 1024
+_DRAFT_TOKENS = 4
+"""Drafted tokens with a draft model, where no number is given."""
 
 
 class DecodeSettings(WorkerSettings):
@@ -67,8 +69,8 @@ class DecodeSettings(WorkerSettings):
     )
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = setting(
         0,
-        "Tokens that a step drafts for each sequence from its own text (prompt lookup) and checks; "
-        "0 drafts none.",
+        "Most tokens that are drafted for each sequence and checked in one step; 0 drafts none, or up to 4 "
+        "with --speculative-model.",
         section="Speculative decoding",
     )
     speculative_max_step_tokens: Annotated[int, Field(ge=1, le=1024)] = setting(
@@ -86,11 +88,17 @@ class DecodeSettings(WorkerSettings):
     @model_validator(mode="after")
     def _one_part_for_what_knows_no_parts(self) -> Self:
         here = "does not go with --tensor-parallel or --sum-parts"
-        if self.speculative_tokens and self.parts > 1:
-            raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
+        if self.draft_tokens and self.parts > 1:
+            flag = "--speculative-model" if self.speculative_model is not None else "--speculative-tokens"
+            raise ValueError(f"{flag} {here}")
         if self.kv_tier and self.parts > 1:
             raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens that a step drafts for a sequence."""
+        return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""

@@ -8,8 +8,9 @@ after it, as those of a sequence that is cancelled during a step are.
 A step is launched ahead only if it needs no decision: the device samples every row of the present step, and
 every sequence finds its blocks without a preemption. Else the next step waits for the present one, as it does
 on backends that launch nothing: there one step follows the other. Drafts follow tokens that are known: a step
-that may have some (speculation.py) waits as well. Nor does a step follow one with chunks of prompts that this
-worker computes itself (local_prefill.py): what they begin joins the next one.
+that may have some (speculation.py) waits as well, and begins on the engine's thread, where they are made. Nor
+does a step follow one with chunks of prompts that this worker computes itself (local_prefill.py): what they
+begin joins the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
 from diptych.runtime.failpoints import failpoint
+from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.step_thread import InFlight, StepThread
 
 _log = logging.getLogger(__name__)
@@ -51,6 +54,10 @@ class _Step:
     sequences: Sequence[SequenceStep]
     sample_rows: Sequence[SampleRow | None]
     flight: InFlight[RowOwner]
+    tokens: int
+    """Rows of logits, at most."""
+    drafting: bool
+    """True until its drafts are made, on the engine's thread: there it is laid out again."""
     launched: Launched | None = None
 
 
@@ -67,8 +74,11 @@ class Pipeline:
         apply: Callable[[Sequence[RowOwner], Sequence[Any]], None],
         release_blocks: Callable[[StepGroup], None],
         speculation: Speculation | None = None,
+        draft_chunks: DraftChunks | None = None,
     ) -> None:
         """Take the callbacks of the engine loop.
+
+        `draft_chunks` gets the chunks of prompts that this worker computes itself.
 
         `plan_ahead` returns the batch after one that is being computed, its blocks included, or an empty one.
         `apply` gets the owners and results of every step, groups before prompts. `release_blocks` gets the
@@ -81,6 +91,7 @@ class Pipeline:
         self._apply = apply
         self._release_blocks = release_blocks
         self._speculation = speculation
+        self._draft_chunks = draft_chunks
         self._launched: list[_Step] = []  # and not collected
         self._events = None if runner.completions is None else StepEvents(runner.completions)
 
@@ -100,7 +111,7 @@ class Pipeline:
                 present.flight,
                 present.rows,
                 partial(self._compute, present, following),
-                tokens=len(present.sample_rows),
+                tokens=present.tokens,
                 completion=partial(self._await_completion, present, following),
             )
             self._thread.end(present.flight)
@@ -115,17 +126,24 @@ class Pipeline:
     ) -> _Step:
         """Lay out a step of `batch`; `before` has the rows of sequences (by id) in the present step."""
         decoding: list[Row] = [(group, row) for group in batch for row in group.rows]
-        if self._speculation is not None and decoding and not before:
-            self._speculation.draft(decoding)
+        drafting = (
+            self._speculation is not None
+            and bool(decoding)
+            and not before
+            and self._speculation.reserve(decoding)
+        )
         rows: list[OwnedRow] = [*decoding, *((prompt, row) for prompt in prompts for row in prompt.rows)]
         sequences = [row.step(self._memory, before.get(id(row))) for _, row in rows]
         sample_rows = _sample_rows(rows)
         flight = self._thread.begin([owner for owner, _ in rows])
-        return _Step(batch, prompts, decoding, rows, sequences, sample_rows, flight)
+        tokens = len(sample_rows)
+        if drafting:
+            tokens += sum(sequence.lanes for _, sequence in decoding)
+        return _Step(batch, prompts, decoding, rows, sequences, sample_rows, flight, tokens, drafting)
 
     def _following(self, present: _Step) -> _Step | None:
         """Lay out the step after `present`, if it can be known by now."""
-        if present.prompts:
+        if present.prompts or present.drafting:
             return None
         if not all(row is not None and self._runner.samples_on_device(row) for row in present.sample_rows):
             return None
@@ -144,7 +162,7 @@ class Pipeline:
 
     async def _await_completion(self, present: _Step, following: _Step | None) -> bool:
         """Launch both steps, and wait for the first; return False where the engine's thread has to."""
-        if self._events is None:
+        if self._events is None or present.drafting:
             return False
         self._launch_both(present, following)
         if present.launched is None:
@@ -164,12 +182,49 @@ class Pipeline:
             for _, row in rows:
                 row.draft = []  # it may be the cause of the failure
             sequences = [row.step(self._memory, None) for _, row in rows]
-            return _picked(self._runner.step_and_sample(sequences, _sample_rows(rows), abort), rows)
+            return self._step(sequences, _sample_rows(rows), abort, rows)
+        if present.drafting and self._speculation is not None:
+            self._draft(present, self._speculation)
+            return self._drafted_step(present, abort, self._speculation)
         self._launch_both(present, following)
         if present.launched is None:
-            output = self._runner.step_and_sample(present.sequences, present.sample_rows, abort)
-            return _picked(output, rows)
+            return self._step(present.sequences, present.sample_rows, abort, rows)
         return _picked(self._collect(present.launched, present), rows)
+
+    def _drafted_step(self, step: _Step, abort: AbortWords, speculation: Speculation) -> Sequence[Any]:
+        """Compute a step with its drafts, and record how long it took."""
+        started = time.monotonic()
+        results = self._step(step.sequences, step.sample_rows, abort, step.rows)
+        if not step.prompts:
+            speculation.record_step(len(step.decoding), len(step.sample_rows), time.monotonic() - started)
+        return results
+
+    def _step(
+        self,
+        sequences: Sequence[SequenceStep],
+        sample_rows: Sequence[SampleRow | None],
+        abort: AbortWords,
+        rows: Sequence[OwnedRow],
+    ) -> Sequence[Any]:
+        """Compute `sequences`, the shares of `rows`, and return the results of each row."""
+        output = self._runner.step_and_sample(sequences, sample_rows, abort)
+        if self._draft_chunks is not None:
+            owners = [owner for owner, _ in rows]
+            chunks = [
+                step
+                for owner, step in zip(owners, sequences, strict=True)
+                if isinstance(owner, LocalPrompt) and not owner.revoked
+            ]
+            if chunks:
+                self._draft_chunks.compute(chunks)
+        return _picked(output, rows)
+
+    def _draft(self, step: _Step, speculation: Speculation) -> None:
+        """Make the drafts of a step, and lay it out with them."""
+        speculation.draft(step.decoding)
+        step.sequences = [row.step(self._memory, None) for _, row in step.rows]
+        step.sample_rows = _sample_rows(step.rows)
+        step.drafting = False
 
     def _launch_both(self, present: _Step, following: _Step | None) -> None:
         """Launch those of the two steps that can be launched, and are not yet."""

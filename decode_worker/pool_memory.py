@@ -62,7 +62,7 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
     if not settings.pool_chosen:
         model = engine.model
         # Drafts make chunks of a step's rows.
-        gathered = gathered_bytes(model.shape, model.dtype) if settings.speculative_tokens else 0
+        gathered = gathered_bytes(model.shape, model.dtype) if settings.draft_tokens else 0
         room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, gathered)
         blocks = room // layout.bytes_per_block
         if blocks < 1:

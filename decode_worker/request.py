@@ -102,6 +102,8 @@ class DecodeRequest:
     def times_now(self) -> work_pb2.PhaseTimes:
         """Return the phases so far: those of the prefill worker, of the handoff, and of this worker."""
         now = self.entered.get(State.ENDED) or time.monotonic()
+        if self.drafted:
+            self.times.drafted_tokens, self.times.accepted_draft_tokens = self.drafted, self.accepted
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))

@@ -128,7 +128,9 @@ class RequestManager:
         if attempt.adapter and adapter is None:
             _refuse(attempt, gateway, work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED)
             return
-        blocks = AttemptBlocks(attempt, self._pool, self._memory, self.prefixes)
+        blocks = AttemptBlocks(
+            attempt, self._pool, self._memory, self.prefixes, on_freed=self.grants.blocks_freed
+        )
         request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key), adapter)
         groups = _step_groups(request, self._arrivals + 1)
         self._groups[request] = groups

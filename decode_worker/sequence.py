@@ -6,8 +6,8 @@ them; the block that a sequence's next token is written to must be its own: a sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from decode_worker.prefix_publisher import PrefixPublisher
 from diptych.engine.batch import SequenceStep
@@ -16,6 +16,9 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
+
+MOST_BEHIND = 64
+"""Tokens that the draft model may be behind a sequence before it is given up for this one."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -31,8 +34,16 @@ class DecodeSequence:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of the first blocks, which are in the prefix cache."""
+    attempt: Attempt | None = None
+    """Attempt whose rules drafts have to keep; None: `next_row` says it all."""
+    lanes: int = 0
+    """Tokens that the next step may draft: its blocks have room for them (speculation.py)."""
     draft: list[int] = field(default_factory=list)
-    """Tokens expected after `output_ids`, computed by the next step (speculation.py)."""
+    """Tokens expected after `output_ids`, computed by the next step; at most `lanes`."""
+    draft_rows: list[SampleRow] = field(default_factory=list)
+    """Sampling of the token after each of `draft`."""
+    draft_computed: int | None = None
+    """Leading tokens whose keys and values of the draft model are there; None: it drafts no more for this."""
     adapter: int | None = None
     """Slot of the attempt's adapter; None: the base model."""
 
@@ -61,23 +72,26 @@ class DecodeSequence:
 
     def sample_rows(self) -> Sequence[SampleRow]:
         """Return the sampling of each of its rows of logits."""
-        if not self.draft:
-            return (self.next_row,)
-        output, row = list(self.output_ids), self.next_row
-        later = (replace(row, output_ids=output + self.draft[:count]) for count in range(1, self.logit_rows))
-        return (row, *later)
+        return (self.next_row, *self.draft_rows) if self.draft else (self.next_row,)
 
 
 class AttemptBlocks:
     """Grows, forks and releases sequences of one attempt, between two steps."""
 
     def __init__(
-        self, attempt: Attempt, pool: BlockPool, memory: KVMemory, prefixes: PrefixPublisher
+        self,
+        attempt: Attempt,
+        pool: BlockPool,
+        memory: KVMemory,
+        prefixes: PrefixPublisher,
+        on_freed: Callable[[], None] | None = None,
     ) -> None:
+        """Serve `attempt`; `on_freed` is called where blocks become free before a sequence ends."""
         self._attempt = attempt
         self._pool = pool
         self._memory = memory
         self._prefixes = prefixes
+        self._on_freed = on_freed
         self._block_size = memory.layout.block_size
         self._prompt: list[int] = []
         self._prompt_keys: list[bytes] = []
@@ -95,6 +109,8 @@ class AttemptBlocks:
         """Let a sequence begin after the prompt."""
         self._pool.retain(self._prompt)
         sequence.block_ids, sequence.block_keys = list(self._prompt), list(self._prompt_keys)
+        if self._memory.draft is not None:
+            sequence.draft_computed = sequence.num_tokens
 
     def release_prompt(self) -> None:
         """Release the prompt once every sequence has begun: the only holder of a block may write to it."""
@@ -146,9 +162,41 @@ class AttemptBlocks:
             self._memory.copy_block(block, fresh)
             sequence.block_ids[place] = fresh
 
+    def reserve_lanes(self, sequence: DecodeSequence, count: int, *, spare: int) -> int:
+        """Return how many drafted tokens have lanes after the next token, at most `count`.
+
+        Takes blocks for them from the pool where it has more than `spare`; the reserve is for tokens that
+        come in any case.
+        """
+        size = self._block_size
+        room = len(sequence.block_ids) * size - sequence.num_tokens
+        if (missing := -(-(count - room) // size)) > 0:
+            taken = self._pool.allocate(min(missing, max(self._pool.available() - spare, 0)))
+            sequence.block_ids += taken
+            room += len(taken) * size
+        return min(count, room)
+
+    def return_lanes(self, sequence: DecodeSequence) -> None:
+        """Release the blocks behind that of the next token: drafts that were wrong, or none, had them."""
+        needed = (sequence.num_tokens - 1) // self._block_size + 1
+        if len(sequence.block_ids) > needed:
+            self._pool.release(sequence.block_ids[needed:])
+            del sequence.block_ids[needed:]
+            if self._on_freed is not None:
+                self._on_freed()
+
     def publish(self, sequence: DecodeSequence) -> None:
-        """Enter the blocks that have become full into the prefix cache."""
+        """Enter the blocks that have become full into the prefix cache.
+
+        Those that the draft model has to compute first wait for that: a published block is never written. It
+        is given up for a sequence that it no longer drafts for.
+        """
         computed = sequence.num_tokens - 1
+        if sequence.draft_computed is not None:
+            if computed - sequence.draft_computed > MOST_BEHIND:
+                sequence.draft_computed = None
+            else:
+                computed = min(computed, sequence.draft_computed)
         if computed // self._block_size > len(sequence.block_keys) and self._trusted:
             output = sequence.output_ids
             self._prefixes.publish(
@@ -162,6 +210,9 @@ class AttemptBlocks:
     def release(self, sequences: Sequence[DecodeSequence]) -> None:
         """Release the blocks of ended sequences. Blocks without another holder are free, or stay cached."""
         for sequence in sequences:
+            if sequence.draft_computed is not None:
+                sequence.draft_computed = None
+                self.publish(sequence)  # what waited for the draft model
             self._pool.release(sequence.block_ids)
             sequence.block_ids = []
 

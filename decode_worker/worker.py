@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import Callable
 
 from decode_worker.adapter_gate import AdapterGate
+from decode_worker.best_drafter import BestDrafter
 from decode_worker.config import DecodeSettings
+from decode_worker.draft_lengths import StepCosts
+from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.grammar_draft import GrammarDraft
 from decode_worker.kv_tiers import KvTiers
 from decode_worker.pool_memory import make_pool
+from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.speculation import PromptLookup, Speculation
+from decode_worker.speculation import Drafter, Speculation
 from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -52,6 +57,7 @@ class DecodeWorker:
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._max_batch = settings.max_batch
+        self._drafted = self._accepted = 0  # tokens, of attempts that have ended
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
@@ -68,7 +74,8 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            speculation=_speculation(settings, memory.memory.layout.block_size),
+            speculation=_speculation(settings, engine, memory.memory),
+            draft_chunks=engine.draft_chunks,
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
@@ -158,6 +165,8 @@ class DecodeWorker:
             max_fallback_prefill_tokens=local.bounds.fallback,
             local_prefill_chunk=local.bounds.chunk,
             local_prefills=local.done,
+            drafted_tokens=self._drafted,
+            accepted_draft_tokens=self._accepted,
             adapters=self._adapters.digests,
             max_loras=self._adapters.max_loras,
             tier_token_s=None if self._tiers is None else self._tiers.token_s,
@@ -183,6 +192,8 @@ class DecodeWorker:
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
+        self._drafted += request.drafted
+        self._accepted += request.accepted
         if request.loaded is not None:
             for tier, blocks in request.loaded.blocks.items():
                 metrics.tier_blocks_loaded.labels(tier).inc(blocks)
@@ -215,11 +226,20 @@ class DecodeWorker:
             metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
 
 
-def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:
-    most, tokens = settings.speculative_tokens, settings.speculative_max_step_tokens
+def _speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> Speculation | None:
+    most = settings.draft_tokens
     if most == 0:
         return None
-    return Speculation(PromptLookup(most), most=most, tokens=tokens, block_size=block_size)
+    drafters: dict[str, Drafter] = {"grammar": GrammarDraft(), "lookup": PromptLookup(most)}
+    if engine.draft is not None:
+        drafters["model"] = DraftModel(engine.draft.runner, memory)
+    costs = StepCosts()
+    return Speculation(
+        BestDrafter(drafters, costs),
+        most=most,
+        tokens=settings.speculative_max_step_tokens,
+        costs=costs,
+    )
 
 
 def gateway_links(

@@ -128,12 +128,15 @@ def _set_stop(output: pb.OutputDelta, match: StopMatch) -> None:
 def _usage(driver: RequestDriver) -> pb.Usage:
     """Return the usage: all outputs count, also those that ``best_of`` drops; of beams the delivered ones."""
     prompt, completion = driver.job.prompt_tokens, driver.billed
+    drafted, accepted = driver.drafts
     return pb.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         cached_prompt_tokens=driver.cached_tokens or 0,
         reasoning_tokens=driver.reasoning_tokens,
+        drafted_tokens=drafted,
+        accepted_draft_tokens=accepted,
     )
 
 

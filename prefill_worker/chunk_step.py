@@ -8,6 +8,7 @@ from diptych.engine.batch import AbortWords
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure
 from diptych.runtime.failpoints import failpoint
+from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.prompt_chunk import Computed, PromptChunk
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
@@ -15,13 +16,16 @@ from prefill_worker.scheduler import Chunk
 Row = tuple[PrefillRequest, Chunk]
 
 
-def run_step(runner: Runner, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
-    """Compute the chunks; return one result a row."""
+def run_step(
+    runner: Runner, rows: Sequence[Row], abort: AbortWords, draft_chunks: DraftChunks | None = None
+) -> list[Computed | SampleFailure]:
+    """Compute the chunks, also by the draft model if there is one; return one result a row."""
     chunks = [_chunk(request, chunk) for request, chunk in rows]
     sample_rows = [chunk.device_rows() for chunk in chunks]
-    output = runner.step_and_sample(
-        [chunk.sequence() for chunk in chunks], [row for rows in sample_rows for row in rows], abort
-    )
+    sequences = [chunk.sequence() for chunk in chunks]
+    output = runner.step_and_sample(sequences, [row for rows in sample_rows for row in rows], abort)
+    if draft_chunks is not None:
+        draft_chunks.compute(sequences, abort)
     tokens, logits = iter(output.tokens), output.logits
     if len(logits) and failpoint("prefill.not_finite"):
         logits[-1] = float("nan")

@@ -16,6 +16,7 @@ from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleFailure
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.logprob_codec import failure_reason
 from diptych.worker_process.prompt_chunk import Computed
 from diptych.worker_process.step_thread import StepThread
@@ -48,8 +49,10 @@ class EngineLoop:
         max_context: int,
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
         images: ImageEncoding | None = None,
+        draft_chunks: DraftChunks | None = None,
     ) -> None:
         self._runner = runner
+        self._draft_chunks = draft_chunks
         self._cpu = runner.cpu
         self._chunk = chunk
         self._enough = enough
@@ -199,7 +202,7 @@ class EngineLoop:
             self.requests.ask(self.requests[key])
 
     def _run_step(self, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
-        return run_step(self._runner, rows, abort)
+        return run_step(self._runner, rows, abort, self._draft_chunks)
 
     def _apply(self, rows: Sequence[Row], outcome: Sequence[Computed | SampleFailure]) -> None:
         """Report computed chunks to each request's handoff, and prompt log-probabilities to its gateway."""

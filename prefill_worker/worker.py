@@ -77,6 +77,7 @@ class PrefillWorker:
             max_context=engine.model.shape.max_context,
             on_ended=self._ended,
             images=self._images(),
+            draft_chunks=engine.draft_chunks,
         )
         self._handoff = HandoffClient(
             worker_id=settings.worker_id,

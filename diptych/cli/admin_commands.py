@@ -118,7 +118,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
     workers = list(workers)
     adapters = any(worker.load.adapters for worker in workers)
     more = ("adapters",) if adapters else ()
-    for column in ("to prefill", "local prefills", "blocks free", *more, "address"):
+    for column in ("to prefill", "local prefills", "drafts right", "blocks free", *more, "address"):
         table.add_column(column, overflow="fold")
     for worker in workers:
         load = worker.load
@@ -130,6 +130,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
             str(load.waiting),
             f"{load.waiting_tokens} tokens",
             str(load.local_prefills) if worker.role == pb.WORKER_ROLE_DECODE else "",
+            f"{load.accepted_draft_tokens} of {load.drafted_tokens}" if load.drafted_tokens else "",
             f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
             *((", ".join(load.adapters),) if adapters else ()),
             worker.address,

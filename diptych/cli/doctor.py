@@ -23,7 +23,7 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.image_spec import image_spec
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.python_module import PACKAGES, tree_root
-from diptych.runtime.settings import StartupError, resolve_model
+from diptych.runtime.settings import BUNDLED_MODEL, StartupError, resolve_model
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 _WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
@@ -39,9 +39,9 @@ class Finding:
     text: str
 
 
-def run_doctor(ports: Sequence[int], model: str | None = None) -> int:
+def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None = None) -> int:
     """Print every finding and return the exit status; `ports` are the defaults of `diptych up`, `model` is
-    what it would serve.
+    what it would serve, `draft` its draft model.
     """
     table = Table(show_header=False, box=None, pad_edge=False)
     missing = False
@@ -61,6 +61,7 @@ def run_doctor(ports: Sequence[int], model: str | None = None) -> int:
         ("bundled model", bundled_model),
         *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
         *(() if model is None else (("model", lambda: given_model(model)),)),
+        *(() if draft is None else (("draft model", lambda: given_draft(draft, model or BUNDLED_MODEL)),)),
     ]
     for name, check in checks:
         finding = check()
@@ -100,6 +101,19 @@ def given_model(model: str) -> Finding:
     if lacking is not None:
         return Finding("note", f"{size}; torch on CPUs, for the native step lacks {lacking}; {gpus}")
     return Finding("ok" if on_gpu is None else "note", f"{size}; the native step on CPUs, {gpus}")
+
+
+def given_draft(draft: str, model: str) -> Finding:
+    """Find what a draft model takes, and whether its vocabulary is the model's."""
+    from diptych.worker_process.draft_loader import check_vocabulary
+
+    finding = given_model(draft)
+    if finding.state != "missing":
+        try:
+            check_vocabulary(checked_model(model), checked_model(draft))
+        except StartupError as error:
+            return Finding("missing", str(error))
+    return finding
 
 
 def python() -> Finding:

@@ -51,6 +51,10 @@ def plan(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Type of keys and values: fp32, bf16 or fp8.", rich_help_panel=_HARDWARE)
     ] = "bf16",
+    speculative_model: Annotated[
+        str | None,
+        typer.Option(help="Draft model, whose memory counts as well.", rich_help_panel=_HARDWARE),
+    ] = None,
     bench: Annotated[
         Path | None,
         typer.Option(
@@ -96,6 +100,7 @@ def plan(
     try:
         question = Question(
             shape=read_shape(resolve_model(model)),
+            draft=None if speculative_model is None else read_shape(resolve_model(speculative_model)),
             card=_named("--gpu", lambda: find_accelerator(gpu, _memory(memory))),
             demand=demand,
             weights=_one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),

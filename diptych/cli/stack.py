@@ -113,6 +113,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "speculative-model": options.speculative_model,
         "max-loras": options.max_loras,
         "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
@@ -170,6 +171,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             {
                 "threads": options.decode_threads or threads,
                 **_share(homes and homes[1][index], cores),
+                "speculative-tokens": options.speculative_tokens,
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
                 "kv-tier": options.kv_tier,

@@ -145,6 +145,14 @@ class StackOptions:
     decode_threads: Annotated[int | None, _threads("decode")] = None
     block_size: Annotated[int | None, _option("Tokens per KV block.", "KV cache")] = None
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
+    speculative_model: Annotated[
+        str | None,
+        _option("Draft model: a smaller one with the same vocabulary.", "Speculative decoding"),
+    ] = None
+    speculative_tokens: Annotated[
+        int | None,
+        _option("Most tokens drafted for a sequence in a step.", "Speculative decoding", min=0, max=15),
+    ] = None
     kv_memory_mib: Annotated[
         int | None, _option("Memory of each decode worker's KV block pool in MiB.", "KV cache")
     ] = None

@@ -157,7 +157,12 @@ def _prompt(prompt: pb.PromptInfo) -> PromptInfo:
 
 def _usage(usage: pb.Usage) -> Usage:
     return Usage(
-        usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.reasoning_tokens
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_prompt_tokens,
+        usage.reasoning_tokens,
+        usage.drafted_tokens,
+        usage.accepted_draft_tokens,
     )
 
 

@@ -16,6 +16,10 @@ class Usage:
     completion_tokens: int
     cached_prompt_tokens: int
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    """Tokens that speculative decoding drafted and checked."""
+    accepted_draft_tokens: int = 0
+    """Drafted tokens that were right."""
 
 
 @dataclass(frozen=True)

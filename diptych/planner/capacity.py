@@ -109,9 +109,10 @@ class Fleet:
     """Requests a second that these workers can serve within the service level."""
 
 
-def worker_of(costs: ModelCosts, memory: float) -> Worker:
-    """Return the memory of a worker with `memory` bytes that holds the model."""
-    return Worker(memory, costs.weight_bytes, costs.kv_bytes)
+def worker_of(costs: ModelCosts, memory: float, draft: ModelCosts | None = None) -> Worker:
+    """Return the memory of a worker with `memory` bytes that holds the model, and a draft model if given."""
+    models = (costs,) if draft is None else (costs, draft)
+    return Worker(memory, sum(one.weight_bytes for one in models), sum(one.kv_bytes for one in models))
 
 
 def size_fleet(demand: Demand, worker: Worker, rates: Rates) -> Fleet:

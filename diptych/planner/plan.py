@@ -32,6 +32,8 @@ class Question:
     dollars_an_hour: float | None = None
     """Price of one card."""
     api: ApiPrice | None = None
+    draft: ModelShape | None = None
+    """Shape of the draft model, which takes memory beside the model's; its speed is not planned."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Plan:
     costs: ModelCosts
     fleet: Fleet
     bill: Bill | None
+    draft: ModelCosts | None = None
 
     @property
     def advice(self) -> list[str]:
@@ -72,7 +75,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as values for JSON."""
-        costs = asdict(self.costs)
+        costs, draft = asdict(self.costs), self.draft
         del costs["windows"]
         card = {**asdict(self.question.card), "flops": dict(self.question.card.flops)}
         return {
@@ -80,6 +83,9 @@ class Plan:
             "cards_a_worker": self.question.cards_a_worker,
             "demand": {key: _finite(value) for key, value in asdict(self.question.demand).items()},
             "model": costs,
+            "draft_model": None
+            if draft is None
+            else {name: value for name, value in asdict(draft).items() if name != "windows"},
             "fleet": asdict(self.fleet),
             "bill": None if self.bill is None else asdict(self.bill),
             "advice": self.advice,
@@ -95,13 +101,16 @@ def make_plan(question: Question) -> Plan:
     else:
         rates = Measured.of_results(question.results)
     memory = question.card.memory * question.cards_a_worker
-    fleet = size_fleet(question.demand, worker_of(costs, memory), rates)
+    draft = None
+    if question.draft is not None:
+        draft = model_costs(question.draft, question.weights, question.keys_and_values)
+    fleet = size_fleet(question.demand, worker_of(costs, memory, draft), rates)
     bill = None
     if question.dollars_an_hour is not None:
         bill = price_fleet(
             question.demand, fleet, question.cards_a_worker, question.dollars_an_hour, question.api
         )
-    return Plan(question, costs, fleet, bill)
+    return Plan(question, costs, fleet, bill, draft)
 
 
 def _finite(value: float) -> float | None:

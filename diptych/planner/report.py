@@ -42,6 +42,12 @@ def _model(plan: Plan) -> Iterator[Row]:
     shape = question.shape
     formula = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} wide"
     yield "keys and values a token", _bytes(costs.kv_bytes), f"{formula}, {question.keys_and_values}"
+    if (draft := plan.draft) is not None:
+        yield (
+            "draft model",
+            _bytes(draft.weight_bytes),
+            f"and {_bytes(draft.kv_bytes)} a token, beside the model",
+        )
 
 
 def _decode(plan: Plan) -> Iterator[Row]:

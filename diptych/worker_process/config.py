@@ -53,6 +53,12 @@ class WorkerSettings(ProgramSettings):
         "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
         section="KV cache",
     )
+    speculative_model: str | None = setting(
+        None,
+        "Draft model: GGUF file or Hugging Face folder of a smaller model with the same vocabulary; "
+        "all workers of a system need the same.",
+        section="Speculative decoding",
+    )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
         "auto",
         "Transport of KV blocks between workers; auto takes the fastest that both sides have.",

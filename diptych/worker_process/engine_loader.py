@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,8 @@ from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features
 from diptych.worker_process.config import WorkerSettings, why_not_together
+from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.self_test import run_self_test
@@ -54,15 +56,25 @@ class LoadedEngine:
     """The other processes of this worker that compute; None where it is alone."""
     encoder: ImageEncoder | None = None
     """Encoder of a model with images, in a worker that encodes them."""
+    draft: LoadedDraft | None = None
+    """The draft model, whose keys and values are the second segment of each block of `layout`."""
+
+    @property
+    def draft_chunks(self) -> DraftChunks | None:
+        """Return the part that runs the draft model over prompts; None without one."""
+        return None if self.draft is None else DraftChunks(self.draft.runner)
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Properties that another worker must share to exchange blocks with this one."""
-        layout = "+".join(filter(None, (self.layout.name, self.model.shape.served_factors)))
+        parts = [self.layout.name, self.model.shape.served_factors]
+        if (draft := self.layout.draft) is not None:
+            parts.append(f"draft/{draft.name}/{_dtype_name(draft.dtype)}")
+        layout = "+".join(filter(None, parts))
         return Fingerprint(
             model_digest=self.digest,
             dtype=self.dtype,
-            kv_dtype=str(self.layout.dtype).removeprefix("torch."),
+            kv_dtype=_dtype_name(self.layout.dtype),
             kv_layout=layout,
             block_size=self.layout.block_size,
             num_layers=self.layout.num_layers,
@@ -71,7 +83,12 @@ class LoadedEngine:
             hash_version=HASH_VERSION,
             tensor_parallel=1 if self.group is None else self.group.size,
             sum_parts=self.parts,
+            draft_digest="" if self.draft is None else self.draft.digest,
         )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 async def load_engine(settings: WorkerSettings) -> LoadedEngine:
@@ -94,24 +111,22 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     path = checked_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
+    draft_path = None
+    if settings.speculative_model is not None:
+        draft_path = checked_model(settings.speculative_model)
+        check_vocabulary(path, draft_path)
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
     if settings.parts > 1:
         model = load_in_parts(settings, path, dtype, device, group)
     else:
-        model = load_model(
-            path,
-            dtype,
-            backend=settings.backend,
-            device=device,
-            kv_cache=settings.kv_cache_dtype,
-            max_context=settings.max_model_len,
-        )
+        model = _model(settings, path, dtype, device, settings.max_model_len)
+    shared = _shared_cores(settings, device)
     cpu = CpuPolicy(
         model.backend,
         settings.threads,
-        shared=_shared_cores(settings, device),
+        shared=shared,
         pacing=StepPacing(*settings.step_pacing),
         long_turns=take_long_turns,
         short_turns=take_short_turns,
@@ -120,24 +135,69 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     layout = model.kv_layout(settings.block_size)
     hidden = model.shape.hidden_size
     encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
-    if encoder is not None and settings.parts > 1:
-        raise ImpossibleSettings("--tensor-parallel and --sum-parts do not go with a model that reads images")
-    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder)
-    run_self_test(runner, layout)
-    log.info(
-        "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
-        path.name,
-        time.monotonic() - started,
-        dtype,
-        model.backend_name,
-        model.device,
-        runner.threads,
+    if encoder is not None:
+        _check_reads_images(settings)
+    draft = None if draft_path is None else _draft(settings, draft_path, device, shared)
+    if draft is not None:
+        layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    engine = LoadedEngine(
+        model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder, draft
     )
+    run_self_test(runner, layout)
+    loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
+    for name, one in loaded.items():
+        log.info(
+            "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
+            name,
+            time.monotonic() - started,
+            one.precision,
+            one.backend_name,
+            one.device,
+            runner.threads,
+        )
     return engine
+
+
+def _model(
+    settings: WorkerSettings, path: Path, dtype: Precision, device: torch.device, max_context: int | None
+) -> Model:
+    return load_model(
+        path,
+        dtype,
+        backend=settings.backend,
+        device=device,
+        kv_cache=settings.kv_cache_dtype,
+        max_context=max_context,
+    )
+
+
+def _draft(
+    settings: WorkerSettings, path: Path, device: torch.device, shared: SharedCores | None
+) -> LoadedDraft:
+    """Load the draft model, which computes on the same cores, between the model's steps."""
+    model = _model(settings, path, _precision(settings, path, device), device, None)
+    cpu = CpuPolicy(
+        model.backend,
+        settings.threads,
+        shared=shared,
+        long_turns=take_long_turns,
+        short_turns=take_short_turns,
+    )
+    runner = Runner(model, cpu=cpu)
+    run_self_test(runner, model.kv_layout(settings.block_size))
+    return LoadedDraft(model, runner, model_digest(path))
 
 
 class ImpossibleSettings(StartupError):
     """Settings that do not go together on the device of this worker."""
+
+
+def _check_reads_images(settings: WorkerSettings) -> None:
+    """Check the settings of a worker whose model reads images. Raises ImpossibleSettings."""
+    if settings.parts > 1:
+        raise ImpossibleSettings("--tensor-parallel and --sum-parts do not go with a model that reads images")
+    if settings.speculative_model is not None:
+        raise ImpossibleSettings("--speculative-model does not go with a model that reads images")
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:

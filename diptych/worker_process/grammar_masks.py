@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +57,13 @@ class Compiled:
     """A grammar at its start, and how many tokens all its copies have followed."""
 
     matcher: LLMatcher
-    vocab_size: int
+    vocabulary: LLTokenizer
     followed: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.vocabulary.vocab_size
 
     def copy(self) -> LLMatcher | None:
         """Return a matcher for one more output; None if the table has no room for it."""
@@ -134,6 +139,22 @@ class GrammarState:
         """Return a state at the same place, for an output that branches off this one."""
         span = None if self._span is None else self._span.copy()
         return GrammarState(self._matcher.deep_copy(), self._compiled, self._anew, self._output, span)
+
+    def forced(self) -> bytes:
+        """Return the text that must come next; empty where there is a choice, or before the grammar."""
+        return b"" if self.dormant or self._opening else self._matcher.compute_ff_bytes()
+
+    def allows(self, token_ids: Sequence[int]) -> bool:
+        """Return whether these tokens may come next, one after the other."""
+        return self._matcher.validate_tokens(list(token_ids)) == len(token_ids)
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Return the tokens of a text by itself."""
+        return self._compiled.vocabulary.tokenize_bytes(text)
+
+    def spelled(self, token_ids: Sequence[int]) -> bytes:
+        """Return the text of tokens."""
+        return self._compiled.vocabulary.decode_bytes(list(token_ids))
 
     @property
     def dormant(self) -> bool:
@@ -260,7 +281,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         vocabulary = self._loaded()
-        return Compiled(new_matcher(grammar, vocabulary), vocabulary.vocab_size)
+        return Compiled(new_matcher(grammar, vocabulary), vocabulary)
 
     def _loaded(self) -> LLTokenizer:
         if self._vocabulary is None:

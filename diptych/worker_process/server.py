@@ -159,6 +159,7 @@ class WorkerServer:
             num_threads=self._engine.runner.threads,
             replaces=self._settings.replaces,
             memory_domain=self._spec.memory_domain,
+            draft_digest=fingerprint.draft_digest,
         )
 
     def drain(self, grace_s: float | None = None) -> None:

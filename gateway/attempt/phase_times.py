@@ -13,7 +13,8 @@ class PhaseTimes:
     """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
 
     ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
-    worker. ``tier_blocks``: blocks that came from a decode worker's tiers.
+    worker. ``tier_blocks``: blocks that came from a decode worker's tiers. ``drafted_tokens`` and
+    ``accepted_draft_tokens`` are those of a whole attempt.
     """
 
     prefill_queue: float = 0.0
@@ -29,6 +30,8 @@ class PhaseTimes:
     remote_prefills: int = 0
     tier_blocks: int = 0
     kv_load: float = 0.0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -58,6 +61,15 @@ class PhaseReports:
         """
         return sum((self._times(attempt, choice) for attempt in attempts), PhaseTimes())
 
+    def drafts(self) -> tuple[int, int]:
+        """Return the drafted and the accepted tokens of all attempts: each attempt's latest report."""
+        latest: dict[int, tuple[int, int]] = {}
+        for (attempt, _), times in self._reports.items():
+            latest[attempt] = max(
+                latest.get(attempt, (0, 0)), (times.drafted_tokens, times.accepted_draft_tokens)
+            )
+        return sum(drafted for drafted, _ in latest.values()), sum(right for _, right in latest.values())
+
     def _times(self, attempt: int, choice: int) -> PhaseTimes:
         own = self._reports.get((attempt, choice))
         if own is not None:
@@ -86,4 +98,6 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
         tier_blocks=times.tier_blocks,
         kv_load=seconds("kv_load"),
+        drafted_tokens=times.drafted_tokens,
+        accepted_draft_tokens=times.accepted_draft_tokens,
     )

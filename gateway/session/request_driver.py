@@ -154,6 +154,11 @@ class RequestDriver:
         return self._phase_reports.total(longest.index, longest.attempts)
 
     @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were right."""
+        return self._phase_reports.drafts()
+
+    @property
     def admission_s(self) -> float:
         """Seconds that the request waited, or has waited, in the gateway's own queue."""
         transitions = self.state.choices[0].transitions  # it is the first that starts

@@ -85,6 +85,8 @@ class Load:
     adapters: tuple[bytes, ...] = ()  # digests of those in its memory
     max_loras: int = 0  # that a step can compute at once
     tier_token_s: float | None = None  # seconds a token that it loads from its tiers; None = not measured
+    drafted_tokens: int = 0  # that a decode worker has drafted and checked
+    accepted_draft_tokens: int = 0  # of these, those that were right
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -271,6 +273,8 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             tuple(sent.adapters),
             sent.max_loras,
             sent.tier_token_s if sent.HasField("tier_token_s") else None,
+            sent.drafted_tokens,
+            sent.accepted_draft_tokens,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

@@ -39,23 +39,27 @@ class PrefixIndexReader:
         self._last: tuple[bytes, int, tuple[int, ...], tuple[ImageRows, ...]] | None = None
         self._last_keys: list[bytes] = []
 
-    def namespace(self, job: Job, kv_dtype: str) -> bytes:
-        """Return the key of the request's block hashes; another tenant, salt or adapter has another one."""
+    def namespace(self, job: Job, kept: str) -> bytes:
+        """Return the key of the request's block hashes; another tenant, salt or adapter has another one.
+
+        `kept` is `WorkerRecord.kept` of the worker whose blocks are meant.
+        """
         adapter = job.request.adapter
         return self._cached_namespace(
-            job.tenant, job.request.salt, kv_dtype, b"" if adapter is None else adapter.digest
+            job.tenant, job.request.salt, kept, b"" if adapter is None else adapter.digest
         )
 
     def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, Held]:
         """Return the leading cached blocks by worker, of whichever role.
 
-        Key chains differ by KV dtype and block size, so each pair of them is looked up once.
+        Key chains differ by what blocks keep (`WorkerRecord.kept`) and by block size, so each pair of them
+        is looked up once.
         """
         if not job.request.cache_read or job.request.prompt_logprobs is not None:
             return {}  # cached tokens have no logits
         found: dict[str, Held] = {}
-        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in workers):
-            namespace, images = self.namespace(job, kv_dtype), job.request.images
+        for kept, block_size in dict.fromkeys((w.record.kept, w.record.block_size) for w in workers):
+            namespace, images = self.namespace(job, kept), job.request.images
             rows = () if images is None else images.image_rows(namespace)
             keys = self._keys(namespace, block_size, token_ids, rows)
             if keys:
@@ -75,12 +79,12 @@ class PrefixIndexReader:
             self._last_keys = block_keys(namespace, token_ids, block_size, images=images)
         return self._last_keys
 
-    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str, adapter: bytes) -> bytes:
+    def _make_namespace(self, tenant: str, salt: str, kept: str, adapter: bytes) -> bytes:
         return namespace_key(
             self._secret,
             tenant=tenant,
             salt=salt,
             model_digest=self._model_digest,
-            kv_dtype=kv_dtype,
+            kv_dtype=kept,
             adapter=adapter,
         )

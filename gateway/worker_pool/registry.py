@@ -20,7 +20,7 @@ from gateway.worker_pool.prefix_held import Held
 from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.step_rates import StepRates
 
-KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
+KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "draft_digest")
 """Fields of the records that are equal for workers that can exchange blocks."""
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
 UNKNOWN_BATCH = 65536  # a worker that reports no batch size sets no limit

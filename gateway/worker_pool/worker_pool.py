@@ -270,7 +270,7 @@ class WorkerPool:
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
-            self._prefixes.namespace(job, target.kv_dtype),
+            self._prefixes.namespace(job, target.kept),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 12
+#define DIPTYCH_ABI_VERSION 13
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -155,6 +155,8 @@ struct DiptychBatch {
     const int32_t *abort_words;    // [sequences] set by another thread, or null
     const uint8_t *greedy;         // [sum of logit_rows] 1: the likeliest token is wanted, not the logits; or null
     const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
+    int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
+                                   // else 0
 };
 
 // A part of a change, for one of the matrices that a product joins.

@@ -163,6 +163,8 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     if (threads < 1 || threads > 1024) return "threads must be 1 .. 1024";
     if (batch.sequences < 1) return "an empty batch";
     if (batch.block_size < 1) return "block_size must be at least 1";
+    int64_t own = 2 * static_cast<int64_t>(model.kv_width()) * batch.block_size * model.shape.layers;
+    if (batch.block_stride != 0 && batch.block_stride < own) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
     if (!missing.empty()) return missing;
     const int32_t *tokens = batch.tokens, *table = batch.tables;

@@ -115,6 +115,9 @@ struct StepState {
     int64_t block_elements() const {  // of keys, or of values, of one layer in one block
         return static_cast<int64_t>(model->kv_width()) * batch.block_size;
     }
+    int64_t block_stride() const {  // elements from one block to the next
+        return batch.block_stride ? batch.block_stride : 2 * block_elements() * model->shape.layers;
+    }
 
     std::vector<Peak> peaks;  // [greedy rows, blocks of the head]
 

@@ -102,7 +102,7 @@ void write_kv_rows(StepState &step, const Layer &layer, int layer_index, RowTile
     int64_t half = step.block_elements();
     int64_t block = step.tables[first.sequence][first.position / block_size];
     auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
-                 2 * half * (block * model.shape.layers + layer_index);
+                 step.block_stride() * block + 2 * half * layer_index;
     const float *head = step.qkv_row(tile.first) + model.query_width();
     for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
         for (int r = 0; r < tile.rows; r++) {

@@ -44,6 +44,9 @@ class Fingerprint:
     sum_parts: int = 1
     """Parts in which products are added: other parts are other bits."""
 
+    draft_digest: str = ""
+    """Digest of the draft model, whose keys and values are a second segment of each block; empty without."""
+
     @property
     def cache_layout(self) -> str:
         """Name of all by which gateways keep caches apart beside model, types and block size."""

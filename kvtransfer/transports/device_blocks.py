@@ -57,7 +57,7 @@ class DigestedCopy:
         source_ids, target_ids, bound = _to_device(torch.from_numpy(rows), device)
         digests = torch.empty(count, dtype=torch.int64, device=device)
         copy_blocks(
-            self._source.data, source_ids, self._target.data, target_ids, digests=digests, binding=bound
+            self._source.blocks, source_ids, self._target.blocks, target_ids, digests=digests, binding=bound
         )
         self._found = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._found.copy_(digests, non_blocking=True)

@@ -83,4 +83,4 @@ def write_block(memory: KVMemory, block: int, payload: memoryview) -> None:
 
 def _flat(memory: KVMemory, block: int) -> torch.Tensor:
     """Return one block as `[bytes_per_block]` uint8, sharing its memory."""
-    return memory.data[block].view(-1).view(torch.uint8)
+    return memory.blocks[block]

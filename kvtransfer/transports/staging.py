@@ -144,7 +144,7 @@ class DeviceStaging:
     def data(self, slot: int, count: int) -> torch.Tensor:
         """Return the bytes of the first `count` blocks of a slot, `[n]` uint8."""
         first = slot * self.blocks
-        return self._slots.data[first : first + count].view(-1).view(torch.uint8)
+        return self._slots.blocks[first : first + count].view(-1)
 
     def pack(self, slot: int, run: Run, at: int, count: int) -> list[bytes]:
         """Copy blocks beside the engine's steps, once they are computed; return the digest of each."""

@@ -205,12 +205,15 @@ def _draw(digest: int, row: SampleRow) -> int:
 
 
 class SimulatedDrafter:
-    """Stand-in for `decode_worker.speculation.PromptLookup`: two thirds of its drafts are right."""
+    """Stand-in for `decode_worker.prompt_lookup.PromptLookup`: two thirds of its drafts are right."""
 
     def __init__(self, most: int) -> None: ...
 
-    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the tokens to come, some of them wrong; a wrong one changes what is right after it."""
+        return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def _draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
         row, text = sequence.next_row, bytearray()
         _extend(text, [*row.prompt_ids, *row.output_ids])
         draft: list[int] = []
@@ -238,6 +241,8 @@ class SimulatedEngine:
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
     encoder: None = None
+    draft: None = None
+    draft_chunks: None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,10 @@ region per block whatever the depth of the model. Inside it, per layer and KV he
 contiguously) and values lie `[block_size, head_dim]`. A model with latent attention keeps one vector a token
 and layer for all its heads, keys and values: `[block_size, width]`.
 
+Where a draft model computes beside the model, each block has a second segment after the model's own: the
+draft model's keys and values of the same tokens. What grants, copies, sends or digests a block knows whole
+blocks only; each of the two models sees its own segment as a memory of its own.
+
 Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer,
 and the memory of a GPU, this process' or one mapped from another, is just a tensor.
 """
@@ -20,6 +24,8 @@ import torch
 
 LAYOUT_NAME = "block-major/k-transposed/1"
 LATENT_LAYOUT_NAME = "block-major/latent/1"
+SEGMENT_BYTES = 64
+"""Segments begin at multiples of it: whole cache lines, and whole numbers of any type."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class KVLayout:
     """True if a token keeps one vector of `head_dim` numbers for keys and values; `num_kv_heads` is 1 then
     (kernels/latent_attention.py).
     """
+    draft: KVLayout | None = None
+    """Layout of the draft model's segment of each block; None: a block is this model's alone."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -43,6 +51,8 @@ class KVLayout:
                 raise ValueError(f"{field} must be at least 1")
         if self.latent and self.num_kv_heads != 1:
             raise ValueError("latents are kept once for all heads: num_kv_heads must be 1")
+        if self.draft is not None and (self.draft.block_size, self.draft.draft) != (self.block_size, None):
+            raise ValueError("the draft model's segment has blocks of as many tokens, and no further segment")
 
     @property
     def name(self) -> str:
@@ -56,8 +66,20 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers, the draft model's included."""
+        if self.draft is None:
+            return self.own_bytes
+        return self.draft_offset + -(-self.draft.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this model's keys and values in a block."""
         return math.prod(self.block_shape) * self.dtype.itemsize
+
+    @property
+    def draft_offset(self) -> int:
+        """Bytes from the beginning of a block to the draft model's segment."""
+        return -(-self.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
@@ -67,13 +89,17 @@ class KVLayout:
 class KVMemory:
     """`num_blocks` blocks of one layout over one writable buffer, or over memory of a device.
 
-    `data` is a tensor `[num_blocks, *block_shape]` that aliases the buffer. The buffer stays exported while
-    this object lives: an mmap given here can be closed only after it.
+    The buffer stays exported while this object lives: an mmap given here can be closed only after it.
     """
 
     layout: KVLayout
     num_blocks: int
     data: torch.Tensor
+    """The model's keys and values, `[num_blocks, *block_shape]`, in the buffer."""
+    blocks: torch.Tensor
+    """Whole blocks as uint8 `[num_blocks, bytes]`, in the buffer: what transports move."""
+    draft: KVMemory | None
+    """The draft model's segments of the same blocks, if the layout has them."""
     _bytes: memoryview | None
     """None on a device: the host has no address of these bytes."""
 
@@ -124,14 +150,31 @@ class KVMemory:
         return memory
 
     def _lay(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor) -> None:
+        self._lay_segment(layout, flat.view(num_blocks, -1), 0)
+        self.draft = None
+        if layout.draft is not None:
+            self.draft = KVMemory.__new__(KVMemory)
+            self.draft._bytes = None
+            self.draft.draft = None
+            self.draft._lay_segment(layout.draft, self.blocks, layout.draft_offset)
+
+    def _lay_segment(self, layout: KVLayout, blocks: torch.Tensor, offset: int) -> None:
+        """Lay `layout` over the bytes from `offset` on of each of `blocks`."""
         self.layout = layout
-        self.num_blocks = num_blocks
-        self.data = flat.view(layout.dtype).view(num_blocks, *layout.block_shape)
+        self.num_blocks = len(blocks)
+        self.blocks = blocks
+        own = blocks[:, offset : offset + layout.own_bytes].view(layout.dtype)
+        self.data = own.unflatten(1, layout.block_shape)
 
     @property
     def address(self) -> int:
         """Address of block 0 in this process, or on its device."""
         return self.data.data_ptr()
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one block to the next."""
+        return self.blocks.stride(0)
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +184,7 @@ class KVMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks together."""
-        return self.data.nbytes
+        return self.blocks.nbytes
 
     def block_bytes(self, block: int) -> memoryview:
         """Return the writable bytes of one block.
@@ -156,7 +199,7 @@ class KVMemory:
         return self._bytes[block * size : (block + 1) * size]
 
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all layers of block `src` over block `dst` (the copy of copy-on-write).
+        """Copy all of block `src` over block `dst` (the copy of copy-on-write).
 
         On a device it is queued on the caller's current stream, as steps are, and so ordered with them.
         Raises IndexError for a block that is not there.
@@ -167,7 +210,7 @@ class KVMemory:
         for block in (src, dst):
             if not 0 <= block < self.num_blocks:
                 raise IndexError(f"block {block} of {self.num_blocks}")
-        self.data[dst].copy_(self.data[src])
+        self.blocks[dst].copy_(self.blocks[src])
 
 
 def _size(layout: KVLayout, num_blocks: int) -> int:

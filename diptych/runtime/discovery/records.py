@@ -58,6 +58,12 @@ class WorkerRecord:
     free_blocks: int = 0
     replaces: str = ""
     memory_domain: str = ""
+    draft_digest: str = ""
+
+    @property
+    def kept(self) -> str:
+        """Return what its blocks keep: the type of keys and values, and the draft model with its own."""
+        return f"{self.kv_dtype}+{self.draft_digest}" if self.draft_digest else self.kv_dtype
 
     @property
     def dead(self) -> list[str]:

@@ -103,6 +103,8 @@ def _load(load: Load, adapters: Mapping[bytes, str]) -> pb.WorkerLoad:
         total_blocks=load.total_blocks,
         quarantined_blocks=load.quarantined_blocks,
         local_prefills=load.local_prefills,
+        drafted_tokens=load.drafted_tokens,
+        accepted_draft_tokens=load.accepted_draft_tokens,
         adapters=sorted(adapters.get(digest, digest.hex()[:12]) for digest in load.adapters),
         max_loras=load.max_loras,
     )

@@ -117,6 +117,8 @@ class Answer(ABC):
         self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
         self._usage.cached_prompt_tokens += more.cached_prompt_tokens
         self._usage.reasoning_tokens += more.reasoning_tokens
+        self._usage.drafted_tokens += more.drafted_tokens
+        self._usage.accepted_draft_tokens += more.accepted_draft_tokens
 
 
 class ChoicesAnswer(Answer):
@@ -236,6 +238,12 @@ def usage(total: pb.Usage) -> dict[str, Any]:
         "total_tokens": total.prompt_tokens + total.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
     }
-    if total.reasoning_tokens:
-        counts["completion_tokens_details"] = {"reasoning_tokens": total.reasoning_tokens}
+    details = {"reasoning_tokens": total.reasoning_tokens} if total.reasoning_tokens else {}
+    if (
+        total.drafted_tokens
+    ):  # not OpenAI's accepted_prediction_tokens, which are of texts that clients predict
+        details["drafted_tokens"] = total.drafted_tokens
+        details["accepted_draft_tokens"] = total.accepted_draft_tokens
+    if details:
+        counts["completion_tokens_details"] = details
     return counts

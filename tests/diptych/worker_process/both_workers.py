@@ -6,13 +6,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from decode_worker.adapter_gate import AdapterGate
+from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
 from decode_worker.request import DecodeRequest
@@ -35,6 +36,7 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.draft_chunks import DraftChunks
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.server import HandoffServer
@@ -93,8 +95,22 @@ def native_model() -> Model:
 MODELS = {"torch": _own_model, "device": launching_model, "native": native_model}
 
 
-def layout() -> KVLayout:
-    return model().kv_layout(BLOCK)
+def draft_model(kind: str, backend: str) -> Model:
+    """Return a draft model: "same" as the model, "random" of another shape, or its "first" layer."""
+    shape, weights = SHAPE, weights_of(SHAPE, torch.float32)
+    if kind == "random":
+        shape = replace(SHAPE, hidden_size=12, layers=SHAPE.layers * 2)
+        weights = weights_of(shape, torch.float32, seed=8)
+    elif kind == "first":
+        shape = replace(SHAPE, layers=SHAPE.layers[:1])
+        weights = replace(weights, layers=weights.layers[:1])
+    if backend == "native":
+        return Model(shape, "fp32", torch.float32, NativeBackend(shape, weights, torch.float32), "native")
+    return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
+
+
+def layout(draft: Model | None = None) -> KVLayout:
+    return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
 
 
 @cache
@@ -197,6 +213,7 @@ async def house(
     stretch: float | None = None,
     drafter: Drafter | None = None,
     bounds: LocalBounds = LOCAL_BOUNDS,
+    draft: str | None = None,
     max_loras: int = 0,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
@@ -205,8 +222,8 @@ async def house(
     launch these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
-    compute prompts within `bounds` themselves, where a gateway says so. Each worker has `max_loras` slots for
-    adapters.
+    compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
+    drafts in place of a drafter. Each worker has `max_loras` slots for adapters.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -218,16 +235,24 @@ async def house(
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
-            made.decodes.append(await _decode(stack, transport, number, blocks, runner, drafter, bounds))
+            drafts = _draft_runner(draft, backend)
+            made.decodes.append(
+                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
+            )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
             runner = _runner(backend, next(shares))
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
+            drafts = _draft_runner(draft, backend)
+            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts))
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
         yield made
+
+
+def _draft_runner(kind: str | None, backend: str) -> Runner | None:
+    return None if kind is None else Runner(draft_model(kind, backend), 1)
 
 
 def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
@@ -263,14 +288,18 @@ async def _decode(
     runner: Runner,
     drafter: Drafter | None,
     bounds: LocalBounds,
+    drafts: Runner | None,
 ) -> Decode:
-    memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
+    laid = layout(drafts and drafts.model)
+    memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
-    speculation = None
+    speculation, chunks = None, None
+    if drafts is not None:
+        drafter, chunks = DraftModel(drafts, memory.memory), DraftChunks(drafts)
     if drafter is not None:
-        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS, block_size=BLOCK)
+        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS)
     loop = DecodeLoop(
         runner,
         memory.memory,
@@ -279,6 +308,7 @@ async def _decode(
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
         speculation=speculation,
+        draft_chunks=chunks,
     )
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
@@ -310,9 +340,16 @@ async def _decode(
 
 
 def _prefill(
-    stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int, runner: Runner
+    stack: AsyncExitStack,
+    transport: str,
+    number: int,
+    scratch: int,
+    chunk: int,
+    runner: Runner,
+    drafts: Runner | None,
 ) -> Prefill:
-    memory, pool = KVMemory(layout(), scratch), BlockPool(scratch)
+    laid = layout(drafts and drafts.model)
+    memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
         runner,
@@ -322,12 +359,13 @@ def _prefill(
         max_prompts=6,
         max_context=SHAPE.max_context,
         on_ended=lambda request, how: ended.append((request, how)),
+        draft_chunks=None if drafts is None else DraftChunks(drafts),
     )
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
         fingerprint=_fingerprint(),
-        layout=layout(),
+        layout=laid,
         transports=[transport],
         scratch=lambda: (memory, pool),
         on_abort=loop.requests.on_abort,

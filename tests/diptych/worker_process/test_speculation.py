@@ -18,7 +18,7 @@ from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import Launched, SequenceStep
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
-from tests.diptych.worker_process.scripted_gateway import Gateway, work
+from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
 from tests.diptych.worker_process.test_launched_ahead import complaints
 
 PROMPT = (5, 9, 2)
@@ -32,7 +32,10 @@ class Knowing:
         self._wrong, self._resting = wrong, resting
         self.drafted = 0
 
-    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def _draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
         row = sequence.next_row
         said = len(row.output_ids)
         truth = greedy(tuple(row.prompt_ids), said + count)[said:]
@@ -48,11 +51,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("wrong", "steps"), [(0.0, (6, 8)), (1.0, (16, 19))])
+@pytest.mark.parametrize(("wrong", "steps"), [(0.0, (5, 5)), (1.0, (16, 19))])
 async def test_right_drafts_save_steps_and_wrong_ones_cost_none(
     backend: str, wrong: float, steps: tuple[int, int]
 ) -> None:
-    """20 tokens, the first from the prefill worker; blocks have four lanes, and a step gives up to four."""
+    """20 tokens, the first from the prefill worker; a step gives up to four, which lie in two blocks."""
     async with house("shared_memory", backend=backend, drafter=Knowing(wrong)) as made:
         gateway = Gateway(made)
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 20))
@@ -89,10 +92,10 @@ class Failing:
     def __init__(self, drafts: Sequence[int] | None) -> None:
         self._drafts = drafts
 
-    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
         if self._drafts is None:
             raise ValueError("no draft")
-        return self._drafts
+        return [self._drafts] * len(sequences)
 
     def rests(self, sequence: DecodeSequence) -> bool:
         return False
@@ -141,18 +144,42 @@ async def test_steps_are_launched_ahead_while_the_drafter_rests(
     assert any(followed) == following
 
 
-async def test_rows_that_need_the_logits_get_no_drafts() -> None:
-    drafter = Knowing(0.0)
-    async with house("shared_memory", drafter=drafter) as made:
-        gateway = Gateway(made)
-        for number, sampling in enumerate(({"logprobs": 2}, {"frequency_penalty": 0.5})):
-            request = work((f"r{number}", 1), PROMPT, 12, sampling=sampling)
-            await gateway.start(made.decodes[0], made.prefills[0], request).ended.wait()
-        assert drafter.drafted == 0
-        request = work(("r", 1), PROMPT, 12, min_tokens=6)  # until then stop tokens are held back
-        await gateway.start(made.decodes[0], made.prefills[0], request).ended.wait()
-        assert drafter.drafted > 0
-        await gateway.close()
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sampling": {"logprobs": 2}},
+        {"sampling": {"frequency_penalty": 0.5}},
+        {"sampling": {"logprobs": 1, "temperature": 0.9, "seed": 5, "presence_penalty": 0.3}},
+        {"min_tokens": 6, "stop": tuple(range(0, VOCABULARY, 3))},
+        {"sampling": {"temperature": 1.0, "seed": 3}, "choices": (0, 1, 2)},
+    ],
+    ids=["logprobs", "penalty", "sampled", "min_tokens", "n"],
+)
+async def test_rows_that_need_the_logits_are_drafted_for_and_get_the_same(
+    backend: str, asked: dict[str, Any]
+) -> None:
+    """Tokens and scores with drafts are those without; the drafts follow the plain greedy text."""
+    answers = []
+    for drafter in (None, Knowing(0.2)):
+        async with house("shared_memory", backend=backend, drafter=drafter) as made:
+            gateway = Gateway(made)
+            request = work(("r", 1), PROMPT, 24, **asked)
+            heard = gateway.start(made.decodes[0], made.prefills[0], request)
+            await heard.ended.wait()
+            answers.append((heard.outputs, heard.reasons, _scores(heard, exact=backend == "native")))
+            assert await made.empty() == []
+            await gateway.close()
+    assert drafter is not None
+    assert drafter.drafted > 0
+    assert answers[0] == answers[1]
+
+
+def _scores(heard: Heard, *, exact: bool) -> list[Any]:
+    """Return log-probabilities by token; rounded for backends whose sums depend on the step's rows."""
+    scores = [score for of_choice in heard.scores.values() for score in of_choice]
+    return [
+        (s.rank, s.logprob if exact else round(s.logprob, 4), [t.token_id for t in s.top]) for s in scores
+    ]
 
 
 async def test_greedy_requests_in_random_order(

@@ -63,6 +63,7 @@ def native_batch(
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,
+        block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )

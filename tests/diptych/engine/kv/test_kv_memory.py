@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,3 +89,31 @@ def test_latents_take_one_vector_a_token_and_layer() -> None:
     assert KVMemory(layout, 2).data.shape == (2, *layout.block_shape)
     with pytest.raises(ValueError, match="num_kv_heads must be 1"):
         KVLayout(3, 2, 576, 16, torch.bfloat16, latent=True)
+
+
+DRAFT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=10, block_size=16, dtype=torch.float32)
+BOTH = replace(LAYOUT, draft=DRAFT)
+
+
+def test_a_second_segment_lies_behind_the_first_in_each_block() -> None:
+    memory = KVMemory(BOTH, 4)
+    assert memory.draft is not None
+    assert BOTH.draft_offset >= LAYOUT.bytes_per_block
+    assert BOTH.draft_offset % 64 == BOTH.bytes_per_block % 64 == 0
+    assert memory.draft.address == memory.address + BOTH.draft_offset
+    assert memory.stride_bytes == memory.draft.stride_bytes == BOTH.bytes_per_block
+    memory.data[:] = 1.0
+    assert not memory.draft.data.any()
+    memory.draft.data[2] = 2.0
+    memory.data[2] = 3.0
+    memory.copy_block(2, 1)
+    assert [float(memory.draft.data[block].mean()) for block in range(4)] == [0.0, 2.0, 2.0, 0.0]
+    assert [float(memory.data[block].float().mean()) for block in range(4)] == [1.0, 3.0, 3.0, 1.0]
+    assert bytes(memory.block_bytes(1)) == bytes(memory.block_bytes(2)) == bytes(memory.blocks[1].numpy())
+
+
+def test_segments_of_other_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="as many tokens"):
+        replace(LAYOUT, draft=replace(DRAFT, block_size=8))
+    with pytest.raises(ValueError, match="no further segment"):
+        replace(LAYOUT, draft=BOTH)

@@ -1,0 +1,55 @@
+"""The rules of a request, walked down a draft: how each drafted position is sampled.
+
+Grammars, penalties and suppressed tokens depend on the tokens before. A position is sampled after the drafted
+ones before it, so that its row has a state of the grammar of its own, and its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from decode_worker.sequence import DecodeSequence
+
+
+class DraftWalk:
+    """The sampling of the token that follows a sequence and some drafted tokens."""
+
+    def __init__(self, sequence: DecodeSequence) -> None:
+        self._attempt = sequence.attempt
+        self._grammar = sequence.grammar
+        self.row = sequence.next_row
+        """Sampling of the token after those that were followed."""
+
+    def follow(self, token_id: int) -> bool:
+        """Follow a drafted token; return False, and stay, where nothing may follow it.
+
+        So it is with a token that the grammar forbids, or that ends the output: where it is right, the
+        position before gives it.
+        """
+        attempt, grammar = self._attempt, self._grammar
+        output = [*self.row.output_ids, token_id]
+        if attempt is None:
+            self.row = replace(self.row, output_ids=output)
+            return True
+        if grammar is not None:
+            grammar = grammar.copy()
+            grammar.accept(token_id)
+            if grammar.stuck:
+                return False
+        if attempt.finish_reason(token_id, len(output), grammar) is not None:
+            return False
+        self._grammar = grammar
+        self.row = attempt.sample_row(self.row.params, output, grammar)
+        return True
+
+
+def set_draft(sequence: DecodeSequence, tokens: Iterable[int]) -> None:
+    """Let the next step compute `tokens` after the last one, as far as the rules let them come."""
+    walk = DraftWalk(sequence)
+    sequence.draft, sequence.draft_rows = [], []
+    for token_id in tokens:
+        if not walk.follow(token_id):
+            return
+        sequence.draft.append(token_id)
+        sequence.draft_rows.append(walk.row)
