@@ -212,8 +212,7 @@ enum DiptychCoreState : uint8_t {
     DIPTYCH_CORE_CLAIMED = 2,  // a guest of another process is on it
 };
 
-// An adapter of these changes, whose arrays stay the caller's and must outlive it; null on failure. Any thread may call
-// this while steps run.
+// An adapter of these changes, whose arrays are copied; null on failure. Any thread may call this while steps run.
 DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count);
 void diptych_adapter_free(DiptychAdapter *adapter);
 

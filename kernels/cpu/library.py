@@ -122,7 +122,7 @@ class ChangePart(Structure):
 
 
 class Change(Structure):
-    """`DiptychChange`; its arrays live as long as the adapter."""
+    """`DiptychChange`."""
 
     _fields_ = (
         ("layer", c_int32),
