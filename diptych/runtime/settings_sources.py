@@ -64,7 +64,7 @@ def is_place(origin: str) -> bool:
     return not origin.startswith(("--", VARIABLE_PREFIX)) and origin not in ("", DEFAULT)
 
 
-LISTS = ("--served-model-name", "--cors-allow-origin", "--lora", "--kv-tier")
+LISTS = ("--served-model-name", "--cors-allow-origin", "--kv-tier", "--lora")
 """Flags that take several values."""
 
 
