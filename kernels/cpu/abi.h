@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 12
+#define DIPTYCH_ABI_VERSION 13
 
 #pragma GCC visibility push(default)
 extern "C" {
