@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 13
+#define DIPTYCH_ABI_VERSION 14
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -214,8 +214,7 @@ enum DiptychCoreState : uint8_t {
     DIPTYCH_CORE_CLAIMED = 2,  // a guest of another process is on it
 };
 
-// An adapter of these changes, whose arrays stay the caller's and must outlive it; null on failure. Any thread may call
-// this while steps run.
+// An adapter of these changes, whose arrays are copied; null on failure. Any thread may call this while steps run.
 DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count);
 void diptych_adapter_free(DiptychAdapter *adapter);
 

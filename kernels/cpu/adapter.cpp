@@ -1,6 +1,7 @@
 #include "adapter.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "model.h"
 #include "step_state.h"
@@ -28,11 +29,6 @@ void arrange(RowSet &set) {
 }
 
 }  // namespace
-
-const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which) {
-    const DiptychChange &change = adapter.layers[static_cast<size_t>(layer)][static_cast<size_t>(which)];
-    return change.a == nullptr ? nullptr : &change;
-}
 
 std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batch) {
     for (int32_t s = 0; batch.adapters != nullptr && s < batch.sequences; s++) {
@@ -63,6 +59,23 @@ std::string refused_change(const DiptychModel &model, const DiptychChange &chang
     }
     if (strips > int64_t{matrix.blocks} * (kColumns / kAdapterStrip)) return "B has more columns than the product";
     return "";
+}
+
+void add_change(DiptychAdapter &adapter, const DiptychModel &model, const DiptychChange &change) {
+    auto copied = [&](const void *from, int64_t count, size_t number) {
+        int64_t bytes = count * static_cast<int64_t>(number);
+        return std::memcpy(adapter.memory.take(bytes), from, static_cast<size_t>(bytes));
+    };
+    size_t number = model.shape.dtype == DIPTYCH_FP32 ? sizeof(float) : sizeof(bf16);
+    DiptychChange &to = adapter.layers[static_cast<size_t>(change.layer)][static_cast<size_t>(change.which)];
+    to = change;
+    to.scales = static_cast<const float *>(copied(change.scales, change.ranks, sizeof(float)));
+    to.a = copied(change.a, int64_t{change.ranks} * change.depth, number);
+    for (int32_t p = 0; p < to.parts; p++) {
+        DiptychChangePart &part = to.part[p];
+        if (part.b != nullptr) part.b = copied(part.b, int64_t{part.strips} * part.ranks * kAdapterStrip, number);
+    }
+    adapter.most_ranks = std::max(adapter.most_ranks, to.ranks);
 }
 
 void prepare_adapters(StepState &step) {

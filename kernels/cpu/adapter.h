@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "weight_memory.h"
 
 namespace diptych {
 
@@ -23,14 +24,14 @@ struct AdapterTile {
 
 struct StepState;
 
-// Which of an adapter's changes belongs to a product; null: none of them.
-const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which);
-
 // What is wrong with the slots that a batch names; empty if nothing is.
 std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batch);
 
 // What is wrong with a change of an adapter for this model; empty if nothing is. Its arrays are not read.
 std::string refused_change(const DiptychModel &model, const DiptychChange &change);
+
+// Copies a change that was not refused into an adapter. Changes lie in memory as they are added.
+void add_change(DiptychAdapter &adapter, const DiptychModel &model, const DiptychChange &change);
 
 // Finds the adapter of each row of a step whose rows are known, and room for what lies between A and B.
 void prepare_adapters(StepState &step);
@@ -41,4 +42,15 @@ void prepare_adapters(StepState &step);
 struct DiptychAdapter {
     std::vector<std::array<DiptychChange, 4>> layers;
     int32_t most_ranks = 0;  // of a change, all its parts
+    diptych::WeightMemory memory;
 };
+
+namespace diptych {
+
+// Which of an adapter's changes belongs to a product; null: none of them.
+inline const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which) {
+    const DiptychChange &change = adapter.layers[static_cast<size_t>(layer)][static_cast<size_t>(which)];
+    return change.a == nullptr ? nullptr : &change;
+}
+
+}  // namespace diptych

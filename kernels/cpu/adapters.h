@@ -16,20 +16,43 @@ namespace {
 // Parts that the ranks of one tile's A are cut into, for several threads.
 constexpr int kShrinkParts = 4;
 
-// Rows `to`[m] = `scale` * x[m] . a
-template <int Rows, class Value, class Stored>
-inline void shrink_rows(const Value *const (&x)[kAdapterRows], const Stored *a, int width, float scale,
-                        float *const (&to)[kAdapterRows]) {
-    Lanes even[Rows], odd[Rows];
-    for (int m = 0; m < Rows; m++) even[m] = odd[m] = splat(0.0f);
+// to[m][k] = scales[k] * x[m] . a[k] for neighbouring ranks, which share every load of x.
+template <int Rows, int Ranks, class Value, class Stored>
+inline void shrink_rows(const Value *const (&x)[kAdapterRows], const Stored *a, int width, const float *scales,
+                        float *const (&to)[kAdapterRows], int at) {
+    Lanes even[Ranks][Rows], odd[Ranks][Rows];
+    for (int k = 0; k < Ranks; k++) {
+        for (int m = 0; m < Rows; m++) even[k][m] = odd[k][m] = splat(0.0f);
+    }
     for (int i = 0; i < width; i += 2 * kLanes) {
-        Lanes first = load(a + i), second = load(a + i + kLanes);
+        Lanes first[Ranks], second[Ranks];
+        for (int k = 0; k < Ranks; k++) {
+            first[k] = load(a + int64_t{width} * k + i);
+            second[k] = load(a + int64_t{width} * k + i + kLanes);
+        }
+#pragma GCC unroll 4
         for (int m = 0; m < Rows; m++) {
-            even[m] = fma(load(x[m] + i), first, even[m]);
-            odd[m] = fma(load(x[m] + i + kLanes), second, odd[m]);
+            Lanes low = load(x[m] + i), high = load(x[m] + i + kLanes);
+            for (int k = 0; k < Ranks; k++) {
+                even[k][m] = fma(low, first[k], even[k][m]);
+                odd[k][m] = fma(high, second[k], odd[k][m]);
+            }
         }
     }
-    for (int m = 0; m < Rows; m++) *to[m] = scale * sum_of(add(even[m], odd[m]));
+    for (int k = 0; k < Ranks; k++) {
+        for (int m = 0; m < Rows; m++) to[m][at + k] = scales[k] * sum_of(add(even[k][m], odd[k][m]));
+    }
+}
+
+template <int Rows, class Value, class Stored>
+inline void shrink_ranks(const Value *const (&x)[kAdapterRows], const DiptychChange &change, int begin, int end,
+                         float *const (&to)[kAdapterRows]) {
+    const auto *a = static_cast<const Stored *>(change.a);
+    int k = begin;
+    for (; k + 2 <= end; k += 2) {
+        shrink_rows<Rows, 2>(x, a + int64_t{change.depth} * k, change.depth, change.scales + k, to, k);
+    }
+    if (k < end) shrink_rows<Rows, 1>(x, a + int64_t{change.depth} * k, change.depth, change.scales + k, to, k);
 }
 
 // Ranks `begin` to `end` of one tile.
@@ -41,17 +64,13 @@ void shrink_tile(const StepState &step, const RowSet &set, const AdapterTile &ti
     for (int m = 0; m < tile.rows; m++) {
         int64_t place = set.adapted[static_cast<size_t>(tile.first + m)];
         x[m] = values + place * stride;
-        to[m] = step.shrunk_row(place) + begin;
+        to[m] = step.shrunk_row(place);
     }
-    const auto *a = static_cast<const Stored *>(change.a) + int64_t{change.depth} * begin;
-    for (int k = begin; k < end; k++, a += change.depth) {
-        switch (tile.rows) {
-            case 1: shrink_rows<1>(x, a, change.depth, change.scales[k], to); break;
-            case 2: shrink_rows<2>(x, a, change.depth, change.scales[k], to); break;
-            case 3: shrink_rows<3>(x, a, change.depth, change.scales[k], to); break;
-            default: shrink_rows<4>(x, a, change.depth, change.scales[k], to);
-        }
-        for (int m = 0; m < tile.rows; m++) to[m]++;
+    switch (tile.rows) {
+        case 1: return shrink_ranks<1, Value, Stored>(x, change, begin, end, to);
+        case 2: return shrink_ranks<2, Value, Stored>(x, change, begin, end, to);
+        case 3: return shrink_ranks<3, Value, Stored>(x, change, begin, end, to);
+        default: shrink_ranks<4, Value, Stored>(x, change, begin, end, to);
     }
 }
 
@@ -73,11 +92,15 @@ struct Strip {
     }
 };
 
-// Adds to 16 sums.
+// Adds to 16 sums. The strip `ahead` is fetched meanwhile: rows of other adapters come between it and this one, and the
+// hardware does not see so many lines of reading at once.
 template <class Stored>
-inline void expand_strip(const Strip &strip, const float *shrunk, float *sums) {
+inline void expand_strip(const Strip &strip, const float *shrunk, float *sums, int ahead) {
     constexpr int kParts = kAdapterStrip / kLanes;
-    const auto *b = static_cast<const Stored *>(strip.part->b) + strip.number * kAdapterStrip * strip.part->ranks;
+    constexpr int kLine = 64 / static_cast<int>(sizeof(Stored));
+    int size = kAdapterStrip * strip.part->ranks;
+    const auto *b = static_cast<const Stored *>(strip.part->b) + strip.number * size;
+    for (int i = 0; i < size; i += kLine) __builtin_prefetch(b + ahead * size + i, 0, 2);
     const float *t = shrunk + strip.part->begin;
     Lanes even[kParts], odd[kParts];
     for (int j = 0; j < kParts; j++) even[j] = odd[j] = splat(0.0f);
@@ -130,19 +153,18 @@ class Changes {
 
     // Adds to 32 sums of a row, by its place, from `column` on.
     void expand(int row, int column, float *sums) const {
-        if (set_ != nullptr) expand_row(row, column, sums);
+        if (set_ != nullptr && set_->adapters[static_cast<size_t>(row)] != nullptr) expand_row(row, column, sums);
     }
 
   private:
     [[gnu::noinline]] void expand_row(int row, int column, float *sums) const {
-        const DiptychAdapter *adapter = set_->adapters[static_cast<size_t>(row)];
-        if (adapter == nullptr) return;
-        const DiptychChange *change = find_change(*adapter, layer_, which_);
+        const DiptychChange *change = find_change(*set_->adapters[static_cast<size_t>(row)], layer_, which_);
         if (change == nullptr) return;
         for (int part = 0; part < kColumns / kAdapterStrip; part++) {
             Strip strip(*change, column / kAdapterStrip + part);
             if (strip.part == nullptr) continue;
-            expand_strip<typename Kind::Stored>(strip, step_.shrunk_row(row), sums + part * kAdapterStrip);
+            int ahead = change->interleaved ? 1 : kColumns / kAdapterStrip;
+            expand_strip<typename Kind::Stored>(strip, step_.shrunk_row(row), sums + part * kAdapterStrip, ahead);
         }
     }
 

@@ -167,8 +167,7 @@ DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChan
                 fail(DIPTYCH_INVALID, found);
                 return nullptr;
             }
-            adapter->layers[static_cast<size_t>(changes[i].layer)][static_cast<size_t>(changes[i].which)] = changes[i];
-            adapter->most_ranks = std::max(adapter->most_ranks, changes[i].ranks);
+            add_change(*adapter, *model, changes[i]);
         }
         return adapter.release();
     } catch (const std::exception &error) {

@@ -32,7 +32,7 @@ class NativeAdapter:
         self, library: ctypes.CDLL, model: int, shape: ModelShape, adapter: Adapter, dtype: torch.dtype
     ) -> None:
         """Pack an adapter in `dtype`, the type of the model's numbers. Raises NativeError."""
-        self._alive: list[torch.Tensor] = []
+        self._packed: list[torch.Tensor] = []
         changes = []
         for index, layer in enumerate(adapter.layers):
             sizes = dict(layer_shapes(shape, index))
@@ -45,6 +45,7 @@ class NativeAdapter:
         self.address: int = library.diptych_adapter_new(model, array, len(changes))
         if not self.address:
             raise NativeError(native.last_error(library))
+        self._packed.clear()  # it was copied
         weakref.finalize(self, library.diptych_adapter_free, self.address)
 
     def _change(
@@ -85,9 +86,9 @@ class NativeAdapter:
         return change
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        """Return the address of a tensor, which lives as long as this object."""
-        self._alive.append(tensor.contiguous())
-        return self._alive[-1].data_ptr()
+        """Return the address of a tensor, which lives until the native side has copied it."""
+        self._packed.append(tensor.contiguous())
+        return self._packed[-1].data_ptr()
 
 
 def _stack(deltas: Sequence[Delta]) -> tuple[dict[int, int], list[Delta]]:
