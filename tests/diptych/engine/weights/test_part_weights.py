@@ -80,7 +80,7 @@ def test_a_rank_reads_no_more_than_its_cuts(tmp_path: Path, monkeypatch: pytest.
     """Whole tensors that are read are norms; all else comes in slices, whose bytes are counted."""
     folder = save(oracle_of(config_of("seed-oss")), tmp_path)
     sizes: list[int] = []
-    files = safetensors_folder._TensorFiles
+    files = safetensors_folder.TensorFiles
     read, read_slice = files.read, files.read_slice
 
     def spied(self: object, name: str, *rest: object) -> torch.Tensor:
