@@ -19,7 +19,8 @@ RUNNING = "diptych_requests_running"
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("shared_memory", marks=pytest.mark.full)])
+@pytest.mark.full  # tests/diptych/worker_process/test_draft_model.py has both workers in one process
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_drafts_change_no_token_nor_does_the_death_of_a_decode_worker(transport: str) -> None:
     """The model drafts for itself: its drafts are right where all of its keys and values have arrived."""
     prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260][:3]

@@ -72,6 +72,7 @@ def test_they_share_the_load_and_agree(stack: Stack) -> None:
     assert all(served.values()), f"somebody had nothing to do: {served}"
 
 
+@pytest.mark.full  # test_rolling_restart.py drains every worker of a smaller system
 def test_a_drained_worker_ends_what_it_has_and_comes_back_as_another(
     admin: admin_pb2_grpc.AdminServiceStub, stack: Stack
 ) -> None:

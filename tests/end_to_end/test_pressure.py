@@ -53,6 +53,7 @@ def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text(crowd
     assert preempted > 0, "nobody was preempted: the pool was not too small after all"
 
 
+@pytest.mark.full  # tests/diptych/worker_process/test_random_choices.py preempts choices in one process
 def test_several_outputs_are_the_same_in_a_crowd_as_alone(crowded: Stack) -> None:
     """Choices are preempted one by one and go on with their own tokens; beams start again as a whole."""
     asked = [several(index) for index in range(8)]

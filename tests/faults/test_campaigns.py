@@ -13,12 +13,10 @@ from tests.faults.conftest import Breakable
 from tests.faults.states import LOCAL_STATES, STATES, Victim
 from tests.faults.system import breakable_system
 
-CELLS = [
-    *(("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")),
-    *(("S4", "pair"), ("S8", "all decode")),
-]
-
-LOCAL_CELLS = [("L2", "decode"), ("L3", "gateway"), ("L3", "decode"), ("L4", "prefill")]
+FEW = [("S3", "gateway"), ("S5", "decode"), ("S4", "pair"), ("S8", "all decode")]
+MORE = [("S0", "redis"), ("S9", "prefill")]
+FEW_LOCAL = [("L3", "gateway"), ("L3", "decode")]
+MORE_LOCAL = [("L2", "decode"), ("L4", "prefill")]
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,26 @@ def over_tcp() -> Iterator[Breakable]:
         yield system
 
 
-def test_no_token_is_lost_whoever_is_killed(pairs: Breakable, tiny: Path) -> None:
+@pytest.mark.parametrize("cells", [FEW, pytest.param(MORE, marks=pytest.mark.full)], ids=["few", "more"])
+def test_no_token_is_lost_whoever_is_killed(
+    pairs: Breakable, tiny: Path, cells: list[tuple[str, Victim]]
+) -> None:
     states = {state.name: state for state in STATES}
-    matrix = kill_matrix.run(pairs, tiny, [(states[name], victim) for name, victim in CELLS])  # type: ignore[misc]
-    assert len(matrix.cells) == len(CELLS)
+    matrix = kill_matrix.run(pairs, tiny, [(states[name], victim) for name, victim in cells])
+    assert len(matrix.cells) == len(cells)
     wrong = [one for one in matrix.failures if "clean after" not in one]
     assert not wrong
 
 
-def test_no_token_of_a_local_prompt_is_lost_whoever_is_killed(local_pairs: Breakable, tiny: Path) -> None:
+@pytest.mark.parametrize(
+    "cells", [FEW_LOCAL, pytest.param(MORE_LOCAL, marks=pytest.mark.full)], ids=["few", "more"]
+)
+def test_no_token_of_a_local_prompt_is_lost_whoever_is_killed(
+    local_pairs: Breakable, tiny: Path, cells: list[tuple[str, Victim]]
+) -> None:
     states = {state.name: state for state in LOCAL_STATES}
-    matrix = kill_matrix.run(local_pairs, tiny, [(states[name], victim) for name, victim in LOCAL_CELLS])  # type: ignore[misc]
-    assert len(matrix.cells) == len(LOCAL_CELLS)
+    matrix = kill_matrix.run(local_pairs, tiny, [(states[name], victim) for name, victim in cells])
+    assert len(matrix.cells) == len(cells)
     assert not [one for one in matrix.failures if "clean after" not in one]
 
 
