@@ -80,7 +80,7 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"temperature": 10**400}, "temperature"),
     (COMPLETIONS, {"temperature": "hot"}, "temperature"),
     (COMPLETIONS, {"temperature": [1]}, "temperature"),
-    (COMPLETIONS, {"top_p": 0}, "top_p"),
+    (COMPLETIONS, {"top_p": -0.1}, "top_p"),
     (COMPLETIONS, {"top_p": 1.1}, "top_p"),
     (COMPLETIONS, {"top_k": -2}, "top_k"),
     (COMPLETIONS, {"top_k": 2**40}, "top_k"),
