@@ -108,6 +108,7 @@ def parse_request(
     interval = field_checks.read_number(PARAMETERS["stream_interval"], response)
     salt = field_checks.label(PARAMETERS["cache_salt"], cache.salt)
     session_id = field_checks.label(PARAMETERS["session_id"], request.session_id)
+    field_checks.label(PARAMETERS["lora"], request.lora)
     limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
     ids = prompt_ids(request, model, prompt_budget(stops, limit), tools, images)
     reasoning = chat_reasoning(ids, model, tools) if chat else None

@@ -58,6 +58,10 @@ def run_make(command: Command, stack: Stack, folder: Path) -> None:
     run(["make", "-n", *command.words[1:]])
 
 
+MODELS = ("BIG", "SMALL", "SmolVLM-256M-Instruct")
+"""Names on the pages that stand for a model of the reader's own."""
+
+
 def run_help(command: Command, stack: Stack, folder: Path) -> None:
     run([sys.executable, *command.words[1:3], "--help"])
 
@@ -65,7 +69,7 @@ def run_help(command: Command, stack: Stack, folder: Path) -> None:
 def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
-    flags = [str(model_file()) if flag.startswith("/models/") else flag for flag in flags]
+    flags = [str(model_file()) if flag in MODELS or flag.startswith("/models/") else flag for flag in flags]
     for name in ("legal", "support"):  # LoRA adapters
         path = write_adapter(folder / name)
         flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
@@ -169,6 +173,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
+    (r"diptych generate --image\b", show_help),  # tests/end_to_end/test_images.py runs it, with a model that sees
     (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
     (
         r"diptych lora (load|unload)\b",

@@ -69,6 +69,7 @@ FIELDS = {
     "request_id.longest": [Case("request_id", lambda n: {"request_id": "a" * n})],
     "cache_salt.longest": [Case("cache.salt", lambda n: {"cache": {"salt": "a" * n}})],
     "session_id.longest": [Case("session_id", lambda n: {"session_id": "a" * n})],
+    "lora.longest": [Case("lora", lambda n: {"lora": "a" * n})],
     "MAX_MESSAGES": [Case("chat.messages", turns)],
     "logit_bias.most": [
         Case("sampling.logit_bias", lambda n: {"sampling": {"logit_bias": dict.fromkeys(range(n), 1.0)}})

@@ -241,6 +241,8 @@ class SimulatedEngine:
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
     encoder: None = None
+    group: None = None
+    parts: int = 1
     draft: None = None
     draft_chunks: None = None
 

@@ -25,6 +25,9 @@ _NUMBERS = (
     "_len",
     "_loras",
     "_rank",
+    "_parts",
+    "_tokens",
+    "_parallel",
 )
 
 

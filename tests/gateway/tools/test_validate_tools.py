@@ -158,7 +158,9 @@ def test_calls_in_messages_are_refused_above_their_limits() -> None:
     assert field(role="user") == "m.tool_calls"
     assert tool_calls("m", turn(arguments_json=""), ALL)[0].arguments_json == "{}"
     long = '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'
-    for arguments in ("[]", "1", "{", "{" * 100, long, r'{"x": "\ud83d"}', r'{"\ude00": 1}'):
+    for broken_off in ("[]", "1", "{", r'{"x": "\ud83d"}'):  # as models write them, and clients send them back
+        assert tool_calls("m", turn(arguments_json=broken_off), ALL)[0].arguments_json == broken_off
+    for arguments in ("{" * 100, long):
         assert field(arguments_json=arguments) == "m.tool_calls[0].arguments_json"
     for good in ("a" * limits.MAX_TOOL_CALL_ID_CHARS, "functions.get:0", "call_1|fc_2", "get weather", "é"):
         (call,) = tool_calls("m", turn(id=good, name=good), ALL)
