@@ -173,7 +173,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
-    (r"diptych generate --image\b", show_help),  # tests/end_to_end/test_images.py runs it, with a model that sees
+    (r"diptych generate --image\b", show_help),  # test_images.py runs it
     (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
     (
         r"diptych lora (load|unload)\b",

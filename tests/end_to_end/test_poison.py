@@ -16,6 +16,7 @@ from tests.end_to_end.stack import running_stack
 WAIT_S = 300.0  # longer than the test may take: it is the proof that ends the request, and not the time
 
 
+@pytest.mark.full  # tests/gateway/session and the simulator have the rule
 def test_the_supervisor_proves_two_deaths() -> None:
     with (
         running_stack("--kv-memory-mib=256", f"--set=gateway.worker-wait-timeout={WAIT_S}") as stack,

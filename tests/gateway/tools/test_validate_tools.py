@@ -158,7 +158,7 @@ def test_calls_in_messages_are_refused_above_their_limits() -> None:
     assert field(role="user") == "m.tool_calls"
     assert tool_calls("m", turn(arguments_json=""), ALL)[0].arguments_json == "{}"
     long = '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'
-    for broken_off in ("[]", "1", "{", r'{"x": "\ud83d"}'):  # as models write them, and clients send them back
+    for broken_off in ("[]", "1", "{", r'{"x": "\ud83d"}'):  # as models write them
         assert tool_calls("m", turn(arguments_json=broken_off), ALL)[0].arguments_json == broken_off
     for arguments in ("{" * 100, long):
         assert field(arguments_json=arguments) == "m.tool_calls[0].arguments_json"
