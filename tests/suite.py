@@ -1,8 +1,8 @@
 """Runner of all tests (`python -m tests.suite`): two lanes at once, then the few that failed again, alone.
 
-One lane is for what starts systems of many processes, one system after the other; the other for everything
-that stays in its own process and mostly keeps one core busy. Each is a pytest of its own, and its lines carry
-its name. Where tests are named on the command line there is one lane.
+One lane is for what starts systems of many processes, one system after the other, and for the gateway's own
+servers; the other for everything that stays in its own process and mostly keeps one core busy. Each is a
+pytest of its own, and its lines carry its name. Where tests are named on the command line there is one lane.
 
 Many tests run on real time, and a starved machine can fail one of them for no fault of the code. So up to
 `FEW` failures get a second run, with nothing beside them, and what fails there a third. What fails in all of
@@ -23,7 +23,7 @@ from threading import Thread
 FEW = 25
 TIMES_ALONE = 2
 ROOT = Path(__file__).parents[1]
-SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/diptych/cli")
+SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/diptych/cli", "tests/gateway")
 FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
 
 
