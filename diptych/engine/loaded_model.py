@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
-BackendName = Literal["torch", "native", "triton"]
+BackendName = Literal["torch", "torch-parts", "native", "triton"]
 
 
 @dataclass(frozen=True)

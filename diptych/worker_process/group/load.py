@@ -42,7 +42,7 @@ def load_in_parts(
     dtype = PLAIN[precision]
     if group is None:
         loaded = load_parts(model, Alone(), StopWord(), threads, device)
-        return Model(model.shape, precision, dtype, loaded.backend, "torch", device)
+        return Model(model.shape, precision, dtype, loaded.backend, "torch-parts", device)
     order = StartRank(
         rank=0,
         ranks=group.size,
@@ -59,7 +59,9 @@ def load_in_parts(
     except (GroupBroken, OSError) as error:
         raise GroupCannotStart(f"--tensor-parallel {group.size}: {error}") from error
     backend = GroupBackend(loaded.backend, group)
-    return Model(model.shape, precision, dtype, backend, "torch", device, make_memory=group.memories.allocate)
+    return Model(
+        model.shape, precision, dtype, backend, "torch-parts", device, make_memory=group.memories.allocate
+    )
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:
