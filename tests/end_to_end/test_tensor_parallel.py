@@ -38,7 +38,7 @@ NO_LOCAL_PREFILL = (
 def serving(
     model: str | Path, prefill: int, decode: int, transport: str = "shared_memory"
 ) -> Iterator[Stack]:
-    """A system of two groups; no process of theirs is left at the end."""
+    """Run a system of two groups, of which no process is left at the end."""
     flags = ["--model", str(model), "--dtype", "fp32", "--prefill-chunk", "48", "--kv-blocks", "96"]
     flags += ["--set", f"prefill.tensor-parallel={prefill}", "--set", f"decode.tensor-parallel-size={decode}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
@@ -55,7 +55,7 @@ def serving(
 
 
 def resumed(stack: Stack, prompt: list[int], victim: int) -> list[int]:
-    """The tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
+    """Return the tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
     tokens: list[int] = []
     with Client(stack.address, retries=0) as client:
         killed = False
