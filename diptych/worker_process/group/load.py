@@ -18,6 +18,7 @@ from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.group.group_backend import GroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
+from kvtransfer.transports.base import TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def load_in_parts(
     )
     try:
         loaded = _load_everywhere(model, order, group, device)
-    except (GroupBroken, OSError) as error:
+    except (GroupBroken, TransportError, OSError) as error:
         raise GroupCannotStart(f"--tensor-parallel {group.size}: {error}") from error
     backend = GroupBackend(loaded.backend, group)
     return Model(

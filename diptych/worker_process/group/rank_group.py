@@ -88,7 +88,7 @@ class RankGroup:
     def join(self, order: StartRank) -> Communicator:
         """Send each rank its `order`, and return this rank's end of the group once all have joined.
 
-        Raises GroupBroken, OSError.
+        Raises GroupBroken, TransportError, OSError.
         """
         listener, port = listen_for_store(_HOST)
         for rank in self._ranks:
