@@ -11,6 +11,8 @@ from torch.distributed import distributed_c10d as c10d
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.torch_groups import first_line, gloo_group
 
+LOOPBACK = "127.0.0.1"
+"""Address at which the ranks of a group, which run on one host, find one another."""
 BUILD_S = 300.0
 """Seconds that ranks wait for one another at the start, when each imports torch on a busy machine."""
 EXCHANGE_S = 300.0
@@ -20,11 +22,11 @@ EXCHANGE_S = 300.0
 class GlooCommunicator:
     """A rank's end of a Gloo group."""
 
-    def __init__(self, store: c10d.Store, rank: int, ranks: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, store: c10d.Store, rank: int, ranks: int) -> None:
         """Join the group at `store`; returns when all ranks have. Raises GroupBroken."""
         self.rank, self.ranks = rank, ranks
         try:
-            self._group = gloo_group(store, rank, ranks, host, BUILD_S)
+            self._group = gloo_group(store, rank, ranks, LOOPBACK, BUILD_S)
         except RuntimeError as error:
             raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
 
