@@ -7,6 +7,7 @@ ranks have a part each of one KV head, both write the same bytes to the same pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -65,8 +66,9 @@ class PartsBackend:
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
+            groups = group_rows(sequences)
             attends = [
-                _attention(group_rows(sequences, None, slice(part.kv_heads.start, part.kv_heads.stop)), rules)
+                _attention([_of_heads(group, part.kv_heads) for group in groups], rules)
                 for part, rules in zip(self._decoder.own, self._rules, strict=True)
             ]
 
@@ -86,6 +88,11 @@ class PartsBackend:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
+
+
+def _of_heads(group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
+    """Return a group with a view of these KV heads of all blocks; it may have gaps between them."""
+    return replace(group, blocks=group.blocks[:, :, :, kv_heads.start : kv_heads.stop])
 
 
 def _attention(groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:
