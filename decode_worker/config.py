@@ -88,9 +88,8 @@ class DecodeSettings(WorkerSettings):
     @model_validator(mode="after")
     def _one_part_for_what_knows_no_parts(self) -> Self:
         here = "does not go with --tensor-parallel or --sum-parts"
-        if self.draft_tokens and self.parts > 1:
-            tokens = f"--speculative-tokens {self.speculative_tokens}"
-            raise ValueError(f"{tokens if self.speculative_tokens else '--speculative-model'} {here}")
+        if self.speculative_tokens and self.parts > 1:
+            raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
         if self.kv_tier and self.parts > 1:
             raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self

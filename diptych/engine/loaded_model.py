@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
-BackendName = Literal["torch", "native", "triton"]
+BackendName = Literal["torch", "torch-parts", "native", "triton"]
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,8 @@ def load_model(
     _check_choice(chosen, backend, where)
     _check_kv_cache(kv_cache, backend, where)
     checkpoint = read_checkpoint(path, chosen)
-    shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
-    if max_context is not None:
-        shape = replace(shape, max_context=lowered_context(shape.max_context, max_context))
+    weights, dtype = checkpoint.weights, kept_dtype(kv_cache, chosen)
+    shape = lower_context(checkpoint.shape, max_context)
     if kv_cache == "fp8" and shape.latent is not None:
         raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
@@ -105,11 +104,13 @@ def load_model(
     return Model(shape, chosen, dtype, made, name, where, why)
 
 
-def lowered_context(limit: int, chosen: int) -> int:
-    """Return `chosen`. Raises UnsupportedModel if the model reads fewer tokens."""
-    if chosen > limit:
-        raise UnsupportedModel(f"a context of {chosen} tokens: the model reads {limit}")
-    return chosen
+def lower_context(shape: ModelShape, tokens: int | None) -> ModelShape:
+    """Return `shape` with a context of `tokens`, if any. Raises UnsupportedModel if the model reads fewer."""
+    if tokens is None:
+        return shape
+    if tokens > shape.max_context:
+        raise UnsupportedModel(f"a context of {tokens} tokens: the model reads {shape.max_context}")
+    return replace(shape, max_context=tokens)
 
 
 def _check_choice(precision: Precision, backend: BackendChoice, device: torch.device) -> None:

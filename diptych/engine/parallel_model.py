@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.dtype import Precision
-from diptych.engine.loaded_model import lowered_context
+from diptych.engine.loaded_model import lower_context
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel import shared_memory_communicator
 from diptych.engine.parallel.communicator import Communicator
@@ -54,10 +54,7 @@ def open_parts(path: Path, precision: Precision, parts: int, max_context: int | 
     that cannot be cut are found here, by the first layer.
     """
     opened = open_checkpoint(path, precision)
-    if max_context is not None:
-        shape = opened.shape
-        shape = replace(shape, max_context=lowered_context(shape.max_context, max_context))
-        opened = replace(opened, shape=shape)
+    opened = replace(opened, shape=lower_context(opened.shape, max_context))
     dealt = deal_parts(opened.shape, parts)
     for field in ("q", "k", "v", "o", "up", "down"):
         opened.read(f"layers.0.{field}", cut_of(field, dealt[0], opened.shape.head_dim))

@@ -150,6 +150,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.speculative_model is not None:
+        yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
 

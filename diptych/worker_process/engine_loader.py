@@ -22,6 +22,7 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
+from diptych.image_spec import image_spec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
@@ -111,6 +112,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     path = checked_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
+    if settings.encodes_images and image_spec(path) is not None:
+        _check_reads_images(settings)
     draft_path = None
     if settings.speculative_model is not None:
         draft_path = checked_model(settings.speculative_model)
@@ -135,8 +138,6 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     layout = model.kv_layout(settings.block_size)
     hidden = model.shape.hidden_size
     encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
-    if encoder is not None:
-        _check_reads_images(settings)
     draft = None if draft_path is None else _draft(settings, draft_path, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))

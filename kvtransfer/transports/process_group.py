@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
+from diptych.engine.parallel.torch_groups import first_line, gloo_group
 from kvtransfer.transports.base import TransportError, gpu_uuid
 
 GLOO = "gloo"
@@ -90,16 +91,12 @@ def build(name: str, store: c10d.Store, rank: int, host: str, device: torch.devi
     try:
         return _NcclGroup(store, rank, device) if name == NCCL else _GlooGroup(store, rank, host)
     except RuntimeError as error:
-        raise TransportError(f"the {name} process group was not built: {_first_line(error)}") from error
+        raise TransportError(f"the {name} process group was not built: {first_line(error)}") from error
 
 
 class _GlooGroup:
     def __init__(self, store: c10d.Store, rank: int, host: str) -> None:
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=BUILD_S)
-        options._threads = 1
-        self._group: Any = c10d.ProcessGroupGloo(store, rank, 2, options)
+        self._group = gloo_group(store, rank, 2, host, BUILD_S)
         self._peer = 1 - rank
 
     def send(self, data: torch.Tensor) -> None:
@@ -116,7 +113,7 @@ def _finish(start: Callable[[], c10d.Work]) -> None:
     try:
         start().wait(timedelta(seconds=TRANSFER_S))
     except RuntimeError as error:
-        raise TransportError(f"a transfer over Gloo failed: {_first_line(error)}") from error
+        raise TransportError(f"a transfer over Gloo failed: {first_line(error)}") from error
 
 
 class _NcclGroup:
@@ -158,7 +155,7 @@ class _NcclGroup:
                 time.sleep(_POLL_S)
         except RuntimeError as error:
             self.abort()
-            raise TransportError(f"a transfer over NCCL failed: {_first_line(error)}") from error
+            raise TransportError(f"a transfer over NCCL failed: {first_line(error)}") from error
 
 
 def nccl_unusable_reason(device: torch.device, other: str = "") -> str | None:
@@ -172,7 +169,3 @@ def nccl_unusable_reason(device: torch.device, other: str = "") -> str | None:
         text = ".".join(map(str, version))
         return f"NCCL {text} does not let two ranks share a GPU (2.30 does): use cuda_ipc"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

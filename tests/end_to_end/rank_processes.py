@@ -27,7 +27,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def processes(stack: Stack, role: str, index: int = 0) -> list[int]:
-    """The pids of a worker's ranks, rank 0 first; empty while it is down."""
+    """Return the pids of a worker's ranks, rank 0 first; empty while it is down."""
     pid = stack.account[role][index].get("pid")
     if not pid:
         return []
@@ -43,7 +43,7 @@ def kill(pid: int) -> None:
 
 
 def alone(model: Path, parts: int, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """The greedy answers of one process that computes all parts itself."""
+    """Return the greedy answers of one process that computes all parts itself."""
     opened = open_parts(model, "fp32", parts)
     loaded = load_parts(opened, Alone(), StopWord(), 1)
     made = Model(opened.shape, "fp32", torch.float32, loaded.backend, "torch")
@@ -64,7 +64,7 @@ def alone(model: Path, parts: int, prompts: Sequence[Sequence[int]], tokens: int
 
 
 def answer(stack: Stack, prompt: Sequence[int], tokens: int) -> list[int]:
-    """The greedy answer of a running system."""
+    """Return the greedy answer of a running system."""
     with Client(stack.address, retries=0) as client:
         found = client.generate(list(prompt), max_tokens=tokens, timeout_s=300, **GREEDY)
     return list(found.first.token_ids)

@@ -17,6 +17,7 @@ import pytest
 from decode_worker.config import DecodeSettings
 from diptych.client import Client
 from diptych.runtime.settings_sources import BadSettings
+from prefill_worker.config import PrefillSettings
 from tests.end_to_end import reference, tiny_model
 from tests.end_to_end.rank_processes import GREEDY, alone, answer, kill, processes
 from tests.end_to_end.stack import Stack, running_stack
@@ -37,7 +38,7 @@ NO_LOCAL_PREFILL = (
 def serving(
     model: str | Path, prefill: int, decode: int, transport: str = "shared_memory"
 ) -> Iterator[Stack]:
-    """A system of two groups; no process of theirs is left at the end."""
+    """Run a system of two groups, of which no process is left at the end."""
     flags = ["--model", str(model), "--dtype", "fp32", "--prefill-chunk", "48", "--kv-blocks", "96"]
     flags += ["--set", f"prefill.tensor-parallel={prefill}", "--set", f"decode.tensor-parallel-size={decode}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
@@ -54,7 +55,7 @@ def serving(
 
 
 def resumed(stack: Stack, prompt: list[int], victim: int) -> list[int]:
-    """The tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
+    """Return the tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
     tokens: list[int] = []
     with Client(stack.address, retries=0) as client:
         killed = False
@@ -108,6 +109,13 @@ def test_the_bundled_model_at_any_degree_is_one_process(prefill: int, decode: in
         assert resumed(stack, prompts[2], victim=decode - 1) == expected[2]
 
 
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let settings come from flags alone."""
+    for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -118,14 +126,19 @@ def test_the_bundled_model_at_any_degree_is_one_process(prefill: int, decode: in
         (("--tensor-parallel", "2", "--device", "cuda"), "groups compute on CPUs so far"),
         (("--sum-parts", "2", "--kv-cache-dtype", "fp8", "--backend", "torch"), "--kv-cache-dtype fp8"),
         (("--sum-parts", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
+        (("--sum-parts", "2", "--speculative-model", "bundled"), "--speculative-model bundled"),
         (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
     ],
 )
 def test_what_does_not_work_with_groups_is_refused_by_name(
-    flags: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], named: str, no_variables: None
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
-        monkeypatch.delenv(name)
     with pytest.raises(BadSettings) as refused:
         DecodeSettings.read_argv(flags)
     assert named in str(refused.value.faults[0])
+
+
+def test_a_prefill_group_refuses_a_draft_model_by_name(no_variables: None) -> None:
+    with pytest.raises(BadSettings) as refused:
+        PrefillSettings.read_argv(("--tensor-parallel", "2", "--speculative-model", "bundled"))
+    assert "--speculative-model bundled" in str(refused.value.faults[0])

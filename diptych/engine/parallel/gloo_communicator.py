@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.torch_groups import first_line, gloo_group
 
+LOOPBACK = "127.0.0.1"
+"""Address at which the ranks of a group, which run on one host, find one another."""
 BUILD_S = 300.0
 """Seconds that ranks wait for one another at the start, when each imports torch on a busy machine."""
 EXCHANGE_S = 300.0
@@ -18,17 +20,13 @@ EXCHANGE_S = 300.0
 
 
 class GlooCommunicator:
-    """A rank's end of a Gloo group, made of the backend's own class and not of torch's default group."""
+    """A rank's end of a Gloo group."""
 
-    def __init__(self, store: c10d.Store, rank: int, ranks: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, store: c10d.Store, rank: int, ranks: int) -> None:
         """Join the group at `store`; returns when all ranks have. Raises GroupBroken."""
         self.rank, self.ranks = rank, ranks
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=BUILD_S)
-        options._threads = 1
         try:
-            self._group: Any = c10d.ProcessGroupGloo(store, rank, ranks, options)
+            self._group = gloo_group(store, rank, ranks, LOOPBACK, BUILD_S)
         except RuntimeError as error:
             raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
 
@@ -54,4 +52,4 @@ def _finish(start: Callable[[], c10d.Work]) -> None:
     try:
         start().wait(timedelta(seconds=EXCHANGE_S))
     except RuntimeError as error:
-        raise GroupBroken(f"a rank did not answer: {str(error).strip().splitlines()[0]}") from error
+        raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S
+from diptych.engine.parallel.torch_groups import first_line
 
 
 class NcclCommunicator:
@@ -47,4 +48,4 @@ def _queue(start: Callable[[], c10d.Work]) -> None:
     try:
         start().wait()
     except RuntimeError as error:
-        raise GroupBroken(f"a rank did not answer: {str(error).strip().splitlines()[0]}") from error
+        raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -228,11 +228,13 @@ def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
         yield "shared_router", (1, hidden)
 
 
-def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -> Weights:
+def assemble(
+    shape: ModelShape, read: Callable[[str], Any], *, own_head: bool, without: Collection[str] = ()
+) -> Weights:
     """Build `Weights` from a reader of canonical names: `embed`, `final_norm`, `head`, `layers.N.<field>`.
 
-    `own_head` says that the output matrix is a tensor of its own, read as `head`. Raises UnsupportedModel if
-    a tensor has another shape than `shape` says.
+    `own_head` says that the output matrix is a tensor of its own, read as `head`; `without` are fields of
+    layers that are left out. Raises UnsupportedModel if a tensor has another shape than `shape` says.
     """
 
     def checked(name: str, expected: tuple[int, ...]) -> Any:
@@ -246,7 +248,8 @@ def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -
     matrix, width = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
     layers = []
     for layer in range(shape.num_layers):
-        tensors = {name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape, layer)}
+        sizes = ((name, size) for name, size in layer_shapes(shape, layer) if name not in without)
+        tensors = {name: checked(f"layers.{layer}.{name}", size) for name, size in sizes}
         layers.append(layer_weights(shape, tensors))
     return Weights(
         embed=checked("embed", matrix),

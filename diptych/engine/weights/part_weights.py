@@ -16,9 +16,10 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.parts import Part
-from diptych.engine.weights.canonical import Weights, layer_shapes, layer_weights
+from diptych.engine.weights.canonical import Weights, assemble
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
 
+_VOCAB_ROWS = frozenset({"embed", "head"})
 _QUERY_ROWS = frozenset({"q", "q_bias"})
 _KV_ROWS = frozenset({"k", "v", "k_bias", "v_bias"})
 _INNER_ROWS = frozenset({"gate", "up", "gate_bias", "up_bias"})
@@ -26,7 +27,9 @@ _ONCE = frozenset({"o_bias", "down_bias"})
 
 
 def cut_of(field: str, part: Part, head_dim: int) -> Cut:
-    """Return the cut of a layer's canonical tensor, by its field, that `part` needs."""
+    """Return the cut of a canonical tensor that `part` needs, by its name or its field in a layer."""
+    if field in _VOCAB_ROWS:
+        return Cut(rows=part.vocab)
     if field in _QUERY_ROWS:
         return Cut(rows=_lanes(part.heads, head_dim))
     if field in _KV_ROWS:
@@ -63,43 +66,19 @@ def weight_bytes(parts: Sequence[Weights]) -> int:
 
 
 def _read_part(opened: OpenCheckpoint, part: Part, whole: dict[str, torch.Tensor]) -> Weights:
-    shape, vocab = opened.shape, Cut(rows=part.vocab)
-    layers = []
-    for layer in range(shape.num_layers):
-        tensors = {}
-        for field, size in layer_shapes(shape, layer):
-            if field not in _ONCE or part.inner.start == 0:
-                cut = cut_of(field, part, shape.head_dim)
-                tensors[field] = _read(opened, f"layers.{layer}.{field}", cut, size, whole)
-        layers.append(layer_weights(part.shape_of(shape), tensors))
-    matrix, width = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
-    return Weights(
-        embed=_read(opened, "embed", vocab, matrix, whole),
-        layers=tuple(layers),
-        final_norm=_read(opened, "final_norm", WHOLE, width, whole),
-        head=_read(opened, "head", vocab, matrix, whole) if opened.own_head else None,
-        final_norm_bias=_read(opened, "final_norm_bias", WHOLE, width, whole) if shape.norm_bias else None,
-    )
+    def read(name: str) -> torch.Tensor:
+        cut = cut_of(name.rpartition(".")[2], part, opened.shape.head_dim)
+        if cut == WHOLE and name in whole:
+            return whole[name]
+        tensor = opened.read(name, cut)
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
+        if cut == WHOLE:
+            whole[name] = tensor
+        return tensor
 
-
-def _read(
-    opened: OpenCheckpoint, name: str, cut: Cut, size: tuple[int, ...], whole: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    if cut == WHOLE and name in whole:
-        return whole[name]
-    tensor = opened.read(name, cut)
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
-    expected = (
-        size[0] if cut.rows is None else len(cut.rows),
-        *(size[1:] if cut.columns is None else (len(cut.columns),)),
-    )
-    if tuple(tensor.shape) != expected:
-        raise UnsupportedModel(f"tensor {name} is {tuple(tensor.shape)}, the model's shape says {expected}")
-    tensor = tensor.contiguous()
-    if cut == WHOLE:
-        whole[name] = tensor
-    return tensor
+    without = () if part.inner.start == 0 else _ONCE
+    return assemble(part.shape_of(opened.shape), read, own_head=opened.own_head, without=without)
 
 
 def _lanes(heads: range, head_dim: int) -> range:

@@ -18,6 +18,7 @@ from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.group.group_backend import GroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
+from kvtransfer.transports.base import TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def load_in_parts(
     dtype = PLAIN[precision]
     if group is None:
         loaded = load_parts(model, Alone(), StopWord(), threads, device)
-        return Model(model.shape, precision, dtype, loaded.backend, "torch", device)
+        return Model(model.shape, precision, dtype, loaded.backend, "torch-parts", device)
     order = StartRank(
         rank=0,
         ranks=group.size,
@@ -56,10 +57,12 @@ def load_in_parts(
     )
     try:
         loaded = _load_everywhere(model, order, group, device)
-    except (GroupBroken, OSError) as error:
+    except (GroupBroken, TransportError, OSError) as error:
         raise GroupCannotStart(f"--tensor-parallel {group.size}: {error}") from error
     backend = GroupBackend(loaded.backend, group)
-    return Model(model.shape, precision, dtype, backend, "torch", device, make_memory=group.memories.allocate)
+    return Model(
+        model.shape, precision, dtype, backend, "torch-parts", device, make_memory=group.memories.allocate
+    )
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:

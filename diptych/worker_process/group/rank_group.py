@@ -26,7 +26,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.communicator import Communicator, GroupBroken
-from diptych.engine.parallel.gloo_communicator import BUILD_S
+from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
 from diptych.engine.parallel.shared_memory_communicator import exchange_file
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel.stop_word import StopWord
@@ -40,7 +40,6 @@ from kvtransfer.transports.base import Welcome
 from kvtransfer.transports.process_group import listen_for_store, open_store
 
 RANK_MODULE = "diptych.worker_process.group.rank_program"
-_HOST = "127.0.0.1"
 _DIED = 1
 _log = logging.getLogger(__name__)
 
@@ -88,16 +87,16 @@ class RankGroup:
     def join(self, order: StartRank) -> Communicator:
         """Send each rank its `order`, and return this rank's end of the group once all have joined.
 
-        Raises GroupBroken, OSError.
+        Raises GroupBroken, TransportError, OSError.
         """
-        listener, port = listen_for_store(_HOST)
+        listener, port = listen_for_store(LOOPBACK)
         for rank in self._ranks:
             rank.control.send(replace(order, rank=rank.number, store_port=port))
         return join_group(
             0,
             self.size,
             self._exchange_fd,
-            lambda: open_store(_HOST, port, listener, BUILD_S),
+            lambda: open_store(LOOPBACK, port, listener, BUILD_S),
             torch.device(order.device),
         )
 

@@ -21,7 +21,7 @@ import torch
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.parallel.gloo_communicator import BUILD_S
+from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
 from diptych.engine.parallel.step_plan import follow_plan
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.parallel_model import LoadedParts, join_group, load_parts, open_parts
@@ -121,7 +121,7 @@ def _load(order: StartRank, stop_word: StopWord, exchange_fd: int) -> LoadedPart
         order.rank,
         order.ranks,
         exchange_fd,
-        lambda: open_store("127.0.0.1", order.store_port, None, BUILD_S),
+        lambda: open_store(LOOPBACK, order.store_port, None, BUILD_S),
         device,
     )
     return load_parts(model, communicator, stop_word, order.threads, device)

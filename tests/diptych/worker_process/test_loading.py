@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from decode_worker.config import DecodeSettings
+from diptych.engine.runner import Runner
 from diptych.worker_process import engine_loader as engine
 from diptych.worker_process.config import why_not_together
+from diptych.worker_process.group.load import load_in_parts
+from tests.end_to_end import tiny_model
 
 
 class Reached(Exception):
@@ -34,6 +38,14 @@ async def test_weights_are_converted_on_the_configured_threads(
         await engine.load_engine(settings)
     assert seen == [threads]
     torch.set_num_threads(before)
+
+
+def test_a_model_in_parts_names_them_where_it_takes_no_adapters(tmp_path: Path) -> None:
+    """The torch step of a whole model computes adapters."""
+    settings = DecodeSettings.from_argv(["--sum-parts=2", "--device=cpu"])
+    path = tiny_model.write(tmp_path)
+    model = load_in_parts(settings, path, "fp32", torch.device("cpu"), None)
+    assert Runner(model).allow_adapters(8, 64) == "adapters are not computed by the torch-parts step"
 
 
 @pytest.mark.parametrize("tokens", [48, 256])

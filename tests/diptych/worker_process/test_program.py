@@ -132,6 +132,24 @@ async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_
         await engine_loader.load_engine(settings)
 
 
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--sum-parts=2", "--tensor-parallel and --sum-parts do not go with a model that reads images"),
+        ("--speculative-model=bundled", "--speculative-model does not go with a model that reads images"),
+    ],
+)
+async def test_images_are_refused_before_the_model_is_read(
+    flag: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("load_model", "load_in_parts"):
+        monkeypatch.setattr(engine_loader, name, None)
+    monkeypatch.setattr(engine_loader, "image_spec", lambda path: path)
+    settings = PrefillSettings.from_argv(["--device=cpu", flag])
+    with pytest.raises(engine_loader.ImpossibleSettings, match=problem):
+        await engine_loader.load_engine(settings)
+
+
 LOADING = """
 import asyncio, sys, time
 import diptych.worker_process.program

@@ -7,6 +7,7 @@ ranks have a part each of one KV head, both write the same bytes to the same pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -41,7 +42,8 @@ class PartsBackend:
         Every step has `threads` cores: with others a library might add in another order.
         """
         self._shape, self._threads = shape, threads
-        self._device, self.stop_word = torch.device(device), stop_word
+        self._device, self._stop_word = torch.device(device), stop_word
+        self._leads = communicator.rank == 0
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, communicator)
         self._rules = [
@@ -57,33 +59,40 @@ class PartsBackend:
         torch.set_num_threads(self._threads)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
-        """See `Backend.forward`. On rank 0, which alone has an `abort` and whose logits alone count.
+        """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
 
         The words are read between layers to end a step that no sequence wants any more. Else a sequence that
         is aborted is written to the end of the step, and its rows are NaN.
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
+            groups = group_rows(sequences)
             attends = [
-                _attention(group_rows(sequences, None, slice(part.kv_heads.start, part.kv_heads.stop)), rules)
+                _attention([_of_heads(group, part.kv_heads) for group in groups], rules)
                 for part, rules in zip(self._decoder.own, self._rules, strict=True)
             ]
 
             def wanted(layer: int) -> bool:
                 if abort is not None and abort.all_aborted():
-                    self.stop_word.stop_before(layer + 1)
-                return not self.stop_word.stops(layer)
+                    self._stop_word.stop_before(layer + 1)
+                return not self._stop_word.stops(layer)
 
             logits = self._decoder.forward(tokens, positions, last, attends, wanted)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:
-                return torch.full((len(last), self._shape.vocab_size), torch.nan)
+                rows = len(last) if self._leads else 0  # what other ranks return is not looked at
+                return torch.full((rows, self._shape.vocab_size), torch.nan)
             logits = logits.cpu()
             if abort is not None:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
+
+
+def _of_heads(group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
+    """Return a group with a view of these KV heads of all blocks; it may have gaps between them."""
+    return replace(group, blocks=group.blocks[:, :, :, kv_heads.start : kv_heads.stop])
 
 
 def _attention(groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:

@@ -31,15 +31,13 @@ class PartsDecoder:
     ) -> None:
         """Take all parts of the model, and the weights of those that this rank computes."""
         self._shape, self._communicator = shape, communicator
-        self._dealt = [
-            parts_of_rank(len(parts), rank, communicator.ranks) for rank in range(communicator.ranks)
-        ]
-        self.own = [parts[number] for number in self._dealt[communicator.rank]]
+        dealt = [parts_of_rank(len(parts), rank, communicator.ranks) for rank in range(communicator.ranks)]
+        self.own = [parts[number] for number in dealt[communicator.rank]]
         self._decoders = [
             Decoder(part.shape_of(shape), own) for part, own in zip(self.own, weights, strict=True)
         ]
         self._embed = [own.embed for own in weights]
-        spans = [range(parts[dealt.start].vocab.start, parts[dealt[-1]].vocab.stop) for dealt in self._dealt]
+        spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
         self._widths = [len(span) for span in spans]
         self._vocab_ends = torch.tensor([span.stop for span in spans], device=weights[0].embed.device)
 

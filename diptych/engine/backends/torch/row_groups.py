@@ -14,8 +14,6 @@ from kernels.latent_attention import latent_attention, latent_decode, write_late
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
 
-ALL_HEADS = slice(None)
-
 
 @dataclass(frozen=True)
 class ScoreRule:
@@ -109,10 +107,8 @@ class Decodes:
         )
 
 
-def group_rows(
-    sequences: Sequence[SequenceStep], abort: AbortWords | None = None, kv_heads: slice = ALL_HEADS
-) -> list[Chunk | Decodes]:
-    """Return the groups of a step over these KV heads, without the sequences that were aborted.
+def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
+    """Return the groups of a step, without the sequences that were aborted.
 
     Decode rows share a group if their memory is one and their lengths lie within a factor of two: every row
     is padded to the longest of its group.
@@ -125,26 +121,20 @@ def group_rows(
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
                 table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
-                blocks = _of_heads(step.memory, kv_heads)
-                groups.append(Chunk(slice(begin, end), step.start, blocks, table))
+                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
                 decodes.setdefault(key, []).append((begin, step))
         begin = end
-    groups.extend(_decodes(rows, kv_heads) for rows in decodes.values())
+    groups.extend(_decodes(rows) for rows in decodes.values())
     return groups
-
-
-def _of_heads(memory: KVMemory, kv_heads: slice) -> torch.Tensor:
-    """Return a view of these KV heads of all blocks; it may have gaps between them."""
-    return memory.data if kv_heads == ALL_HEADS else memory.data[:, :, :, kv_heads]
 
 
 def _used(step: SequenceStep) -> list[int]:
     return list(step.block_table[: step.memory.layout.blocks_for(step.start + len(step.token_ids))])
 
 
-def _decodes(rows: list[tuple[int, SequenceStep]], kv_heads: slice) -> Decodes:
+def _decodes(rows: list[tuple[int, SequenceStep]]) -> Decodes:
     memory: KVMemory = rows[0][1].memory
     tables = [_used(step) for _, step in rows]
     longest = max(map(len, tables))
@@ -155,7 +145,7 @@ def _decodes(rows: list[tuple[int, SequenceStep]], kv_heads: slice) -> Decodes:
 
     return Decodes(
         rows=numbers([row for row, _ in rows]),
-        blocks=_of_heads(memory, kv_heads),
+        blocks=memory.data,
         tables=numbers([table + table[:1] * (longest - len(table)) for table in tables]),
         lengths=numbers([step.start + 1 for _, step in rows]),
         ids=numbers([table[-1] for table in tables]),

@@ -1,4 +1,4 @@
-"""One rank of a group that exchanges tensors: KIND RANK RANKS FD_OR_PORT; prints what went wrong."""
+"""Exchange tensors as one rank of a group: KIND RANK RANKS FD_OR_PORT; prints what went wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(1,), (3, 5), (2, 1, 257), (4, 300), (1, 1)]
 
 
 def of_rank(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that every rank can make of any rank, turn and shape."""
+    """Return the numbers of a rank, a turn and a shape, which every rank can make."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * turn + rank))
     return drawn.to(dtype)
 

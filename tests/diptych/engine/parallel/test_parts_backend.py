@@ -46,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
 
 
 def whole(opened: OpenCheckpoint, text: list[int]) -> torch.Tensor:
-    """The logits of a text by the backend that knows no parts."""
+    """Return the logits of a text by the backend that knows no parts."""
     backend = TorchBackend(opened.shape, opened.read_all().weights)
     step = SequenceStep(memory_of(opened.shape), range(8), 0, text, True, len(text))
     return backend.forward([step], None)

@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 class Meeting:
-    """Where the threads of a group leave their tensors for one another."""
+    """Tensors that the threads of a group leave for one another."""
 
     def __init__(self, ranks: int) -> None:
         self.left: list[torch.Tensor | None] = [None] * ranks
@@ -30,7 +30,7 @@ class Meeting:
 
 
 class ThreadCommunicator:
-    """One thread's end of a group."""
+    """End of a group that one thread holds."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -76,7 +76,7 @@ class ThreadGroup:
             self.backends.append(backend)
 
     def memory(self, blocks: int = 8) -> KVMemory:
-        """Blocks with all heads."""
+        """Return blocks with all heads."""
         return memory_of(self.shape, blocks)
 
     def step(
@@ -108,5 +108,5 @@ class ThreadGroup:
 
 
 def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVMemory:
-    """Blocks with all heads of a model."""
+    """Return blocks with all heads of a model."""
     return KVMemory(KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype), blocks)
