@@ -41,8 +41,8 @@ class DecodeSettings(WorkerSettings):
     )
     decode_pacing: Annotated[float, Field(ge=1, le=10)] = setting(
         1.3,
-        "Time between starts of decode steps, in lengths of a step, while prompts queue for shared cores; "
-        "1 starts the next step at once.",
+        "Time between starts of decode steps, in lengths of a step, while prompts queue for shared cores or "
+        "for the same GPU; 1 starts the next step at once.",
         section="Scheduling",
     )
     decode_pacing_max: Annotated[float, Field(ge=1, le=10)] = setting(

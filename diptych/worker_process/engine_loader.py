@@ -16,6 +16,7 @@ from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.runner import Runner
+from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
@@ -130,6 +131,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         model.backend,
         settings.threads,
         shared=shared,
+        backlog=_shared_backlog(settings, device),
         pacing=StepPacing(*settings.step_pacing),
         long_turns=take_long_turns,
         short_turns=take_short_turns,
@@ -218,5 +220,17 @@ def _shared_cores(settings: WorkerSettings, device: torch.device) -> SharedCores
     """Return the cores that workers lend each other; None on a device, whose steps need none of them."""
     if settings.cores_fd is None or device.type != "cpu":
         return None
-    home = [int(core) for core in settings.home_cores.split(",") if core]
-    return SharedCores(settings.cores_fd, home=home, cores=settings.machine_cores)
+    return SharedCores(settings.cores_fd, home=_home(settings), cores=settings.machine_cores)
+
+
+def _shared_backlog(settings: WorkerSettings, device: torch.device) -> SharedBacklog | None:
+    """Return the waiting times of the workers on one GPU; None on a CPU, where they lie with the cores."""
+    if settings.cores_fd is None or device.type != "cuda":
+        return None
+    gpu = torch.cuda.current_device() if device.index is None else device.index
+    log.info("GPU %d is shared with the workers of this machine: decode makes room for prompts", gpu)
+    return SharedBacklog(settings.cores_fd, own=_home(settings)[0], cores=settings.machine_cores, gpu=gpu)
+
+
+def _home(settings: WorkerSettings) -> list[int]:
+    return [int(core) for core in settings.home_cores.split(",") if core]
