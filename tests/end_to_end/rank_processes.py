@@ -16,9 +16,9 @@ from diptych.engine.generate import generate
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
-from diptych.engine.parallel.communicator import Alone
+from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import load_parts, open_parts
+from diptych.engine.parallel_model import Dealing, load_parts, open_parts
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SamplingParams
 from tests.end_to_end.stack import Stack
@@ -42,10 +42,17 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def alone(model: Path, parts: int, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+def alone(
+    model: Path,
+    parts: int,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    whole_experts: bool = False,
+) -> list[list[int]]:
     """Return the greedy answers of one process that computes all parts itself."""
-    opened = open_parts(model, "fp32", parts)
-    loaded = load_parts(opened, Alone(), StopWord(), 1)
+    opened = open_parts(model, "fp32", Dealing(parts, whole_experts=whole_experts))
+    loaded = load_parts(opened, ALONE, StopWord(), 1)
     made = Model(opened.shape, "fp32", torch.float32, loaded.backend, "torch")
     runner, memory = Runner(made, 1), KVMemory(made.kv_layout(16), 64)
     return [
