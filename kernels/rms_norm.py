@@ -12,7 +12,8 @@ def rms_norm(
 
     The mean is taken in float32 whatever the dtype: squares of bfloat16 have three significant digits. A
     float32 weight multiplies before the result is rounded to the dtype of `x`, one of that dtype after.
-    `mean_square [..., 1]`, float32, is taken in place of that of `x` where `x` is a part of what is normalised.
+    `mean_square [..., 1]`, float32, is taken in place of that of `x` where `x` is a part of what is
+    normalised.
     """
     wide = x.float()
     if mean_square is None:

@@ -44,7 +44,7 @@ class WorkerSettings(ProgramSettings):
     )
     pipeline_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1,
-        "Stages of this worker, each of --tensor-parallel processes that compute and hold some layers in a row.",
+        "Stages of this worker, each of --tensor-parallel processes that compute and hold some layers.",
         section="Parallelism",
     )
     expert_parallel: bool = setting(

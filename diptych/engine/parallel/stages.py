@@ -1,7 +1,7 @@
 """Dealing of layers to the stages of a pipeline, and of a group's processes to stages and ranks. Pure.
 
-Processes are numbered stage by stage: with two ranks of tensor parallelism, 0 and 1 are the first stage, 2 and
-3 the second.
+Processes are numbered stage by stage: with two ranks of tensor parallelism, 0 and 1 are the first stage,
+2 and 3 the second.
 """
 
 from __future__ import annotations

@@ -239,9 +239,10 @@ def assemble(
 ) -> Weights:
     """Build `Weights` from a reader of canonical names: `embed`, `final_norm`, `head`, `layers.N.<field>`.
 
-    `own_head` says that the output matrix is a tensor of its own, read as `head`; `without` is asked
-    for fields of layers that are left out. Where the layers are a stage of a model, `has_embed` and `has_head`
-    say whether the stage begins with embeddings and ends with logits; what it does not need has no rows. Raises UnsupportedModel if a tensor has another shape than `shape` says.
+    `own_head` says that the output matrix is a tensor of its own, read as `head`; `without` is asked for
+    fields of layers that are left out. Where the layers are a stage of a model, `has_embed` and `has_head`
+    say whether it begins with embeddings and ends with logits; what it does not need has no rows. Raises
+    UnsupportedModel if a tensor has another shape than `shape` says.
     """
 
     def checked(name: str, expected: tuple[int, ...]) -> Any:

@@ -3,8 +3,8 @@
 By rows    q, k, v and their biases (heads), gate and up (inner numbers), embed and head (vocabulary)
 By columns o (heads), down (inner numbers)
 By number  experts, where they are dealt whole
-Whole      norms, routers and what makes latents, which every part needs; biases of o and down, which the first
-           part alone adds
+Whole      norms, routers and what makes latents, which every part needs; biases of o and down, which the
+           first part alone adds
 
 The vocabulary is cut as well: the embedding is a fifth of the bundled model, and one exchange of hidden rows
 a step costs less than to hold it in every rank. The embedding is read by the first stage of a pipeline, the
@@ -14,7 +14,7 @@ output matrix by the last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ def read_parts(opened: OpenCheckpoint, parts: Sequence[Part], stage: Stage) -> t
     """Read the weights that `parts` have in the layers of `stage`, each those of a narrower model
     (`Part.shape_of`, `Stage.shape_of`).
 
-    Tensors that all parts need whole are read once and shared. Raises UnsupportedModel for a tensor of another
-    shape than the model's, or one that cannot be cut.
+    Tensors that all parts need whole are read once and shared. Raises UnsupportedModel for a tensor of
+    another shape than the model's, or one that cannot be cut.
     """
     whole: dict[str, torch.Tensor] = {}
     return tuple(_read_part(opened, part, stage, whole) for part in parts)
@@ -121,7 +121,7 @@ def _of_inner(field: str, inner: range) -> Cut:
 
 
 def _of_latents(field: str, part: Part, shape: ModelShape) -> Cut:
-    """Return the cut of a tensor of attention over latents: latents are whole, what is made of them is dealt."""
+    """Return the cut of a tensor of attention over latents: these are whole, what they give is dealt."""
     latent = shape.latent
     assert latent is not None
     match field:

@@ -1,7 +1,7 @@
 """The program of ranks 1 and up: load a share of the model, then compute it in every step of rank 0's.
 
-Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the death pipe and the
-files of the exchanges.
+Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the death pipe and
+the files of the exchanges.
 Only rank 0 starts it. It serves no port, and a signal that asks to stop is rank 0's business.
 """
 

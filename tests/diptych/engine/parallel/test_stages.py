@@ -1,4 +1,4 @@
-"""Layers dealt to stages: the bits of one process with the same parts, and each stage's keys in its own layers.
+"""Layers dealt to stages: the bits of one process with the same parts, and each stage's keys in its layers.
 
 Processes are threads here. Real ones are in tests/end_to_end/test_expert_parallel.py.
 """
