@@ -53,7 +53,7 @@ class LoadedParts:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How a model is dealt, the same for all processes of a group."""
+    """Shares that a model is dealt to, the same for all processes of a group."""
 
     parts: int
     """Parts in which products are added."""

@@ -18,14 +18,14 @@ from diptych.engine.parallel.communicator import Alone, Communicator
 
 @dataclass(frozen=True)
 class Links:
-    """All ends that a process of a group holds; a way that it is not on is None."""
+    """Ends that a process of a group holds; a way that it is not on is None."""
 
     ranks: Communicator
     """The ranks of its own stage."""
     before: Communicator | None = None
     after: Communicator | None = None
     home: Communicator | None = None
-    """From the last stage to the first, for the first rank of both."""
+    """Way from the last stage to the first, for the first rank of both."""
 
     @property
     def leads(self) -> bool:

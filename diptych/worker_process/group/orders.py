@@ -22,7 +22,7 @@ class StartRank:
     """Share of the model that a rank computes, and the group that it joins."""
 
     number: int
-    """Of the process in its group (diptych/engine/parallel/stages.py)."""
+    """Number of the process in its group (diptych/engine/parallel/stages.py)."""
     grid: Grid
     model: Path
     precision: Precision
