@@ -136,7 +136,6 @@ async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_
     ("flag", "problem"),
     [
         ("--sum-parts=2", "--sum-parts 2 does not go with a model that reads images"),
-        ("--pipeline-parallel=2", "--pipeline-parallel 2 does not go with a model that reads images"),
         ("--speculative-model=bundled", "--speculative-model does not go with a model that reads images"),
     ],
 )
