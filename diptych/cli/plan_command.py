@@ -44,6 +44,10 @@ def plan(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Cards a worker.", rich_help_panel=_HARDWARE)
     ] = 1,
+    prefill_tensor_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cards a prefill worker, where it has others.", rich_help_panel=_HARDWARE),
+    ] = None,
     quantization: Annotated[
         str,
         typer.Option(help="Type of the matrices: fp32, bf16, fp8, int8 or int4.", rich_help_panel=_HARDWARE),
@@ -106,6 +110,7 @@ def plan(
             weights=_one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),
             keys_and_values=_one_of("--kv-cache-dtype", kv_cache_dtype, ("fp32", "bf16", "fp8")),
             cards_a_worker=tensor_parallel,
+            cards_a_prefill_worker=prefill_tensor_parallel,
             results=None if bench is None else _results(bench),
             dollars_an_hour=price_hour,
             api=None if api_price is None else _api(api_price),

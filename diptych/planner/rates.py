@@ -72,6 +72,20 @@ class Roofline:
         return 2 * self.costs.layers * (_ALL_REDUCE_S + sent / self.card.link)
 
 
+@dataclass(frozen=True)
+class PhaseRates:
+    """Rates of workers of two kinds: prompts by one, steps by the other."""
+
+    prefill: Rates
+    decode: Rates
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        return self.prefill.prefill_s(new_tokens, cached_tokens)
+
+    def step_s(self, batch: float, context: float) -> float:
+        return self.decode.step_s(batch, context)
+
+
 class BadMeasurements(ValueError):
     """Results that no rates can be read from. The message says what is missing."""
 
