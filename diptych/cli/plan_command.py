@@ -8,23 +8,29 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-_LOAD, _HARDWARE, _COST = "Load", "Hardware", "Cost"
+_LOAD, _HARDWARE, _COST, _TRACE = "Load", "Hardware", "Cost", "Trace"
 
 
 def plan(
     model: Annotated[
         str, typer.Option(help='A GGUF file, a folder, a config.json alone, or "bundled".')
     ] = "bundled",
-    rate: Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=_LOAD)] = 1.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second; 1, or a trace's own.", rich_help_panel=_LOAD),
+    ] = None,
     input_tokens: Annotated[
-        float, typer.Option("--input", help="Tokens of a prompt, mean.", rich_help_panel=_LOAD)
-    ] = 1024.0,
+        float | None,
+        typer.Option("--input", help="Tokens of a prompt, mean; 1024.", rich_help_panel=_LOAD),
+    ] = None,
     output_tokens: Annotated[
-        float, typer.Option("--output", help="Tokens of an answer, mean.", rich_help_panel=_LOAD)
-    ] = 256.0,
+        float | None,
+        typer.Option("--output", help="Tokens of an answer, mean; 256.", rich_help_panel=_LOAD),
+    ] = None,
     prefix: Annotated[
-        float, typer.Option(help="Share of prompt tokens that are cached, 0 to 1.", rich_help_panel=_LOAD)
-    ] = 0.0,
+        float | None,
+        typer.Option(help="Share of prompt tokens that are cached, 0 to 1; 0.", rich_help_panel=_LOAD),
+    ] = None,
     ttft: Annotated[
         float | None,
         typer.Option(help="Milliseconds to the first token that are wanted, mean.", rich_help_panel=_LOAD),
@@ -72,9 +78,54 @@ def plan(
             rich_help_panel=_COST,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded traffic to replay: Azure's CSV, Mooncake's JSON lines, or JSON lines of timestamp "
+            "(ms), input_length, output_length.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Fleets to replay on: PREFILL:DECODE,…; a number alone is every split of so many. "
+            "Without it: the fleet that the formulas give.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests; a shorter trace begins anew.", rich_help_panel=_TRACE),
+    ] = None,
+    worker_rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second for each worker of a fleet.", rich_help_panel=_TRACE),
+    ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="cost, the gateway's own; to compare: random, round-robin, longest-prefix.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = "cost",
+    max_batch: Annotated[
+        int, typer.Option(min=1, max=1024, help="Sequences of a decode step.", rich_help_panel=_TRACE)
+    ] = 64,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=16, max=65536, help="Tokens of a prefill step.", rich_help_panel=_TRACE)
+    ] = 2048,
+    max_model_len: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens of a request at most, prompt and answer.", rich_help_panel=_TRACE),
+    ] = 131072,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="PNG of goodput, latencies and shares by fleet.", rich_help_panel=_TRACE),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Size a fleet for a load: streams that fit, prefill and decode workers, dollars.
+    """Size a fleet for a load: streams that fit, prefill and decode workers, dollars; or replay a trace.
 
     (diptych plan --model config.json --gpu h100 --rate 20 --input 2000 --output 300 --prefix 0.6 --ttft 500)
     """
@@ -87,6 +138,51 @@ def plan(
     from diptych.planner.report import report
     from diptych.runtime.settings import StartupError, resolve_model
 
+    replayed = None
+    if trace is not None:
+        from diptych.cli.plan_trace import TraceOptions, check_plot, load_trace
+        from diptych.replay.routing import Routing
+        from diptych.replay.sweep import parse_fleets
+
+        _refuse_given(
+            "comes from --trace", ("--input", input_tokens), ("--output", output_tokens), ("--prefix", prefix)
+        )
+        if worker_rate is not None:
+            _refuse_given("cannot be given beside --worker-rate", ("--rate", rate))
+            _check("--worker-rate", worker_rate, worker_rate > 0, "above 0")
+            if workers is None:
+                raise typer.BadParameter("needs --workers", param_hint="--worker-rate")
+        if rate is not None:
+            _check("--rate", rate, rate > 0, "above 0")
+        check_plot(plot)
+        traffic = load_trace(trace, requests, rate)
+        rate = traffic.rate
+        input_tokens, output_tokens = traffic.mean_lengths()
+        output_tokens = max(output_tokens, 1.0)
+        replayed = TraceOptions(
+            trace,
+            [] if workers is None else _named("--workers", lambda: parse_fleets(workers)),
+            requests,
+            rate,
+            worker_rate,
+            Routing(_one_of("--routing", routing, tuple(one.value for one in Routing))),
+            max_batch,
+            prefill_chunk,
+            max_model_len,
+            plot,
+        )
+    else:
+        _refuse_given(
+            "needs --trace",
+            ("--workers", workers),
+            ("--requests", requests),
+            ("--worker-rate", worker_rate),
+            ("--plot", plot),
+        )
+    rate = 1.0 if rate is None else rate
+    input_tokens = 1024.0 if input_tokens is None else input_tokens
+    output_tokens = 256.0 if output_tokens is None else output_tokens
+    prefix = 0.0 if prefix is None else prefix
     _check("--rate", rate, rate > 0, "above 0")
     _check("--input", input_tokens, input_tokens >= 1, "at least 1")
     _check("--output", output_tokens, output_tokens >= 1, "at least 1")
@@ -110,6 +206,15 @@ def plan(
             dollars_an_hour=price_hour,
             api=None if api_price is None else _api(api_price),
         )
+        if replayed is not None:
+            from diptych.cli.plan_trace import replay_trace, show_results
+
+            if not replayed.fleets:
+                fleet = make_plan(question).fleet
+                replayed.fleets.append((fleet.prefill_workers, fleet.decode_workers))
+            results = replay_trace(question, replayed)
+            show_results(question, replayed, results, as_json=as_json)
+            return
         made = make_plan(question)
     except (NotPlanned, StartupError) as error:
         raise typer.BadParameter(str(error), param_hint="--model") from error
@@ -122,6 +227,12 @@ def plan(
         print(json.dumps(made.as_json(), indent=2, allow_nan=False))
     else:
         Console().print(report(made))
+
+
+def _refuse_given(reason: str, *flags: tuple[str, object]) -> None:
+    for flag, value in flags:
+        if value is not None:
+            raise typer.BadParameter(reason, param_hint=flag)
 
 
 def _check(flag: str, value: float, holds: bool, wanted: str) -> None:

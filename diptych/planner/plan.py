@@ -94,16 +94,8 @@ class Plan:
 
 def make_plan(question: Question) -> Plan:
     """Return the smallest fleet for a question. Raises DoesNotFit or BadMeasurements."""
-    costs = model_costs(question.shape, question.weights, question.keys_and_values)
-    rates: Rates
-    if question.results is None:
-        rates = Roofline(costs, question.card, question.cards_a_worker)
-    else:
-        rates = Measured.of_results(question.results)
+    costs, draft, rates = cost_and_rates(question)
     memory = question.card.memory * question.cards_a_worker
-    draft = None
-    if question.draft is not None:
-        draft = model_costs(question.draft, question.weights, question.keys_and_values)
     fleet = size_fleet(question.demand, worker_of(costs, memory, draft), rates)
     bill = None
     if question.dollars_an_hour is not None:
@@ -111,6 +103,20 @@ def make_plan(question: Question) -> Plan:
             question.demand, fleet, question.cards_a_worker, question.dollars_an_hour, question.api
         )
     return Plan(question, costs, fleet, bill, draft)
+
+
+def cost_and_rates(question: Question) -> tuple[ModelCosts, ModelCosts | None, Rates]:
+    """Return what model and draft cost, and the times of a worker. Raises BadMeasurements."""
+    costs = model_costs(question.shape, question.weights, question.keys_and_values)
+    rates: Rates
+    if question.results is None:
+        rates = Roofline(costs, question.card, question.cards_a_worker)
+    else:
+        rates = Measured.of_results(question.results)
+    draft = None
+    if question.draft is not None:
+        draft = model_costs(question.draft, question.weights, question.keys_and_values)
+    return costs, draft, rates
 
 
 def _finite(value: float) -> float | None:

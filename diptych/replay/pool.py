@@ -23,7 +23,9 @@ class Pool:
         on_change: is called when a chunk becomes cached, and when it is evicted.
     """
 
-    def __init__(self, blocks: int, chunk_blocks: int, on_change: OnChange = lambda chunk, came: None) -> None:
+    def __init__(
+        self, blocks: int, chunk_blocks: int, on_change: OnChange = lambda chunk, came: None
+    ) -> None:
         self.total = self._free = blocks
         self._chunk_blocks = chunk_blocks
         self._users: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """The replay of a trace: requests arrive at the real admission queue and router, on virtual time.
 
-    arrival -> admission queue -> router -> prefill worker -> first token -> decode worker -> end
-                                    ^                              preempted |
-                                    +----------------------------------------+
+arrival -> admission queue -> router -> prefill worker -> first token -> decode worker -> end
+                                ^                              preempted |
+                                +----------------------------------------+
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diptych.replay.pool import Pool
 from diptych.replay.prefill_worker import SimulatedPrefillWorker
 from diptych.replay.prefix_index import ReplayedIndex
 from diptych.replay.result import ReplayResult
-from diptych.replay.routing import Chooser, Routing
+from diptych.replay.routing import Chooser
 from diptych.replay.stream import Stream
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.admission.capacity import Capacity
@@ -110,7 +110,8 @@ class Replay:
         assert answered == self.result.requests, "requests were lost"
         for worker in self._decode:
             worker.pool.invariants(0)
-            assert not worker.streams and not worker.ungranted_blocks, "a worker waits for streams"
+            assert not worker.streams, "a worker waits for streams"
+            assert not worker.ungranted_blocks, "a worker waits for prompts"
         assert not any(worker.outstanding for worker in self._prefill), "a worker waits for prompts"
 
     # --- the gateway ----------------------------------------------------------------------------------
@@ -159,9 +160,7 @@ class Replay:
         predicted = stream.tokens - min(hits.get(stream.decode, 0), usable) * CHUNK_TOKENS
         self._prefill[stream.prefill].dispatch(stream, predicted)
 
-    def _candidates(
-        self, hits: dict[int, int]
-    ) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
+    def _candidates(self, hits: dict[int, int]) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
         copies, fleet = self._copies, self._fleet
         prefill = [
             PrefillCandidate(
@@ -242,6 +241,3 @@ def _admission(fleet: ReplayFleet, clock: Callable[[], float]) -> AdmissionGate:
     tokens = fleet.decode * fleet.blocks * BLOCK_SIZE
     gate.resize(Capacity(sequences, fleet.prefill, kv_tokens=tokens, block_size=BLOCK_SIZE))
     return gate
-
-
-__all__ = ["Replay", "Routing"]

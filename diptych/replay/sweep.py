@@ -1,0 +1,37 @@
+"""Which fleets a trace is replayed on, and which of them does best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych.replay.result import ReplayResult
+
+MOST_WORKERS = 1024
+
+
+def parse_fleets(text: str) -> list[tuple[int, int]]:
+    """Parse "2:2,1:3" or "8", which is every split of 8 workers, into pairs of prefill and decode workers.
+
+    Raises ValueError.
+    """
+    fleets: list[tuple[int, int]] = []
+    for part in text.split(","):
+        left, colon, right = part.strip().partition(":")
+        try:
+            first = int(left)
+            second = int(right) if colon else 0
+        except ValueError:
+            raise ValueError(f"{part!r} is neither PREFILL:DECODE nor a number of workers") from None
+        if colon and not (first >= 1 and second >= 1):
+            raise ValueError(f"{part!r}: both roles need a worker")
+        if not colon and first < 2:
+            raise ValueError(f"{part!r}: two workers at least, one of each role")
+        if first + second > MOST_WORKERS:
+            raise ValueError(f"{part!r}: at most {MOST_WORKERS} workers")
+        fleets += [(first, second)] if colon else [(one, first - one) for one in range(1, first)]
+    return list(dict.fromkeys(fleets))
+
+
+def best_result(results: Sequence[ReplayResult]) -> ReplayResult:
+    """Return the result of the greatest goodput a worker; of equal ones the first."""
+    return max(results, key=lambda one: one.goodput_per_worker)
