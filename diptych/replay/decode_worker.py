@@ -84,7 +84,7 @@ class SimulatedDecodeWorker:
             chain = stream.chain[: min(self.pool.cached(stream.chain), usable)]
             cached = len(chain) * self._chunk_tokens
             held = self._blocks(stream.tokens) - cached // self._block_size
-            if held > self.pool.available_beside(chain):
+            if not self._make_room(self.pool.available_beside(chain) - held):
                 return
             self._asks.popleft()
             self.pool.use(chain)
@@ -92,6 +92,19 @@ class SimulatedDecodeWorker:
             stream.used, stream.held, stream.start, stream.left = chain, held, cached, stream.tokens - cached
             self.ungranted_blocks -= self._blocks(stream.tokens)
             self._on_granted(stream)
+
+    def _make_room(self, left: int) -> bool:
+        """Return whether a grant may leave `left` blocks: the run of steps takes its own when it ends.
+
+        The run ends with the present step if what is left is enough for that one only.
+        """
+        if left < 0 or not self._length or left >= self._growth(self._length):
+            return left >= 0
+        steps = self._steps_passed()
+        if left < self._growth(steps):
+            return False
+        self._shorten(steps)
+        return True
 
     def publish(self, stream: Stream) -> None:
         """Cache the whole chunks of a prompt that is computed."""
@@ -117,13 +130,15 @@ class SimulatedDecodeWorker:
         if not self._length:
             self._begin()
         elif len(self._running) < self._max_batch:
-            self._shorten()
+            self._shorten(self._steps_passed())
 
-    def _shorten(self) -> None:
-        """End the run of steps with the one that is being computed."""
-        context = self._contexts / len(self._running)
-        passed = self._events.now - self._begun
-        steps = self._times.steps_until(len(self._running), context, passed, self._length)
+    def _steps_passed(self) -> int:
+        """Return the steps of the run so far, the present one included."""
+        context, passed = self._contexts / len(self._running), self._events.now - self._begun
+        return self._times.steps_until(len(self._running), context, passed, self._length)
+
+    def _shorten(self, steps: int) -> None:
+        """End the run of steps after `steps` of them."""
         if steps < self._length:
             self._length = steps
             self._plan_end()
@@ -138,19 +153,15 @@ class SimulatedDecodeWorker:
         self._length = 0
         while self._joining and len(self._running) < self._max_batch:
             self._admit(self._joining.popleft())
-        while self._running:
+        while self._running and not self._length:
             steps = min(self._ends[0][0] - self._step, self._most_steps)
             while steps > 1 and self._growth(steps) > self.pool.available:
                 steps //= 2
-            fits = self._growth(1) <= self.pool.available
-            if fits and self._most_steps > 1:
+            if self._most_steps == 1 or self._growth(1) > self.pool.available:
+                steps = int(self._obey_schedule())
+            if steps:
                 self._begun, self._length = self._events.now, steps
                 self._plan_end()
-                return
-            if self._obey_schedule():
-                self._begun, self._length = self._events.now, 1
-                self._plan_end()
-                return
         self._grant()
 
     def _obey_schedule(self) -> bool:
@@ -175,7 +186,7 @@ class SimulatedDecodeWorker:
                 waiting = self._joining.pop()
                 self._release(waiting)
                 self._on_preempted(waiting)
-        return bool(self._running) and set(plan.run) == self._running.keys() and not plan.preempt
+        return set(plan.run) == self._running.keys() and not plan.preempt
 
     def _admit(self, stream: Stream) -> None:
         self._order += 1
@@ -203,6 +214,7 @@ class SimulatedDecodeWorker:
         self.stream_s += batch * seconds
         self._contexts += batch * steps
         self._step += steps
+        self._length = 0
         while self._ends and self._ends[0][0] <= self._step:
             _, order = heapq.heappop(self._ends)
             if order in self._running:
@@ -210,7 +222,6 @@ class SimulatedDecodeWorker:
                 self._leave(stream)
                 self._release(stream)
                 self._on_finished(stream)
-        self._grant()
         self._begin()
 
     def _leave(self, stream: Stream) -> None:
