@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from diptych.cli.plan_values import check, named, one_of, refuse_given
+
 _LOAD, _HARDWARE, _COST, _TRACE = "Load", "Hardware", "Cost", "Trace"
 
 
@@ -102,6 +104,13 @@ def plan(
         float | None,
         typer.Option(help="Requests a second for each worker of a fleet.", rich_help_panel=_TRACE),
     ] = None,
+    attainment: Annotated[
+        float | None,
+        typer.Option(
+            help="Find each fleet's greatest rate with this share of answers within --ttft and --tpot: 0.9.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
     routing: Annotated[
         str,
         typer.Option(
@@ -140,56 +149,40 @@ def plan(
 
     replayed = None
     if trace is not None:
-        from diptych.cli.plan_trace import TraceOptions, check_plot, load_trace
-        from diptych.replay.routing import Routing
-        from diptych.replay.sweep import parse_fleets
+        from diptych.cli.plan_trace import replay_on, trace_options
 
-        _refuse_given(
+        refuse_given(
             "comes from --trace", ("--input", input_tokens), ("--output", output_tokens), ("--prefix", prefix)
         )
-        if worker_rate is not None:
-            _refuse_given("cannot be given beside --worker-rate", ("--rate", rate))
-            _check("--worker-rate", worker_rate, worker_rate > 0, "above 0")
-            if workers is None:
-                raise typer.BadParameter("needs --workers", param_hint="--worker-rate")
-        if rate is not None:
-            _check("--rate", rate, rate > 0, "above 0")
-        check_plot(plot)
-        traffic = load_trace(trace, requests, rate)
-        rate = traffic.rate
-        input_tokens, output_tokens = traffic.mean_lengths()
-        output_tokens = max(output_tokens, 1.0)
-        replayed = TraceOptions(
+        replayed = trace_options(
             trace,
-            [] if workers is None else _named("--workers", lambda: parse_fleets(workers)),
-            requests,
-            rate,
-            worker_rate,
-            Routing(_one_of("--routing", routing, tuple(one.value for one in Routing))),
-            max_batch,
-            prefill_chunk,
-            max_model_len,
-            plot,
+            workers=workers,
+            requests=requests,
+            rate=rate,
+            worker_rate=worker_rate,
+            attainment=attainment,
+            routing=routing,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            max_model_len=max_model_len,
+            plot=plot,
         )
+        rate = replayed.traffic.rate
+        input_tokens, output_tokens = replayed.traffic.mean_lengths()
     else:
-        _refuse_given(
-            "needs --trace",
-            ("--workers", workers),
-            ("--requests", requests),
-            ("--worker-rate", worker_rate),
-            ("--plot", plot),
-        )
+        flags = ("--workers", workers), ("--requests", requests), ("--worker-rate", worker_rate)
+        refuse_given("needs --trace", *flags, ("--attainment", attainment), ("--plot", plot))
     rate = 1.0 if rate is None else rate
     input_tokens = 1024.0 if input_tokens is None else input_tokens
     output_tokens = 256.0 if output_tokens is None else output_tokens
     prefix = 0.0 if prefix is None else prefix
-    _check("--rate", rate, rate > 0, "above 0")
-    _check("--input", input_tokens, input_tokens >= 1, "at least 1")
-    _check("--output", output_tokens, output_tokens >= 1, "at least 1")
-    _check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
+    check("--rate", rate, rate > 0, "above 0")
+    check("--input", input_tokens, input_tokens >= 1, "at least 1")
+    check("--output", output_tokens, output_tokens >= 1, "at least 1")
+    check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
     for flag, limit in (("--ttft", ttft), ("--tpot", tpot), ("--price-hour", price_hour)):
         if limit is not None:
-            _check(flag, limit, limit > 0, "above 0")
+            check(flag, limit, limit > 0, "above 0")
     if price_hour is None and api_price is not None:
         raise typer.BadParameter("needs --price-hour, to be compared with", param_hint="--api-price")
     demand = Demand(rate, input_tokens, output_tokens, prefix, _seconds(ttft), _seconds(tpot))
@@ -197,23 +190,17 @@ def plan(
         question = Question(
             shape=read_shape(resolve_model(model)),
             draft=None if speculative_model is None else read_shape(resolve_model(speculative_model)),
-            card=_named("--gpu", lambda: find_accelerator(gpu, _memory(memory))),
+            card=named("--gpu", lambda: find_accelerator(gpu, _memory(memory))),
             demand=demand,
-            weights=_one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),
-            keys_and_values=_one_of("--kv-cache-dtype", kv_cache_dtype, ("fp32", "bf16", "fp8")),
+            weights=one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),
+            keys_and_values=one_of("--kv-cache-dtype", kv_cache_dtype, ("fp32", "bf16", "fp8")),
             cards_a_worker=tensor_parallel,
             results=None if bench is None else _results(bench),
             dollars_an_hour=price_hour,
             api=None if api_price is None else _api(api_price),
         )
         if replayed is not None:
-            from diptych.cli.plan_trace import replay_trace, show_results
-
-            if not replayed.fleets:
-                fleet = make_plan(question).fleet
-                replayed.fleets.append((fleet.prefill_workers, fleet.decode_workers))
-            results = replay_trace(question, replayed)
-            show_results(question, replayed, results, as_json=as_json)
+            replay_on(question, replayed, as_json=as_json)
             return
         made = make_plan(question)
     except (NotPlanned, StartupError) as error:
@@ -229,32 +216,8 @@ def plan(
         Console().print(report(made))
 
 
-def _refuse_given(reason: str, *flags: tuple[str, object]) -> None:
-    for flag, value in flags:
-        if value is not None:
-            raise typer.BadParameter(reason, param_hint=flag)
-
-
-def _check(flag: str, value: float, holds: bool, wanted: str) -> None:
-    if not holds or not math.isfinite(value):
-        raise typer.BadParameter(f"must be {wanted}", param_hint=flag)
-
-
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1000
-
-
-def _one_of(flag: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise typer.BadParameter(f"must be one of {', '.join(known)}", param_hint=flag)
-    return value
-
-
-def _named(flag: str, make: Any) -> Any:
-    try:
-        return make()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
 def _memory(text: str | None) -> float | None:
@@ -267,7 +230,7 @@ def _memory(text: str | None) -> float | None:
         found = float(number) * unit
     except ValueError:
         found = 0.0
-    _check("--memory", found, found > 0, "a size such as 80g")
+    check("--memory", found, found > 0, "a size such as 80g")
     return found
 
 

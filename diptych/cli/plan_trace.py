@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -14,15 +14,16 @@ from rich.console import Console
 
 from diptych.bench.datasets import BadDataset
 from diptych.bench.plot import can_plot
+from diptych.cli.plan_values import check, named, one_of, refuse_given
 from diptych.planner.capacity import worker_of
-from diptych.planner.plan import Question, cost_and_rates
+from diptych.planner.plan import Question, cost_and_rates, make_plan
 from diptych.replay.fleet import BLOCK_SIZE, ReplayFleet, ServiceGoal
 from diptych.replay.replay import Replay
 from diptych.replay.report import replay_report, save_replay_plot
 from diptych.replay.result import ReplayResult
 from diptych.replay.routing import Routing
 from diptych.replay.step_times import StepTimes
-from diptych.replay.sweep import best_result
+from diptych.replay.sweep import best_result, greatest_rate, parse_fleets
 from diptych.replay.trace_file import Traffic, read_trace
 from gateway.worker_pool.local_prefill import HANDOFF_S
 
@@ -34,10 +35,13 @@ class TraceOptions:
     """Flags of a replay."""
 
     path: Path
-    fleets: list[tuple[int, int]]
-    requests: int | None
-    rate: float | None
+    traffic: Traffic
+    """At the rate that is asked for, or as recorded."""
+    fleets: Sequence[tuple[int, int]]
+    """Prefill and decode workers; none: those that the formulas give."""
     worker_rate: float | None
+    attainment: float | None
+    """Share of answers within the service level at which the greatest rate is looked for."""
     routing: Routing
     max_batch: int
     prefill_chunk: int
@@ -45,8 +49,50 @@ class TraceOptions:
     plot: Path | None
 
 
-def load_trace(path: Path, requests: int | None, rate: float | None) -> Traffic:
-    """Read the traffic of --trace. Raises typer.BadParameter."""
+def trace_options(
+    path: Path,
+    *,
+    workers: str | None,
+    requests: int | None,
+    rate: float | None,
+    worker_rate: float | None,
+    attainment: float | None,
+    routing: str,
+    max_batch: int,
+    prefill_chunk: int,
+    max_model_len: int,
+    plot: Path | None,
+) -> TraceOptions:
+    """Check the flags of a replay, and read its trace. Raises typer.BadParameter."""
+    if worker_rate is not None:
+        refuse_given("cannot be given beside --worker-rate", ("--rate", rate))
+        check("--worker-rate", worker_rate, worker_rate > 0, "above 0")
+        if workers is None:
+            raise typer.BadParameter("needs --workers", param_hint="--worker-rate")
+    if attainment is not None:
+        refuse_given("cannot be given beside --attainment", ("--rate", rate), ("--worker-rate", worker_rate))
+        check("--attainment", attainment, 0 < attainment <= 1, "above 0, at most 1")
+    if rate is not None:
+        check("--rate", rate, rate > 0, "above 0")
+    if plot is not None and not can_plot():
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    if plot is not None and not plot.parent.is_dir():
+        raise typer.BadParameter(f"{plot.parent} is no folder", param_hint="--plot")
+    return TraceOptions(
+        path,
+        _load(path, requests, rate),
+        [] if workers is None else named("--workers", lambda: parse_fleets(workers)),
+        worker_rate,
+        attainment,
+        Routing(one_of("--routing", routing, tuple(one.value for one in Routing))),
+        max_batch,
+        prefill_chunk,
+        max_model_len,
+        plot,
+    )
+
+
+def _load(path: Path, requests: int | None, rate: float | None) -> Traffic:
     try:
         rows = read_trace(path)
     except BadDataset as error:
@@ -54,15 +100,15 @@ def load_trace(path: Path, requests: int | None, rate: float | None) -> Traffic:
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint="--trace") from error
     traffic = Traffic(rows, requests or len(rows))
-    return traffic if rate is None else Traffic(rows, traffic.count, rate / traffic.rate)
+    return traffic if rate is None else traffic.at_rate(rate)
 
 
-def check_plot(path: Path | None) -> None:
-    """Raise typer.BadParameter if a plot is asked for that cannot be made."""
-    if path is not None and not can_plot():
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is no folder", param_hint="--plot")
+def replay_on(question: Question, options: TraceOptions, *, as_json: bool) -> None:
+    """Replay a trace, and print and draw what came of it. Raises DoesNotFit, BadMeasurements."""
+    if not options.fleets:
+        fleet = make_plan(question).fleet
+        options = replace(options, fleets=[(fleet.prefill_workers, fleet.decode_workers)])
+    show_results(question, options, replay_trace(question, options), as_json=as_json)
 
 
 def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult]:
@@ -78,8 +124,6 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
     goal = ServiceGoal(question.demand.ttft_s, question.demand.tpot_s)
     results = []
     for prefill, decode in options.fleets:
-        rate = options.worker_rate * (prefill + decode) if options.worker_rate else options.rate
-        traffic = load_trace(options.path, options.requests, rate)
         fleet = ReplayFleet(
             prefill,
             decode,
@@ -91,9 +135,19 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
             prefill_enough=options.prefill_chunk,
             routing=options.routing,
         )
-        progress = _progress(f"{prefill}:{decode}", traffic.count)
-        results.append(Replay(fleet, goal, progress).run(traffic.requests()))
+        results.append(_replay(fleet, goal, options))
     return results
+
+
+def _replay(fleet: ReplayFleet, goal: ServiceGoal, options: TraceOptions) -> ReplayResult:
+    def at(rate: float) -> ReplayResult:
+        traffic = options.traffic.at_rate(rate)
+        label = f"{fleet.prefill}:{fleet.decode} at {rate:.3g} requests/s"
+        return Replay(fleet, goal, _progress(label, traffic.count)).run(traffic.requests())
+
+    if options.attainment is not None:
+        return greatest_rate(at, options.traffic.rate, options.attainment)
+    return at(options.worker_rate * fleet.workers if options.worker_rate else options.traffic.rate)
 
 
 def show_results(

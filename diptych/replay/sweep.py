@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.replay.result import ReplayResult
 
@@ -35,3 +35,35 @@ def parse_fleets(text: str) -> list[tuple[int, int]]:
 def best_result(results: Sequence[ReplayResult]) -> ReplayResult:
     """Return the result of the greatest goodput a worker; of equal ones the first."""
     return max(results, key=lambda one: one.goodput_per_worker)
+
+
+def greatest_rate(replay: Callable[[float], ReplayResult], start: float, share: float) -> ReplayResult:
+    """Return the replay at the greatest rate at which `share` of the answers are within the service level.
+
+    This is the goodput of DistServe (Zhong et al. 2024, section 2). The rate is found by doubling or halving
+    from `start`, then by bisection to 3%. If no rate down to a thousandth of `start` is low enough, the last
+    replay is returned.
+    """
+    rate, result = start, replay(start)
+    factor = 2.0 if result.attainment >= share else 0.5
+    while start / 1024 < rate < start * 1024:
+        following = replay(rate * factor)
+        rate *= factor
+        if (following.attainment >= share) != (factor > 1):
+            best = result if factor > 1 else following
+            return _bisect(replay, *sorted((rate, rate / factor)), best, share)
+        result = following
+    return result
+
+
+def _bisect(
+    replay: Callable[[float], ReplayResult], low: float, high: float, best: ReplayResult, share: float
+) -> ReplayResult:
+    while high / low > 1.03:
+        middle = (low * high) ** 0.5
+        result = replay(middle)
+        if result.attainment >= share:
+            low, best = middle, result
+        else:
+            high = middle
+    return best

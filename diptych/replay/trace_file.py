@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Traffic:
     def rate(self) -> float:
         """Requests a second that are offered."""
         return self.speed * len(self.rows) / self._period
+
+    def at_rate(self, rate: float) -> Traffic:
+        """Return the same requests at so many a second."""
+        return replace(self, speed=self.speed * rate / self.rate)
 
     @property
     def _period(self) -> float:

@@ -10,7 +10,9 @@ from diptych.replay.events import Events
 from diptych.replay.histogram import Histogram
 from diptych.replay.pool import Pool
 from diptych.replay.prefix_index import ReplayedIndex
-from diptych.replay.sweep import parse_fleets
+from diptych.replay.result import ReplayResult
+from diptych.replay.sweep import greatest_rate, parse_fleets
+from tests.diptych.replay.fleets import FLEET
 
 
 def test_pool_keeps_chains_until_their_blocks_are_needed() -> None:
@@ -71,3 +73,20 @@ def test_fleets_are_named_by_both_roles_or_by_their_sum() -> None:
     for text in ("", "1", "0:2", "x", "1:2:3", "2000"):
         with pytest.raises(ValueError, match=r"worker|both roles"):
             parse_fleets(text)
+
+
+@pytest.mark.parametrize(("start", "limit"), [(1.0, 37.0), (100.0, 37.0), (37.0, 37.0)])
+def test_greatest_rate_is_found_to_three_percent(start: float, limit: float) -> None:
+    rates = {}
+
+    def replay(rate: float) -> ReplayResult:
+        result = ReplayResult(FLEET, requests=100, good=95 if rate <= limit else 80)
+        rates[id(result)] = result, rate
+        return result
+
+    found = rates[id(greatest_rate(replay, start, 0.9))][1]
+    assert 0.97 * limit <= found <= limit
+
+
+def test_a_level_out_of_reach_ends() -> None:
+    assert greatest_rate(lambda rate: ReplayResult(FLEET, requests=10), 1.0, 0.9).good == 0

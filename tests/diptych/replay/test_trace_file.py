@@ -61,7 +61,7 @@ def test_a_repetition_shares_no_blocks_with_the_first_turn() -> None:
 
 
 def test_speed_scales_the_offered_rate() -> None:
-    traffic = Traffic(ROWS, 3, speed=4.0)
+    traffic = Traffic(ROWS, 3).at_rate(4.0)
     assert traffic.rate == pytest.approx(4.0)
     assert [one.arrival_s for one in traffic.requests()] == [0, 0.25, 0.5]
 
