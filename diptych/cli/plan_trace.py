@@ -36,7 +36,7 @@ class TraceOptions:
 
     path: Path
     traffic: Traffic
-    """At the rate that is asked for, or as recorded."""
+    """Requests at the rate that is asked for, or as recorded."""
     fleets: Sequence[tuple[int, int]]
     """Prefill and decode workers; none: those that the formulas give."""
     worker_rate: float | None

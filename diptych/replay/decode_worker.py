@@ -22,7 +22,7 @@ OnStream = Callable[[Stream], None]
 
 
 class SimulatedDecodeWorker:
-    """One decode worker.
+    """Decode worker on virtual time.
 
     Args:
         on_granted: is called with a stream that has its blocks, `on_finished` with one that is complete,

@@ -22,7 +22,7 @@ class ReplayFleet:
     decode: int
     times: StepTimes
     blocks: int
-    """Of one decode worker's pool."""
+    """Blocks of one decode worker's pool."""
     max_tokens: int
     """Prompt and answer of one request."""
     max_batch: int = 64

@@ -29,7 +29,7 @@ class Granter(Protocol):
 
 
 class SimulatedPrefillWorker:
-    """One prefill worker.
+    """Prefill worker on virtual time.
 
     Args:
         enough: tokens of a step that further prompts do not join.

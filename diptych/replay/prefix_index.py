@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from diptych.replay.events import Events
 
 DELAY_S = 0.25
-"""Until a change is known: workers publish theirs with their heartbeats."""
+"""Seconds until a change is known: workers publish theirs with their heartbeats."""
 
 
 class ReplayedIndex:

@@ -39,7 +39,7 @@ _BLOCKS_OF_CHUNK = CHUNK_TOKENS // BLOCK_SIZE
 
 
 class Replay:
-    """One replay on one fleet.
+    """Replay of one trace on one fleet.
 
     Args:
         progress: is called with the number of requests that have arrived, every few hundred of them.

@@ -21,17 +21,17 @@ class ReplayResult:
     good: int = 0
     """Answers within the service level."""
     refused: int = 0
-    """By admission: the queue was full, or the predicted wait too long."""
+    """Requests that admission refused: the queue was full, or the predicted wait too long."""
     too_long: int = 0
-    """Longer than one request may be, or than a pool."""
+    """Requests longer than one may be, or than a pool."""
     preempted: int = 0
     input_tokens: int = 0
-    """Of all admitted prompts."""
+    """Tokens of all admitted prompts."""
     output_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompts, those that were cached at the grant."""
+    """Prompt tokens that were cached at the grant."""
     best_cached_tokens: int = 0
-    """Those that the best worker held when the pair was chosen: what an oracle would have found."""
+    """Prompt tokens that the best worker held when the pair was chosen: what an oracle would have found."""
     last_s: float = 0.0
     """Virtual time of the last token."""
     ttft: Histogram = field(default_factory=Histogram)

@@ -1,4 +1,4 @@
-"""One request on its way through the replay."""
+"""Request on its way through the replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fleets a trace is replayed on, and which of them does best."""
+"""Fleets that a trace is replayed on, and the best of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def greatest_rate(replay: Callable[[float], ReplayResult], start: float, share: 
         rate *= factor
         if (following.attainment >= share) != (factor > 1):
             best = result if factor > 1 else following
-            return _bisect(replay, *sorted((rate, rate / factor)), best, share)
+            low = min(rate, rate / factor)
+            return _bisect(replay, low, 2 * low, best, share)
         result = following
     return result
 
