@@ -144,10 +144,7 @@ def draw_routing(path: Path, results: Sequence[dict[str, Any]]) -> None:
             )
         panel.set_ylabel(label)
         panel.set_xlabel("requests/s offered")
-        if name != "hit_rate":
-            panel.set_yscale("log")
-        else:
-            panel.set_ylim(bottom=0)
+        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=90)
