@@ -17,6 +17,7 @@ from diptych.bench.plot import can_plot
 from diptych.cli.plan_values import check, named, one_of, refuse_given
 from diptych.planner.capacity import worker_of
 from diptych.planner.plan import Question, cost_and_rates, make_plan
+from diptych.planner.rates import Measured
 from diptych.replay.fleet import BLOCK_SIZE, ReplayFleet, ServiceGoal
 from diptych.replay.replay import Replay
 from diptych.replay.report import replay_report, save_replay_plot
@@ -118,9 +119,10 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
     worker.streams(BLOCK_SIZE)
     blocks = int(worker.free_bytes / (worker.kv_bytes * BLOCK_SIZE))
     # Measured loads contain the way between the workers; of cards it is the link's.
-    measured = question.results is not None
-    link = question.card.link * question.cards_a_worker
-    times = StepTimes(rates, 0.0 if measured else costs.kv_bytes / link, 0.0 if measured else HANDOFF_S)
+    if isinstance(rates, Measured):
+        times = StepTimes(rates, beside=rates.prefill_beside)
+    else:
+        times = StepTimes(rates, costs.kv_bytes / (question.card.link * question.cards_a_worker), HANDOFF_S)
     goal = ServiceGoal(question.demand.ttft_s, question.demand.tpot_s)
     results = []
     for prefill, decode in options.fleets:

@@ -65,6 +65,11 @@ class SimulatedDecodeWorker:
         self.streams = 0  # that this worker has, or is to have
         self.busy_s = self.stream_s = 0.0
 
+    @property
+    def computing(self) -> bool:
+        """Whether a step is being computed."""
+        return self._length > 0
+
     # --- grants ---------------------------------------------------------------------------------------
 
     def expect(self, stream: Stream) -> None:

@@ -25,6 +25,8 @@ OnPrefilled = Callable[[Stream], None]
 class Granter(Protocol):
     """The decode workers: `ask` calls `SimulatedPrefillWorker.granted` now or later."""
 
+    @property
+    def decoding(self) -> bool: ...
     def ask(self, stream: Stream) -> None: ...
 
 
@@ -98,6 +100,8 @@ class SimulatedPrefillWorker:
         chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._enough)
         rows = [(self._granted[int(chunk.key[0])], chunk) for chunk in chunks]
         seconds = self._times.prefill_s([(c.tokens, stream.tokens - stream.left) for stream, c in rows])
+        if self._times.beside != 1.0 and self._granter.decoding:
+            seconds *= self._times.beside
         for stream, _ in rows:
             if not stream.pulled:
                 stream.pulled = True

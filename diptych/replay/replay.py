@@ -189,6 +189,11 @@ class Replay:
 
     # --- events of the workers ------------------------------------------------------------------------
 
+    @property
+    def decoding(self) -> bool:
+        """Whether a decode worker computes (`Granter`)."""
+        return any(worker.computing for worker in self._decode)
+
     def ask(self, stream: Stream) -> None:
         """Ask the stream's decode worker for its blocks (`Granter`)."""
         self._decode[stream.decode].ask(stream)

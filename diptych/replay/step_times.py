@@ -20,11 +20,13 @@ class StepTimes:
         rates: measured, or from a card's limits.
         pull_s: of one token's keys and values from a decode worker to a prefill worker.
         handoff_s: between a prompt's last step and its first token.
+        beside: factor on prefill steps that begin while a decode worker computes.
     """
 
     rates: Rates
     pull_s: float = 0.0
     handoff_s: float = 0.0
+    beside: float = 1.0
     _table: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def step_s(self, batch: int, context: float) -> float:

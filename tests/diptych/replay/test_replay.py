@@ -35,6 +35,14 @@ def test_lone_request_takes_its_prompt_its_handoff_and_its_steps() -> None:
     assert (result.completed, result.output_tokens) == (1, 11)
 
 
+def test_prompt_beside_decode_steps_takes_longer_where_both_share_a_machine() -> None:
+    shared = replace(FLEET, prefill=1, decode=1, times=replace(FLEET.times, beside=2.0))
+    requests = [TraceRow(0.0, 1000, 300), TraceRow(0.5, 3000, 1), TraceRow(9.0, 3000, 1)]
+    apart, beside = replayed(replace(shared, times=FLEET.times), requests), replayed(shared, requests)
+    assert beside.ttft.percentile(100) == pytest.approx(2 * (0.002 + 0.06) + 0.003, rel=0.02)
+    assert beside.ttft.percentile(60) == pytest.approx(apart.ttft.percentile(60), rel=0.01)
+
+
 def compare_runs_with_steps(fleet: ReplayFleet, requests: Sequence[TraceRow]) -> ReplayResult:
     """Replay with the schedule asked before each step, and with runs of steps: all figures are the same."""
     runs = replayed(fleet, requests, GOAL)
