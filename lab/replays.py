@@ -2,8 +2,8 @@
 
 1. Routing of the Mooncake conversations on 2+2 workers, by cost, to the longest prefix, by turns and at
    random, at several rates: TTFT, and cached tokens beside those that an oracle finds.
-2. The greatest rate a worker within the service level, by the number of workers, with the best of a few
-   prefill:decode ratios; and by ratio for eight workers.
+2. The greatest rate a worker within the service level, for each prefill:decode ratio of eight workers, and
+   in the best of these ratios by the number of workers.
 
 Llama 3.1 8B on H200s, by the planner's roofline. Writes JSON and pictures into --results.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from diptych.replay.replay import Replay
 from diptych.replay.result import ReplayResult
 from diptych.replay.routing import Routing
 from diptych.replay.step_times import StepTimes
-from diptych.replay.sweep import best_result, greatest_rate
+from diptych.replay.sweep import greatest_rate
 from diptych.replay.trace_file import Traffic, read_trace
 from gateway.worker_pool.local_prefill import HANDOFF_S
 
@@ -54,8 +53,6 @@ ROUTING_RATES = (0.8, 1.2, 1.6, 2.0)
 SIZES = (2, 4, 8, 16, 32, 64)
 SHARE = 0.9
 GOALS = {"azure": ServiceGoal(0.5, 0.03), "mooncake": ServiceGoal(3.0, 0.05)}
-PREFILL_SHARES = {"azure": (1 / 4, 3 / 8, 1 / 2), "mooncake": (1 / 2, 3 / 4, 7 / 8)}
-"""Shares of prefill workers that are tried at each size."""
 BEGINS = {"azure": 4.0, "mooncake": 0.4}
 """Requests a second and worker at which the search begins."""
 
@@ -111,19 +108,20 @@ def search_json(result: ReplayResult) -> dict[str, Any]:
     return {**result.as_json(), "workers": result.fleet.workers}
 
 
-def by_size(trace: Path, name: str, sizes: Sequence[int], pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    """Return the best ratio of each number of workers."""
-    tried: dict[int, list[Any]] = {}
+def by_size(
+    trace: Path, name: str, sizes: Sequence[int], share: float, pool: ProcessPoolExecutor
+) -> list[dict[str, Any]]:
+    """Return searches by the number of workers, `share` of which are prefill workers."""
+    runs = []
     for size in sizes:
-        counts = sorted({min(max(round(size * share), 1), size - 1) for share in PREFILL_SHARES[name]})
-        requests = 20_000 if size > 8 else 8_000
-        tried[size] = [pool.submit(Search(trace, name, one, size - one, requests).run) for one in counts]
-    return [search_json(best_result([one.result() for one in runs])) for runs in tried.values()]
+        prefill = min(max(round(size * share), 1), size - 1)
+        runs.append(pool.submit(Search(trace, name, prefill, size - prefill, max(6_000, 150 * size)).run))
+    return [search_json(one.result()) for one in runs]
 
 
 def by_ratio(trace: Path, name: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
     """Return every ratio of eight workers."""
-    runs = [pool.submit(Search(trace, name, one, 8 - one, 8_000).run) for one in range(1, 8)]
+    runs = [pool.submit(Search(trace, name, one, 8 - one, 6_000).run) for one in range(1, 8)]
     return [search_json(one.result()) for one in runs]
 
 
@@ -167,7 +165,7 @@ def draw_goodput(path: Path, found: dict[str, Any]) -> None:
             label = f"{one['prefill_workers']}:{one['decode_workers']}"
             sizes.annotate(label, (one["workers"], one["goodput_per_worker"]), fontsize="x-small")
     sizes.set_xscale("log", base=2)
-    sizes.set_xlabel("workers, with the best ratio of three")
+    sizes.set_xlabel("workers, in the ratio that is best of eight")
     for panel, name in zip(ratios, GOALS, strict=True):
         own = found["by_ratio"][name]
         labels = [f"{one['prefill_workers']}:{one['decode_workers']}" for one in own]
@@ -195,18 +193,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
+    parser.add_argument("--goodput-only", action="store_true")
     options = parser.parse_args(arguments)
     traces = {"azure": options.azure, "mooncake": options.mooncake}
     with ProcessPoolExecutor(options.processes) as pool:
-        routing = list(_routings(options.mooncake, pool))
-        draw_routing(options.results / "replayed-routing.png", routing)
-        (options.results / "replayed-routing.json").write_text(json.dumps(routing, indent=1) + "\n")
-        print("routing is done", file=sys.stderr)
-        found = {"by_ratio": {name: by_ratio(trace, name, pool) for name, trace in traces.items()}}
-        print("ratios are done", file=sys.stderr)
-        found["by_size"] = {name: by_size(trace, name, options.sizes, pool) for name, trace in traces.items()}
-    (options.results / "replayed-goodput.json").write_text(json.dumps(found, indent=1) + "\n")
+        if not options.goodput_only:
+            routing = list(_routings(options.mooncake, pool))
+            draw_routing(options.results / "replayed-routing.png", routing)
+            _write(options.results / "replayed-routing.json", routing)
+        found: dict[str, Any] = {
+            "by_ratio": {name: by_ratio(trace, name, pool) for name, trace in traces.items()},
+            "by_size": {},
+        }
+        _write(options.results / "replayed-goodput.json", found)
+        for name, trace in traces.items():
+            best = max(found["by_ratio"][name], key=lambda one: one["goodput_per_worker"])
+            share = best["prefill_workers"] / best["workers"]
+            found["by_size"][name] = by_size(trace, name, options.sizes, share, pool)
+            _write(options.results / "replayed-goodput.json", found)
     draw_goodput(options.results / "replayed-goodput.png", found)
+
+
+def _write(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

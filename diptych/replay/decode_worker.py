@@ -67,7 +67,7 @@ class SimulatedDecodeWorker:
 
     @property
     def computing(self) -> bool:
-        """Whether a step is being computed."""
+        """Return whether a step is being computed."""
         return self._length > 0
 
     # --- grants ---------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Replay:
 
     @property
     def decoding(self) -> bool:
-        """Whether a decode worker computes (`Granter`)."""
+        """Return whether a decode worker computes (`Granter`)."""
         return any(worker.computing for worker in self._decode)
 
     def ask(self, stream: Stream) -> None:
