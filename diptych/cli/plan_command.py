@@ -125,9 +125,13 @@ def plan(
         int, typer.Option(min=16, max=65536, help="Tokens of a prefill step.", rich_help_panel=_TRACE)
     ] = 2048,
     max_model_len: Annotated[
-        int,
-        typer.Option(min=1, help="Tokens of a request at most, prompt and answer.", rich_help_panel=_TRACE),
-    ] = 131072,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a request at most, prompt and answer; default: the model's.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="PNG of goodput, latencies and shares by fleet.", rich_help_panel=_TRACE),
@@ -154,6 +158,7 @@ def plan(
         refuse_given(
             "comes from --trace", ("--input", input_tokens), ("--output", output_tokens), ("--prefix", prefix)
         )
+        refuse_given("is not compared with replays", ("--api-price", api_price))
         replayed = trace_options(
             trace,
             workers=workers,

@@ -46,7 +46,8 @@ class TraceOptions:
     routing: Routing
     max_batch: int
     prefill_chunk: int
-    max_model_len: int
+    max_model_len: int | None
+    """Most tokens of a request; None: the model's."""
     plot: Path | None
 
 
@@ -61,7 +62,7 @@ def trace_options(
     routing: str,
     max_batch: int,
     prefill_chunk: int,
-    max_model_len: int,
+    max_model_len: int | None,
     plot: Path | None,
 ) -> TraceOptions:
     """Check the flags of a replay, and read its trace. Raises typer.BadParameter."""
@@ -131,7 +132,7 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
             decode,
             times,
             blocks,
-            options.max_model_len,
+            options.max_model_len or question.shape.max_context,
             max_batch=options.max_batch,
             prefill_chunk=options.prefill_chunk,
             prefill_enough=options.prefill_chunk,

@@ -49,6 +49,16 @@ def test_fleet_of_the_formulas_is_replayed_without_another(arguments: list[str])
     assert found["replays"][0]["completed"] == 40
 
 
+def test_requests_beyond_the_model_are_counted_apart(arguments: list[str]) -> None:
+    limits = ([], ["--max-model-len", "719"])
+    few, none = (
+        json.loads(invoked([*arguments, "--workers", "1:1", *more, "--json"]).stdout)["replays"][0]
+        for more in limits
+    )
+    assert (few["too_long"], few["completed"]) == (0, 40)
+    assert (none["too_long"], none["completed"], none["goodput"]) == (40, 0, 0.0)
+
+
 def test_worker_rate_grows_with_the_fleet(arguments: list[str]) -> None:
     fleets = ["--workers", "1:1,4:4", "--worker-rate", "2", "--requests", "200", "--json"]
     small, large = json.loads(invoked([*arguments, *fleets]).stdout)["replays"]
@@ -93,6 +103,7 @@ def test_table_and_plot_show_the_best_fleet(arguments: list[str], tmp_path: Path
         pytest.param(["--input", "5"], "--input", id="input"),
         pytest.param(["--worker-rate", "2"], "--workers", id="worker-rate without workers"),
         pytest.param(["--worker-rate", "2", "--rate", "1", "--workers", "2"], "--rate", id="two rates"),
+        pytest.param(["--price-hour", "1", "--api-price", "1,2"], "--api-price", id="api price"),
         pytest.param(["--attainment", "2"], "--attainment", id="attainment"),
         pytest.param(["--rate", "0"], "--rate", id="rate"),
         pytest.param(["--plot", "/nowhere/plot.png"], "--plot", id="plot"),
