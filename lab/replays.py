@@ -50,8 +50,10 @@ LLAMA_31_8B = {
 CARD = "h200"
 MAX_BATCH = 256
 ROUTING_RATES = (0.8, 1.2, 1.6, 2.0)
-SIZES = (2, 4, 8, 16, 32, 64)
+SIZES = (2, 8, 32, 64)
 SHARE = 0.9
+REQUESTS, WORKER_REQUESTS = 1_500, 40
+"""Requests of a search at least, and for each worker."""
 GOALS = {"azure": ServiceGoal(0.5, 0.03), "mooncake": ServiceGoal(3.0, 0.05)}
 BEGINS = {"azure": 4.0, "mooncake": 0.4}
 """Requests a second and worker at which the search begins."""
@@ -115,13 +117,17 @@ def by_size(
     runs = []
     for size in sizes:
         prefill = min(max(round(size * share), 1), size - 1)
-        runs.append(pool.submit(Search(trace, name, prefill, size - prefill, max(6_000, 150 * size)).run))
+        runs.append(
+            pool.submit(
+                Search(trace, name, prefill, size - prefill, max(REQUESTS, WORKER_REQUESTS * size)).run
+            )
+        )
     return [search_json(one.result()) for one in runs]
 
 
 def by_ratio(trace: Path, name: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
     """Return every ratio of eight workers."""
-    runs = [pool.submit(Search(trace, name, one, 8 - one, 6_000).run) for one in range(1, 8)]
+    runs = [pool.submit(Search(trace, name, one, 8 - one, REQUESTS).run) for one in range(1, 8)]
     return [search_json(one.result()) for one in runs]
 
 
