@@ -102,6 +102,21 @@ class Plan:
 
 def make_plan(question: Question) -> Plan:
     """Return the smallest fleet for a question. Raises DoesNotFit or BadMeasurements."""
+    costs, draft, rates = cost_and_rates(question)
+    memory = question.card.memory * question.cards_a_worker
+    worker_of(costs, question.card.memory * question.prefill_cards, draft).check_weights()
+    fleet = size_fleet(question.demand, worker_of(costs, memory, draft), rates)
+    bill = None
+    if question.dollars_an_hour is not None:
+        cards = (
+            fleet.prefill_workers * question.prefill_cards + fleet.decode_workers * question.cards_a_worker
+        )
+        bill = price_fleet(question.demand, fleet, cards, question.dollars_an_hour, question.api)
+    return Plan(question, costs, fleet, bill, draft)
+
+
+def cost_and_rates(question: Question) -> tuple[ModelCosts, ModelCosts | None, Rates]:
+    """Return what model and draft cost, and the times of a worker. Raises BadMeasurements."""
     costs = model_costs(question.shape, question.weights, question.keys_and_values)
     rates: Rates
     if question.results is None:
@@ -112,19 +127,10 @@ def make_plan(question: Question) -> Plan:
         rates = PhaseRates(prefill, decode)
     else:
         rates = Measured.of_results(question.results)
-    memory = question.card.memory * question.cards_a_worker
     draft = None
     if question.draft is not None:
         draft = model_costs(question.draft, question.weights, question.keys_and_values)
-    worker_of(costs, question.card.memory * question.prefill_cards, draft).check_weights()
-    fleet = size_fleet(question.demand, worker_of(costs, memory, draft), rates)
-    bill = None
-    if question.dollars_an_hour is not None:
-        cards = (
-            fleet.prefill_workers * question.prefill_cards + fleet.decode_workers * question.cards_a_worker
-        )
-        bill = price_fleet(question.demand, fleet, cards, question.dollars_an_hour, question.api)
-    return Plan(question, costs, fleet, bill, draft)
+    return costs, draft, rates
 
 
 def _finite(value: float) -> float | None:

@@ -112,6 +112,19 @@ def test_a_single_load_is_scaled_by_its_prompt() -> None:
     assert rates.step_s(50, 100) == pytest.approx(0.005)
 
 
+def test_prompts_beside_decode_steps_take_as_long_as_the_server_says() -> None:
+    def timed(load: dict[str, object], prefill_ms: float) -> dict[str, object]:
+        return {**load, "median_server_prefill_ms": prefill_ms}
+
+    lone = [timed(_load(1, 100, 30, 5), 20), timed(_load(1, 300, 70, 5), 60)]
+    beside = [timed(_load(8, 200, 900, 12), 500), timed(_load(2, 200, 90, 6), 60)]
+    assert Measured.of_results([*lone, *beside]).prefill_beside == pytest.approx(1.5)
+    assert Measured.of_results(lone).prefill_beside == 1.0
+    assert Measured.of_results([_load(1, 100, 30, 5), _load(2, 100, 90, 6)]).prefill_beside == 1.0
+    faster = timed(_load(2, 200, 90, 6), 30)
+    assert Measured.of_results([*lone, faster]).prefill_beside == 1.0
+
+
 def test_a_file_without_figures_is_named() -> None:
     with pytest.raises(BadMeasurements, match="no load"):
         Measured.of_results([])
