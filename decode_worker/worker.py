@@ -34,6 +34,7 @@ from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.group.rank_status import rank_statuses
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
@@ -99,6 +100,7 @@ class DecodeWorker:
         self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
         self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
+        self._group = engine.group
         self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
@@ -169,6 +171,8 @@ class DecodeWorker:
             accepted_draft_tokens=self._accepted,
             adapters=self._adapters.digests,
             max_loras=self._adapters.max_loras,
+            ranks=rank_statuses(self._group),
+            stages=0 if self._group is None else self._group.grid.stages,
             tier_token_s=None if self._tiers is None else self._tiers.token_s,
         )
 

@@ -19,6 +19,7 @@ from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.group.rank_status import rank_statuses
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
@@ -156,6 +157,8 @@ class PrefillWorker:
             waiting_tokens=self._loop.waiting_tokens,
             adapters=self._adapters.digests,
             max_loras=self._adapters.max_loras,
+            ranks=rank_statuses(self._engine.group),
+            stages=0 if self._engine.group is None else self._engine.group.grid.stages,
             pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
         )
 

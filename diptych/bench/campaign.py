@@ -43,6 +43,8 @@ class Plan:
     seed: int
     level: ServiceLevel | None
     exact_lengths: bool
+    price_hour: float | None = None
+    """Dollars of the measured server for an hour."""
 
     def prompts_of(self, load: Load, dataset: Dataset) -> int:
         """Return the requests of one run: enough for each client to send four, or for 20 s, or a trace's
@@ -125,7 +127,8 @@ async def run_campaign(
             requests = dataset.requests(result.num_prompts, seed)
             run = await drive(backend, result.load, requests, seed, on_end)
             result.runs.append(run)
-            result.rounds.append(measure(run, plan.level, exact_lengths=plan.exact_lengths))
+            measured = measure(run, plan.level, exact_lengths=plan.exact_lengths, price_hour=plan.price_hour)
+            result.rounds.append(measured)
 
 
 def _over_rounds(name: str, values: Sequence[float]) -> float | None:

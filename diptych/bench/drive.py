@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diptych.bench.backends import Backend
 from diptych.bench.cpu_time import CpuTime
-from diptych.bench.load import Load, arrival_times
+from diptych.bench.load import Load, arrival_times, think_times
 from diptych.bench.request import BenchRequest, Outcome, RequestFailed
 from diptych.bench.self_watch import SelfWatch, Strain
 
@@ -39,7 +39,8 @@ async def drive(
 ) -> Run:
     """Send all requests under `load`; `on_end` is called after each. Failures are outcomes, too."""
     if load.closed and load.max_concurrency is not None:
-        sending = _closed_loop(backend, requests, load.max_concurrency, on_end)
+        pauses = think_times(len(requests), load.think_s, seed)
+        sending = _closed_loop(backend, requests, pauses, load.max_concurrency, on_end)
     else:
         sending = _open_loop(backend, requests, _offsets(load, requests, seed), load.max_concurrency, on_end)
     before = CpuTime.now()
@@ -50,13 +51,22 @@ async def drive(
 
 
 async def _closed_loop(
-    backend: Backend, requests: Sequence[BenchRequest], clients: int, on_end: Callable[[], None]
+    backend: Backend,
+    requests: Sequence[BenchRequest],
+    pauses: Sequence[float],
+    clients: int,
+    on_end: Callable[[], None],
 ) -> list[Outcome]:
-    waiting = iter(requests)
+    """Send all requests from `clients` clients; each pauses before a request that is not its first."""
+    waiting = iter(zip(requests, pauses, strict=True))
     outcomes: list[Outcome] = []
 
     async def client() -> None:
-        for request in waiting:  # shared: each client takes the next one
+        first = True
+        for request, pause_s in waiting:  # shared: each client takes the next one
+            if not first:
+                await asyncio.sleep(pause_s)
+            first = False
             outcomes.append(await _one(backend, request, time.perf_counter()))
             on_end()
             if outcomes[-1].error is not None:

@@ -21,6 +21,8 @@ class Load:
     request_rate: float | None = INFINITE
     max_concurrency: int | None = None
     burstiness: float = 1.0
+    think_s: float = 0.0
+    """Mean seconds between an answer's end and the next request of a closed loop's client."""
 
     @property
     def closed(self) -> bool:
@@ -30,9 +32,16 @@ class Load:
     def label(self) -> str:
         """The load in a table: "C=8", "2 req/s", "2 req/s, C≤8"."""
         if self.closed:
-            return f"C={self.max_concurrency}"
+            thinking = f", think {self.think_s:g} s" if self.think_s else ""
+            return f"C={self.max_concurrency}{thinking}"
         rate = "trace" if self.request_rate is None else f"{self.request_rate:g} req/s"
         return rate if self.max_concurrency is None else f"{rate}, C≤{self.max_concurrency}"
+
+
+def think_times(count: int, mean: float, seed: int) -> list[float]:
+    """Return `count` exponential times of mean `mean` seconds."""
+    rng = random.Random(f"think {seed}")
+    return [rng.expovariate(1 / mean) if mean else 0.0 for _ in range(count)]
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

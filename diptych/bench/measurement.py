@@ -35,14 +35,19 @@ class Measured:
     bottleneck: Verdict
 
 
-def measure(run: Run, level: ServiceLevel | None, *, exact_lengths: bool) -> Measured:
+def measure(
+    run: Run, level: ServiceLevel | None, *, exact_lengths: bool, price_hour: float | None = None
+) -> Measured:
     """Measure a run.
 
     `exact_lengths` says that each answer had to be as long as asked for: shorter ones are counted.
+    `price_hour` is what the measured server costs an hour, in dollars.
     """
     answered = [one for one in run.outcomes if one.reply is not None]
     figures: Figures = {
         **_throughput(run, answered, level),
+        "output_throughput_per_user": _throughput_per_user(answered),
+        **_prices(run, answered, price_hour),
         **latencies("ttft", [one.ttft for one in answered]),
         **latencies("tpot", [tpot for one in answered if (tpot := one.tpot) is not None]),
         **latencies("itl", [gap for one in answered for gap in one.itl]),
@@ -108,6 +113,26 @@ def _throughput(run: Run, answered: Sequence[Outcome], level: ServiceLevel | Non
         "max_concurrent_requests": most_at_once(run.outcomes),
         "max_output_tokens_per_s": _most_in_a_second(answered),
         "tokens_per_message": outputs / messages if messages else None,
+    }
+
+
+def _throughput_per_user(answered: Sequence[Outcome]) -> float | None:
+    """Return the mean over requests of the tokens a second after the first; None where none has two."""
+    paces = [1 / tpot for one in answered if (tpot := one.tpot)]
+    return statistics.fmean(paces) if paces else None
+
+
+def _prices(run: Run, answered: Sequence[Outcome], price_hour: float | None) -> Figures:
+    """Return the dollars of a million tokens; nothing where no price is known."""
+    if price_hour is None:
+        return {}
+    replies = [one.reply for one in answered if one.reply is not None]
+    outputs = sum(one.output_tokens for one in replies)
+    total = outputs + sum(one.prompt_tokens for one in replies)
+    spent = price_hour * run.duration / 3600
+    return {
+        "dollars_per_million_output_tokens": 1e6 * spent / outputs if outputs else None,
+        "dollars_per_million_tokens": 1e6 * spent / total if total else None,
     }
 
 

@@ -66,6 +66,7 @@ def plan(options: argparse.Namespace) -> Plan:
         seed=options.seed,
         level=level,
         exact_lengths=ignores_eos(options),
+        price_hour=options.price_hour,
     )
 
 
@@ -84,7 +85,13 @@ def loads(options: argparse.Namespace) -> tuple[Load, ...]:
         raise BadOptions("--plot has one axis: give several rates or several concurrencies, not both")
     if options.request_rate is None and options.max_concurrency is None and rates == [INFINITE]:
         limits = [1]
-    return tuple(Load(rate, limit, options.burstiness) for rate, limit in itertools.product(rates, limits))
+    found = tuple(
+        Load(rate, limit, options.burstiness, options.think_time)
+        for rate, limit in itertools.product(rates, limits)
+    )
+    if options.think_time and not all(load.closed for load in found):
+        raise BadOptions("--think-time is for clients that wait for answers: give --max-concurrency alone")
+    return found
 
 
 def asking(options: argparse.Namespace) -> Asking:
@@ -193,6 +200,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="Gamma shape of the gaps between requests: 1 is a Poisson process, less comes in bursts.",
     )
     add(
+        "--think-time",
+        type=values.from_zero,
+        default=0.0,
+        metavar="S",
+        help="Mean seconds that a client of a closed loop waits between an answer and its next request.",
+    )
+    add(
         "--num-prompts",
         type=values.count,
         metavar="N",
@@ -283,7 +297,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--temperature",
-        type=values.temperature,
+        type=values.from_zero,
         default=0.0,
         metavar="T",
         help="Temperature of sampling; 0 is greedy.",
@@ -303,6 +317,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         action="extend",
         metavar="NAME:MS",
         help="Limits in milliseconds that a good request keeps: ttft:500 tpot:50 e2el:4000.",
+    )
+    add(
+        "--price-hour",
+        type=values.positive,
+        metavar="DOLLARS",
+        help="What the server costs an hour: adds dollars for a million tokens.",
     )
     add("--output-file", type=Path, metavar="JSON", help="Write the figures to this file.")
     add("--save-detailed", action="store_true", help="Write an entry for each request and its text as well.")

@@ -34,7 +34,7 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
     if not results:
         return
     rounds = len(results[0].rounds)
-    rates = _table("load", "req/s", "out tok/s", "total tok/s", "failed")
+    rates = _table("load", "req/s", "out tok/s", "per user", "total tok/s", "failed")
     rates.title = "throughput" if rounds == 1 else f"throughput, median of {rounds} rounds (smallest–largest)"
     with_cached = any(one["total_cached_tokens"] for one in figures)
     if with_cached:
@@ -42,14 +42,21 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
     with_goodput = any(one["request_goodput"] is not None for one in figures)
     if with_goodput:
         rates.add_column("goodput req/s", justify="right")
+    with_price = any("dollars_per_million_output_tokens" in one for one in figures)
+    if with_price:
+        rates.add_column("$/M out tok", justify="right")
     for result, known in zip(results, figures, strict=True):
         cells = [_with_spread(result, "request_throughput", 2), _with_spread(result, "output_throughput", 0)]
         failed = f"{known['failed']:.0f} of {result.requests}" if known["failed"] else "0"
+        cells += [_number(known["output_throughput_per_user"], 1)]
         cells += [_number(known["total_token_throughput"], 0), failed]
         if with_cached:
             cells.append(f"{_cached_share(known):.0%}")
-        goodput = [_with_spread(result, "request_goodput", 2)] if with_goodput else []
-        rates.add_row(result.load.label, *cells, *goodput)
+        if with_goodput:
+            cells.append(_with_spread(result, "request_goodput", 2))
+        if with_price:
+            cells.append(_number(known["dollars_per_million_output_tokens"], 2))
+        rates.add_row(result.load.label, *cells)
     yield rates
     yield _latency_table("latency, ms: p50/p90/p99", results, figures, _LATENCIES)
     if any(one.get("median_handoff_ms") is not None for one in figures):

@@ -38,7 +38,7 @@ def positive(text: str) -> float:
     return value
 
 
-def temperature(text: str) -> float:
+def from_zero(text: str) -> float:
     value = _number(text)
     if value is None or not 0 <= value < INFINITE:
         raise ArgumentTypeError(f"{text!r} is not a number of at least 0")

@@ -117,7 +117,8 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
         table.add_column(column, no_wrap=True)
     workers = list(workers)
     adapters = any(worker.load.adapters for worker in workers)
-    more = ("adapters",) if adapters else ()
+    ranks = any(worker.load.ranks for worker in workers)
+    more = (*(("adapters",) if adapters else ()), *(("ranks",) if ranks else ()))
     for column in ("to prefill", "local prefills", "drafts right", "blocks free", *more, "address"):
         table.add_column(column, overflow="fold")
     for worker in workers:
@@ -133,9 +134,24 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
             f"{load.accepted_draft_tokens} of {load.drafted_tokens}" if load.drafted_tokens else "",
             f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
             *((", ".join(load.adapters),) if adapters else ()),
+            *((_ranks(load),) if ranks else ()),
             worker.address,
         )
     return table
+
+
+def _ranks(load: pb.WorkerLoad) -> str:
+    """Return the processes of a worker, stages apart: pid, MiB of weights, and what is not usual."""
+    if not load.ranks:
+        return ""
+    each = len(load.ranks) // max(load.stages, 1)
+    shown = [_rank(rank) for rank in load.ranks]
+    return " | ".join(", ".join(shown[at : at + each]) for at in range(0, len(shown), each))
+
+
+def _rank(rank: pb.WorkerRank) -> str:
+    state = "" if rank.state in ("running", "sleeping") else f" {rank.state}"
+    return f"{rank.pid} ({rank.weight_bytes / 2**20:.0f} MiB{state})"
 
 
 def reasons(workers: Iterable[pb.WorkerInfo]) -> Iterable[str]:

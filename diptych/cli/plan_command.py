@@ -8,23 +8,31 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-_LOAD, _HARDWARE, _COST = "Load", "Hardware", "Cost"
+from diptych.cli.plan_values import check, named, one_of, refuse_given
+
+_LOAD, _HARDWARE, _COST, _TRACE = "Load", "Hardware", "Cost", "Trace"
 
 
 def plan(
     model: Annotated[
         str, typer.Option(help='A GGUF file, a folder, a config.json alone, or "bundled".')
     ] = "bundled",
-    rate: Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=_LOAD)] = 1.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second; 1, or a trace's own.", rich_help_panel=_LOAD),
+    ] = None,
     input_tokens: Annotated[
-        float, typer.Option("--input", help="Tokens of a prompt, mean.", rich_help_panel=_LOAD)
-    ] = 1024.0,
+        float | None,
+        typer.Option("--input", help="Tokens of a prompt, mean; 1024.", rich_help_panel=_LOAD),
+    ] = None,
     output_tokens: Annotated[
-        float, typer.Option("--output", help="Tokens of an answer, mean.", rich_help_panel=_LOAD)
-    ] = 256.0,
+        float | None,
+        typer.Option("--output", help="Tokens of an answer, mean; 256.", rich_help_panel=_LOAD),
+    ] = None,
     prefix: Annotated[
-        float, typer.Option(help="Share of prompt tokens that are cached, 0 to 1.", rich_help_panel=_LOAD)
-    ] = 0.0,
+        float | None,
+        typer.Option(help="Share of prompt tokens that are cached, 0 to 1; 0.", rich_help_panel=_LOAD),
+    ] = None,
     ttft: Annotated[
         float | None,
         typer.Option(help="Milliseconds to the first token that are wanted, mean.", rich_help_panel=_LOAD),
@@ -44,6 +52,10 @@ def plan(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Cards a worker.", rich_help_panel=_HARDWARE)
     ] = 1,
+    prefill_tensor_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cards a prefill worker, where it has others.", rich_help_panel=_HARDWARE),
+    ] = None,
     quantization: Annotated[
         str,
         typer.Option(help="Type of the matrices: fp32, bf16, fp8, int8 or int4.", rich_help_panel=_HARDWARE),
@@ -72,9 +84,65 @@ def plan(
             rich_help_panel=_COST,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded traffic to replay: Azure's CSV, Mooncake's JSON lines, or JSON lines of timestamp "
+            "(ms), input_length, output_length.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Fleets to replay on: PREFILL:DECODE,…; a number alone is every split of so many. "
+            "Without it: the fleet that the formulas give.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests; a shorter trace begins anew.", rich_help_panel=_TRACE),
+    ] = None,
+    worker_rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second for each worker of a fleet.", rich_help_panel=_TRACE),
+    ] = None,
+    attainment: Annotated[
+        float | None,
+        typer.Option(
+            help="Find each fleet's greatest rate with this share of answers within --ttft and --tpot: 0.9.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="cost, the gateway's own; to compare: random, round-robin, longest-prefix.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = "cost",
+    max_batch: Annotated[
+        int, typer.Option(min=1, max=1024, help="Sequences of a decode step.", rich_help_panel=_TRACE)
+    ] = 64,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=16, max=65536, help="Tokens of a prefill step.", rich_help_panel=_TRACE)
+    ] = 2048,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a request at most, prompt and answer; default: the model's.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="PNG of goodput, latencies and shares by fleet.", rich_help_panel=_TRACE),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Size a fleet for a load: streams that fit, prefill and decode workers, dollars.
+    """Size a fleet for a load: streams that fit, prefill and decode workers, dollars; or replay a trace.
 
     (diptych plan --model config.json --gpu h100 --rate 20 --input 2000 --output 300 --prefix 0.6 --ttft 500)
     """
@@ -87,13 +155,44 @@ def plan(
     from diptych.planner.report import report
     from diptych.runtime.settings import StartupError, resolve_model
 
-    _check("--rate", rate, rate > 0, "above 0")
-    _check("--input", input_tokens, input_tokens >= 1, "at least 1")
-    _check("--output", output_tokens, output_tokens >= 1, "at least 1")
-    _check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
+    replayed = None
+    if trace is not None:
+        from diptych.cli.plan_trace import replay_on, trace_options
+
+        refuse_given(
+            "comes from --trace", ("--input", input_tokens), ("--output", output_tokens), ("--prefix", prefix)
+        )
+        refuse_given("is not compared with replays", ("--api-price", api_price))
+        refuse_given("does not go with --trace", ("--prefill-tensor-parallel", prefill_tensor_parallel))
+        replayed = trace_options(
+            trace,
+            workers=workers,
+            requests=requests,
+            rate=rate,
+            worker_rate=worker_rate,
+            attainment=attainment,
+            routing=routing,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            max_model_len=max_model_len,
+            plot=plot,
+        )
+        rate = replayed.traffic.rate
+        input_tokens, output_tokens = replayed.traffic.mean_lengths()
+    else:
+        flags = ("--workers", workers), ("--requests", requests), ("--worker-rate", worker_rate)
+        refuse_given("needs --trace", *flags, ("--attainment", attainment), ("--plot", plot))
+    rate = 1.0 if rate is None else rate
+    input_tokens = 1024.0 if input_tokens is None else input_tokens
+    output_tokens = 256.0 if output_tokens is None else output_tokens
+    prefix = 0.0 if prefix is None else prefix
+    check("--rate", rate, rate > 0, "above 0")
+    check("--input", input_tokens, input_tokens >= 1, "at least 1")
+    check("--output", output_tokens, output_tokens >= 1, "at least 1")
+    check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
     for flag, limit in (("--ttft", ttft), ("--tpot", tpot), ("--price-hour", price_hour)):
         if limit is not None:
-            _check(flag, limit, limit > 0, "above 0")
+            check(flag, limit, limit > 0, "above 0")
     if price_hour is None and api_price is not None:
         raise typer.BadParameter("needs --price-hour, to be compared with", param_hint="--api-price")
     demand = Demand(rate, input_tokens, output_tokens, prefix, _seconds(ttft), _seconds(tpot))
@@ -101,15 +200,19 @@ def plan(
         question = Question(
             shape=read_shape(resolve_model(model)),
             draft=None if speculative_model is None else read_shape(resolve_model(speculative_model)),
-            card=_named("--gpu", lambda: find_accelerator(gpu, _memory(memory))),
+            card=named("--gpu", lambda: find_accelerator(gpu, _memory(memory))),
             demand=demand,
-            weights=_one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),
-            keys_and_values=_one_of("--kv-cache-dtype", kv_cache_dtype, ("fp32", "bf16", "fp8")),
+            weights=one_of("--quantization", quantization, ("fp32", "bf16", "fp8", "int8", "int4")),
+            keys_and_values=one_of("--kv-cache-dtype", kv_cache_dtype, ("fp32", "bf16", "fp8")),
             cards_a_worker=tensor_parallel,
+            cards_a_prefill_worker=prefill_tensor_parallel,
             results=None if bench is None else _results(bench),
             dollars_an_hour=price_hour,
             api=None if api_price is None else _api(api_price),
         )
+        if replayed is not None:
+            replay_on(question, replayed, as_json=as_json)
+            return
         made = make_plan(question)
     except (NotPlanned, StartupError) as error:
         raise typer.BadParameter(str(error), param_hint="--model") from error
@@ -124,26 +227,8 @@ def plan(
         Console().print(report(made))
 
 
-def _check(flag: str, value: float, holds: bool, wanted: str) -> None:
-    if not holds or not math.isfinite(value):
-        raise typer.BadParameter(f"must be {wanted}", param_hint=flag)
-
-
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1000
-
-
-def _one_of(flag: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise typer.BadParameter(f"must be one of {', '.join(known)}", param_hint=flag)
-    return value
-
-
-def _named(flag: str, make: Any) -> Any:
-    try:
-        return make()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
 def _memory(text: str | None) -> float | None:
@@ -156,7 +241,7 @@ def _memory(text: str | None) -> float | None:
         found = float(number) * unit
     except ValueError:
         found = 0.0
-    _check("--memory", found, found > 0, "a size such as 80g")
+    check("--memory", found, found > 0, "a size such as 80g")
     return found
 
 

@@ -67,13 +67,17 @@ class Worker:
         """Bytes for keys and values."""
         return self.memory * MEMORY_USED - self.weight_bytes
 
-    def streams(self, tokens: float) -> int:
-        """Return the streams of `tokens` each that fit. Raises DoesNotFit for none."""
+    def check_weights(self) -> None:
+        """Raise DoesNotFit where the weights leave no memory."""
         if self.free_bytes <= 0:
             raise DoesNotFit(
                 f"weights of {self.weight_bytes / 1e9:.1f} GB do not fit into {MEMORY_USED:.0%} of "
                 f"{self.memory / 1e9:.0f} GB: more cards a worker, a larger card or fewer bits"
             )
+
+    def streams(self, tokens: float) -> int:
+        """Return the streams of `tokens` each that fit. Raises DoesNotFit for none."""
+        self.check_weights()
         fits = int(self.free_bytes / (tokens * self.kv_bytes))
         if fits < 1:
             raise DoesNotFit(

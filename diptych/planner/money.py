@@ -45,10 +45,9 @@ class Bill:
 
 
 def price_fleet(
-    demand: Demand, fleet: Fleet, cards_a_worker: int, dollars_an_hour: float, api: ApiPrice | None = None
+    demand: Demand, fleet: Fleet, cards: int, dollars_an_hour: float, api: ApiPrice | None = None
 ) -> Bill:
-    """Return what the fleet costs where a card costs `dollars_an_hour`."""
-    cards = (fleet.prefill_workers + fleet.decode_workers) * cards_a_worker
+    """Return what the fleet of so many cards costs where one costs `dollars_an_hour`."""
     an_hour = cards * dollars_an_hour
     outputs = demand.rate * demand.output_tokens * HOUR_S
     tokens = demand.rate * (demand.input_tokens + demand.output_tokens) * HOUR_S

@@ -11,7 +11,7 @@ from diptych.planner.capacity import Demand, Fleet, size_fleet, worker_of
 from diptych.planner.hardware import Accelerator
 from diptych.planner.model_costs import ModelCosts, model_costs
 from diptych.planner.money import ApiPrice, Bill, price_fleet
-from diptych.planner.rates import Measured, Rates, Roofline
+from diptych.planner.rates import Measured, PhaseRates, Rates, Roofline
 
 IDLE = 0.095
 """Share of its time below which a phase's workers are said to be too many or too large."""
@@ -27,6 +27,8 @@ class Question:
     weights: str = "bf16"
     keys_and_values: str = "bf16"
     cards_a_worker: int = 1
+    """Cards of a decode worker, and of a prefill worker that has no number of its own."""
+    cards_a_prefill_worker: int | None = None
     results: Sequence[Mapping[str, Any]] | None = None
     """Loads of `diptych bench`, in place of the card's limits."""
     dollars_an_hour: float | None = None
@@ -34,6 +36,11 @@ class Question:
     api: ApiPrice | None = None
     draft: ModelShape | None = None
     """Shape of the draft model, which takes memory beside the model's; its speed is not planned."""
+
+    @property
+    def prefill_cards(self) -> int:
+        """Cards of a prefill worker."""
+        return self.cards_a_worker if self.cards_a_prefill_worker is None else self.cards_a_prefill_worker
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Plan:
         return {
             "card": card,
             "cards_a_worker": self.question.cards_a_worker,
+            "cards_a_prefill_worker": self.question.prefill_cards,
             "demand": {key: _finite(value) for key, value in asdict(self.question.demand).items()},
             "model": costs,
             "draft_model": None
@@ -94,23 +102,35 @@ class Plan:
 
 def make_plan(question: Question) -> Plan:
     """Return the smallest fleet for a question. Raises DoesNotFit or BadMeasurements."""
-    costs = model_costs(question.shape, question.weights, question.keys_and_values)
-    rates: Rates
-    if question.results is None:
-        rates = Roofline(costs, question.card, question.cards_a_worker)
-    else:
-        rates = Measured.of_results(question.results)
+    costs, draft, rates = cost_and_rates(question)
     memory = question.card.memory * question.cards_a_worker
-    draft = None
-    if question.draft is not None:
-        draft = model_costs(question.draft, question.weights, question.keys_and_values)
+    worker_of(costs, question.card.memory * question.prefill_cards, draft).check_weights()
     fleet = size_fleet(question.demand, worker_of(costs, memory, draft), rates)
     bill = None
     if question.dollars_an_hour is not None:
-        bill = price_fleet(
-            question.demand, fleet, question.cards_a_worker, question.dollars_an_hour, question.api
+        cards = (
+            fleet.prefill_workers * question.prefill_cards + fleet.decode_workers * question.cards_a_worker
         )
+        bill = price_fleet(question.demand, fleet, cards, question.dollars_an_hour, question.api)
     return Plan(question, costs, fleet, bill, draft)
+
+
+def cost_and_rates(question: Question) -> tuple[ModelCosts, ModelCosts | None, Rates]:
+    """Return what model and draft cost, and the times of a worker. Raises BadMeasurements."""
+    costs = model_costs(question.shape, question.weights, question.keys_and_values)
+    rates: Rates
+    if question.results is None:
+        prefill, decode = (
+            Roofline(costs, question.card, cards)
+            for cards in (question.prefill_cards, question.cards_a_worker)
+        )
+        rates = PhaseRates(prefill, decode)
+    else:
+        rates = Measured.of_results(question.results)
+    draft = None
+    if question.draft is not None:
+        draft = model_costs(question.draft, question.weights, question.keys_and_values)
+    return costs, draft, rates
 
 
 def _finite(value: float) -> float | None:

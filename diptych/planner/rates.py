@@ -72,6 +72,20 @@ class Roofline:
         return 2 * self.costs.layers * (_ALL_REDUCE_S + sent / self.card.link)
 
 
+@dataclass(frozen=True)
+class PhaseRates:
+    """Rates of workers of two kinds: prompts by one, steps by the other."""
+
+    prefill: Rates
+    decode: Rates
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        return self.prefill.prefill_s(new_tokens, cached_tokens)
+
+    def step_s(self, batch: float, context: float) -> float:
+        return self.decode.step_s(batch, context)
+
+
 class BadMeasurements(ValueError):
     """Results that no rates can be read from. The message says what is missing."""
 
@@ -88,6 +102,8 @@ class Measured:
     prefill_per_token: float
     step_base: float
     step_per_stream: float
+    prefill_beside: float = 1.0
+    """Factor on a prompt's time while a decode worker computes: above 1 where both share a machine."""
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
         return self.prefill_base + self.prefill_per_token * new_tokens
@@ -105,7 +121,7 @@ class Measured:
         lone = [load for load in loads if load.streams == alone.streams]
         base, per_token = _line([(load.input, load.ttft_s) for load in lone], through_zero=True)
         step, per_stream = _line([(load.streams, load.tpot_s) for load in loads], through_zero=False)
-        return cls(base, per_token, step, per_stream)
+        return cls(base, per_token, step, per_stream, _prefill_beside(lone, loads))
 
 
 @dataclass(frozen=True)
@@ -114,16 +130,34 @@ class _Load:
     input: float
     ttft_s: float
     tpot_s: float
+    prefill_s: float | None
+    """The server's own time of a prompt's computation; None where it reports none."""
+
+
+def _prefill_beside(lone: Sequence[_Load], loads: Sequence[_Load]) -> float:
+    """Return how much longer a prompt takes at the fewest streams above a lone one, by the server's times.
+
+    More streams make prompts wait for one another, which the times contain as well.
+    """
+    known = [(load.input, load.prefill_s) for load in lone if load.prefill_s is not None]
+    others = [load for load in loads if load.prefill_s is not None and load.streams > lone[0].streams]
+    if not known or not others:
+        return 1.0
+    fewest = min(others, key=lambda load: load.streams)
+    base, per_token = _line(known, through_zero=True)
+    return max((fewest.prefill_s or 0.0) / (base + per_token * fewest.input), 1.0)
 
 
 def _load(number: int, result: Mapping[str, Any]) -> _Load:
     try:
+        prefill_ms = result.get("median_server_prefill_ms")
         completed = float(result["completed"])
         return _Load(
             streams=float(result["max_concurrency"] or result["concurrency"]),
             input=float(result["total_input_tokens"]) / completed,
             ttft_s=float(result["median_ttft_ms"]) / 1000,
             tpot_s=float(result["median_tpot_ms"]) / 1000,
+            prefill_s=None if prefill_ms is None else float(prefill_ms) / 1000,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BadMeasurements(f"load {number} of the file has no usable {error}") from error

@@ -70,10 +70,12 @@ def _decode(plan: Plan) -> Iterator[Row]:
 def _fleet(plan: Plan) -> Iterator[Row]:
     fleet, demand = plan.fleet, plan.question.demand
     ratio = f"{fleet.prefill_workers} : {fleet.decode_workers}"
+    of_prefill, of_decode = plan.question.prefill_cards, plan.question.cards_a_worker
+    each = f"{of_decode}" if of_prefill == of_decode else f"{of_prefill} : {of_decode}"
     yield (
         "prefill : decode workers",
         ratio,
-        f"{plan.question.cards_a_worker} × {plan.question.card.name} each",
+        f"{each} × {plan.question.card.name} each",
     )
     yield "prefill of one prompt", _ms(fleet.prefill_s), f"{demand.new_tokens:.0f} tokens to compute"
     yield "wait for a prefill worker", _ms(fleet.wait_s), "M/D/c, mean"

@@ -89,7 +89,9 @@ def cheapest_pair(
 
 def _alike(tokens: int, decode: DecodeCandidate) -> tuple[object, ...]:
     held = held_blocks(tokens, decode)
-    return decode.kv_format, decode.block_size, held, loaded_blocks(held, decode), decode.load_cost
+    loaded = loaded_blocks(held, decode)
+    # A worker's measured cost of loading is its own, and tells workers apart only where they load.
+    return decode.kv_format, decode.block_size, held, loaded, decode.load_cost if loaded else 0.0
 
 
 def _found(tokens: int, pair: Pair, cost: float, searches: Sequence[_Group]) -> Found:

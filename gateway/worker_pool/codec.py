@@ -64,6 +64,14 @@ class StepTime(NamedTuple):
     tokens: int = 0  # 0 = not reported
 
 
+class Rank(NamedTuple):
+    """A process of a worker that is several; see ``diptych.worker.v1.Rank``."""
+
+    pid: int
+    state: str
+    weight_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """The load of a worker as it reports it; see ``diptych.worker.v1.Load``."""
@@ -87,6 +95,8 @@ class Load:
     tier_token_s: float | None = None  # seconds a token that it loads from its tiers; None = not measured
     drafted_tokens: int = 0  # that a decode worker has drafted and checked
     accepted_draft_tokens: int = 0  # of these, those that were right
+    ranks: tuple[Rank, ...] = ()  # stage by stage; none where the worker is one process
+    stages: int = 0
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -275,6 +285,8 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.tier_token_s if sent.HasField("tier_token_s") else None,
             sent.drafted_tokens,
             sent.accepted_draft_tokens,
+            tuple(Rank(rank.pid, rank.state, rank.weight_bytes) for rank in sent.ranks),
+            sent.stages,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

@@ -50,12 +50,27 @@ def most_saved_tokens(
 ) -> int:
     """Return the tokens that the best pair saves of a prompt of `tokens` tokens.
 
-    Without a prefill worker these are the tokens that the best decode worker holds.
+    Without a prefill worker these are the tokens that the best decode worker holds. Time grows with the
+    workers, not with their pairs: of the decode workers of one memory only the one that holds most can be in
+    the best pair, and each prefill worker needs the one of its own memory and the best of the others.
     """
     if not prefill:
         return max((held_blocks(tokens, d) * d.block_size for d in decode), default=0)
-    pairs = ((p, d) for p in prefill for d in decode if p.kv_format == d.kv_format)
-    return max((pair_saving(tokens, p, d).blocks * d.block_size for p, d in pairs), default=0)
+    holders: dict[tuple[str, int], dict[str, DecodeCandidate]] = {}
+    for one in decode:
+        memories = holders.setdefault((one.kv_format, one.block_size), {})
+        known = memories.get(one.memory_domain)
+        if known is None or held_blocks(tokens, one) > held_blocks(tokens, known):
+            memories[one.memory_domain] = one
+    most = 0
+    for (kv_format, block_size), memories in holders.items():
+        best = sorted(memories.values(), key=lambda one: -held_blocks(tokens, one))[:2]
+        for source in prefill:
+            if source.kv_format == kv_format:
+                near = memories.get(source.memory_domain)
+                for target in best if near is None else (*best, near):
+                    most = max(most, pair_saving(tokens, source, target).blocks * block_size)
+    return most
 
 
 def held_blocks(tokens: int, decode: DecodeCandidate) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
 
+from diptych.v1 import admin_pb2 as pb
+from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end import reference, tiny_model
 from tests.end_to_end.rank_processes import Degrees, alone, answer, processes, resumed, serving
+from tests.end_to_end.stack import Stack
 
 TOKENS = 20
 PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate((5, 100))]
@@ -37,12 +41,23 @@ def degrees(tensor: int, pipeline: int = 1, *, experts: bool = False) -> Degrees
     return {**chosen, "expert-parallel": True} if experts else chosen
 
 
+def listed(stack: Stack) -> list[pb.WorkerInfo]:
+    """Return the workers as the gateway knows them, each after a heartbeat."""
+    with grpc.insecure_channel(stack.admin_address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        return list(stub.ListWorkers(pb.ListWorkersRequest(), timeout=10).workers)
+
+
 def test_two_stages_of_two_ranks_to_one_process_are_one_process(tmp_path: Path) -> None:
     """Experts dealt whole."""
     model = tiny_model.write(tmp_path, config_class=MixtralConfig, **EXPERTS)
     expected = alone(model, 2, PROMPTS, TOKENS, whole_experts=True)
     with serving(model, degrees(2, 2, experts=True), degrees(1, experts=True)) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        (load,) = [worker.load for worker in listed(stack) if worker.role == pb.WORKER_ROLE_PREFILL]
+        assert [rank.pid for rank in load.ranks] == processes(stack, "prefill")
+        assert load.stages == 2
+        assert all(rank.weight_bytes for rank in load.ranks)
 
 
 @pytest.mark.full

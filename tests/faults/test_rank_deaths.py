@@ -1,4 +1,4 @@
-"""Workers of two processes each, of which one dies: streams go on, no token is wrong, all blocks come back.
+"""Workers of two processes each, ranks or stages, of which one dies: streams go on, and all blocks come back.
 
 Rank 0 is stopped where a request enters a state, by a failpoint. Then either rank is killed, and rank 0 goes
 on if it was the other one.
@@ -25,8 +25,11 @@ from tests.faults.system import alive, eventually, settle
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 MIX = ("greedy", "seeded", "two choices")
-DEGREES = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
+TENSOR = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
+STAGES = ("--set", "prefill.pipeline-parallel=2", "--set", "decode.pipeline-parallel=2")
 STATES = [
+    ("prefill", "prefill.queued", 0),
+    ("prefill", "prefill.asked", 0),
     ("prefill", "prefill.granted", 0),
     ("prefill", "prefill.chunk", 2),
     ("prefill", "prefill.before_commit", 1),
@@ -44,11 +47,16 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="module", params=["shared_memory", "tcp"])
+@pytest.fixture(
+    scope="module",
+    params=[("shared_memory", TENSOR), ("tcp", TENSOR), ("shared_memory", STAGES)],
+    ids=["shared_memory", "tcp", "stages"],
+)
 def groups(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, odd: Path
 ) -> Iterator[Breakable]:
-    yield from breakable(tmp_path_factory, odd, *DEGREES, "--transport", request.param)
+    transport, degrees = request.param
+    yield from breakable(tmp_path_factory, odd, *degrees, "--transport", transport)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -78,7 +78,7 @@ def _load_everywhere(
 ) -> LoadedParts:
     links = group.join(order)
     loaded = load_parts(model, links, group.stop_word, order.threads, device)
-    sizes = [loaded.weight_bytes, *group.wait_loaded()]
+    group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
         "%d ranks in %d stages of %d parts, MiB of weights in each: %s",
         group.size,

@@ -67,6 +67,8 @@ class RankGroup:
         signal at the death of a parent follows the thread that started the child.
         """
         self.grid, self.size = grid, grid.size
+        self.weight_bytes: Sequence[int] = [0] * grid.size
+        """Bytes of the weights of each process, this one first; 0 until they are loaded."""
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd)
         self.stop_word.reset()

@@ -107,4 +107,6 @@ def _load(load: Load, adapters: Mapping[bytes, str]) -> pb.WorkerLoad:
         accepted_draft_tokens=load.accepted_draft_tokens,
         adapters=sorted(adapters.get(digest, digest.hex()[:12]) for digest in load.adapters),
         max_loras=load.max_loras,
+        ranks=(pb.WorkerRank(**rank._asdict()) for rank in load.ranks),
+        stages=load.stages,
     )

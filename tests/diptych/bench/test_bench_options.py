@@ -131,6 +131,8 @@ def test_refuses_impossible_values(flag: str, capsys: pytest.CaptureFixture[str]
         ("--request-timeout=x", "'x' is not a positive number"),
         ("--random-range-ratio=x", "'x' is not in [0, 1)"),
         ("--temperature=x", "'x' is not a number of at least 0"),
+        ("--think-time=-1", "'-1' is not a number of at least 0"),
+        ("--price-hour=0", "'0' is not a positive number"),
         ("--temperature=-1", "'-1' is not a number of at least 0"),
         ("--base-url=127.0.0.1:8000", "needs http:// or https://"),
         ("--base-url=localhost:8000/v1", "needs http:// or https://"),
@@ -167,6 +169,7 @@ def test_a_dataset_that_is_a_file_needs_one() -> None:
 
 
 def test_loads_have_labels() -> None:
-    cases = [Load(max_concurrency=8), Load(2.5), Load(2.0, 8), Load(None), Load()]
-    labels = ["C=8", "2.5 req/s", "2 req/s, C≤8", "trace", "inf req/s"]
+    cases = [Load(max_concurrency=8), Load(max_concurrency=8, think_s=2.5)]
+    cases += [Load(2.5), Load(2.0, 8), Load(None), Load()]
+    labels = ["C=8", "C=8, think 2.5 s", "2.5 req/s", "2 req/s, C≤8", "trace", "inf req/s"]
     assert [load.label for load in cases] == labels

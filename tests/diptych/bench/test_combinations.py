@@ -37,6 +37,7 @@ TRACE = f"--dataset-path={AZURE}"
         ["--dataset-path=x.txt", "--max-output-len=9"],
         [TRACE, "--time-scale=0.1", "--max-concurrency=8"],
         ["--burstiness=0.5", "--max-concurrency=8"],
+        ["--think-time=1", "--request-rate=2"],
         ["--tokenizer=t.json"],
         ["--dataset-path=x.json", "--tokenizer=t.json", "--random-output-len=9"],
         ["--save-detailed"],

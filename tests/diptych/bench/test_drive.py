@@ -6,7 +6,7 @@ import time
 import pytest
 
 from diptych.bench.drive import drive
-from diptych.bench.load import Load
+from diptych.bench.load import Load, think_times
 from diptych.bench.request import BenchRequest, Reply, RequestFailed
 
 REQUESTS = [BenchRequest((number,), 1) for number in range(30)]
@@ -46,6 +46,21 @@ async def test_a_closed_loop_keeps_its_clients_busy(clients: int) -> None:
     assert [prompt for _, prompt in backend.calls] == [one.prompt for one in REQUESTS]
     assert len(run.outcomes) == len(REQUESTS)
     assert run.duration >= 0.01 * len(REQUESTS) / clients
+
+
+async def test_a_client_thinks_before_each_request_but_its_first() -> None:
+    backend = Sleeper(0.0)
+    run = await drive(backend, Load(max_concurrency=2, think_s=0.05), REQUESTS[:8], seed=0)
+    pauses = think_times(8, 0.05, 0)
+    assert run.duration >= sum(pauses[2:]) / 2
+    starts = [moment for moment, _ in backend.calls]
+    assert starts[2] - starts[0] >= min(pauses[2:4]) > starts[1] - starts[0]
+
+
+def test_think_times_have_their_mean() -> None:
+    times = think_times(20_000, 2.0, seed=1)
+    assert sum(times) / len(times) == pytest.approx(2.0, rel=0.05)
+    assert think_times(3, 0.0, seed=1) == [0.0] * 3
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:

@@ -42,6 +42,17 @@ def test_measures_as_its_definitions_say() -> None:
     assert figures["tokens_per_message"] == pytest.approx(8 / 5)
 
 
+def test_pace_of_a_user_and_price_of_a_token() -> None:
+    outcomes = [answered([1.0, 1.5, 2.0], prompt=5), answered([1.0, 1.25], prompt=5), answered([3.0])]
+    measured = measure(run(outcomes, 3.0), None, exact_lengths=True, price_hour=1.2).figures
+    assert measured["output_throughput_per_user"] == pytest.approx((2 + 4) / 2)
+    assert measured["dollars_per_million_output_tokens"] == pytest.approx(1.2 * 3 / 3600 * 1e6 / 6)
+    assert measured["dollars_per_million_tokens"] == pytest.approx(1.2 * 3 / 3600 * 1e6 / (6 + 13))
+    unpriced = measure(run([answered([1.0])], 3.0), None, exact_lengths=True).figures
+    assert "dollars_per_million_tokens" not in unpriced
+    assert unpriced["output_throughput_per_user"] is None
+
+
 def test_the_best_second_is_that_with_most_tokens() -> None:
     """Seconds from the first sending; tokens that came in one message count as of its moment."""
     outcomes = [answered([10.5, 11.1, 11.9, 12.2], sent=10.0), answered([11.5, 12.5], sent=10.1, tokens=6)]

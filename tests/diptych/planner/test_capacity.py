@@ -129,7 +129,9 @@ def test_what_is_out_of_reach_is_said(fleet_of: Callable[[Demand], Fleet], tmp_p
 def test_prices_add_up(fleet_of: Callable[[Demand], Fleet]) -> None:
     demand = Demand(10, 1000, 100, 0.5, 1, 0.05)
     fleet = fleet_of(demand)
-    bill = price_fleet(demand, fleet, 1, 3.0, ApiPrice(1.0, 2.0, 0.5))
+    bill = price_fleet(
+        demand, fleet, fleet.prefill_workers + fleet.decode_workers, 3.0, ApiPrice(1.0, 2.0, 0.5)
+    )
     assert bill.an_hour == 3.0 * (fleet.prefill_workers + fleet.decode_workers)
     assert bill.per_million_output == pytest.approx(bill.an_hour / (10 * 100 * 3600) * 1e6)
     request = (500 * 1.0 + 500 * 0.5 + 100 * 2.0) / 1e6

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diptych.planner.capacity import Demand, DoesNotFit, mean_wait_s
 from diptych.planner.hardware import ACCELERATORS, find_accelerator
 from diptych.planner.model_costs import model_costs
 from diptych.planner.model_shape import read_shape
+from diptych.planner.plan import Question, make_plan
 from diptych.planner.rates import BadMeasurements, Measured, Roofline
 from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, write_config
 
@@ -49,6 +52,33 @@ def test_two_cards_a_worker_are_less_than_twice_as_fast(tmp_path: Path) -> None:
     assert 0.5 < two.prefill_s(2000, 0) / one.prefill_s(2000, 0) < 0.9
 
 
+def test_eight_cards_for_prompts_of_70b_are_two_workers_at_a_high_load(tmp_path: Path) -> None:
+    """The figures of docs/planning.md."""
+    costs = model_costs(read_shape(write_config(tmp_path, LLAMA_3_70B)))
+    four, eight = (Roofline(costs, ACCELERATORS["h100"], cards).prefill_s(2000, 0) for cards in (4, 8))
+    assert (1000 * four, 1000 * eight) == (pytest.approx(144.7, abs=0.05), pytest.approx(84.8, abs=0.05))
+    assert (2 / four, 1 / eight) == (pytest.approx(13.8, abs=0.05), pytest.approx(11.8, abs=0.05))
+    for rate, of_two, of_one in ((2.76, 148, 98), (8.29, 185, 185), (11.06, 273, 723)):
+        found = four + mean_wait_s(rate, four, 2), eight + mean_wait_s(rate, eight, 1)
+        assert [1000 * one for one in found] == pytest.approx([of_two, of_one], rel=0.01)
+
+
+def test_phases_have_cards_of_their_own(tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path, LLAMA_3_70B))
+    question = Question(
+        shape, ACCELERATORS["h100"], Demand(4, 2000, 300), cards_a_worker=8, dollars_an_hour=2.0
+    )
+    same = make_plan(question)
+    apart = make_plan(replace(question, cards_a_prefill_worker=4))
+    assert apart.fleet.prefill_s == pytest.approx(0.1447, abs=1e-4)
+    assert apart.fleet.step_s == same.fleet.step_s
+    assert same.bill is not None
+    assert apart.bill is not None
+    assert (same.bill.cards, apart.bill.cards) == (16, 12)
+    with pytest.raises(DoesNotFit, match=r"weights of 141.1 GB do not fit into 90% of 80 GB"):
+        make_plan(replace(question, cards_a_prefill_worker=1))
+
+
 def test_cards_are_found_by_loose_names() -> None:
     assert find_accelerator("H100").memory == 80e9
     assert find_accelerator("RTX 4090", 48e9).memory == 48e9
@@ -80,6 +110,19 @@ def test_a_single_load_is_scaled_by_its_prompt() -> None:
     rates = Measured.of_results([_load(1, 100, 30, 5)])
     assert rates.prefill_s(200, 0) == pytest.approx(0.06)
     assert rates.step_s(50, 100) == pytest.approx(0.005)
+
+
+def test_prompts_beside_decode_steps_take_as_long_as_the_server_says() -> None:
+    def timed(load: dict[str, object], prefill_ms: float) -> dict[str, object]:
+        return {**load, "median_server_prefill_ms": prefill_ms}
+
+    lone = [timed(_load(1, 100, 30, 5), 20), timed(_load(1, 300, 70, 5), 60)]
+    beside = [timed(_load(8, 200, 900, 12), 500), timed(_load(2, 200, 90, 6), 60)]
+    assert Measured.of_results([*lone, *beside]).prefill_beside == pytest.approx(1.5)
+    assert Measured.of_results(lone).prefill_beside == 1.0
+    assert Measured.of_results([_load(1, 100, 30, 5), _load(2, 100, 90, 6)]).prefill_beside == 1.0
+    faster = timed(_load(2, 200, 90, 6), 30)
+    assert Measured.of_results([*lone, faster]).prefill_beside == 1.0
 
 
 def test_a_file_without_figures_is_named() -> None:

@@ -13,7 +13,7 @@ from gateway.attempt.types import Role
 from gateway.worker_pool import cheapest_pair
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.cheapest_pair import pair_cost, tie_break
-from gateway.worker_pool.pair_savings import pair_saving
+from gateway.worker_pool.pair_savings import most_saved_tokens, pair_saving
 from gateway.worker_pool.router import NoWorker, Route, RouteRequest, choose_route
 
 PREFILL = PrefillCandidate("p1", "f", waiting_tokens=0)
@@ -181,6 +181,20 @@ def test_choice_is_that_of_a_look_at_every_pair(
     prefill: list[PrefillCandidate], decode: list[DecodeCandidate], tokens: int, affinity: str
 ) -> None:
     compare(prefill, decode, tokens, affinity)
+
+
+@given(copying_prefills, tiered_decodes, st.sampled_from([1, 17, 60, 100]))
+def test_most_saved_tokens_are_those_of_a_look_at_every_pair(
+    prefill: list[PrefillCandidate], decode: list[DecodeCandidate], tokens: int
+) -> None:
+    saved = [
+        pair_saving(tokens, p, d).blocks * d.block_size
+        for p in prefill
+        for d in decode
+        if p.kv_format == d.kv_format
+    ]
+    if prefill:
+        assert most_saved_tokens(tokens, prefill, decode) == max(saved, default=0)
 
 
 def test_a_search_that_forgets_the_second_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""The fleet of a replay, and the service level that its answers are measured by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from diptych.replay.routing import Routing
+from diptych.replay.step_times import StepTimes
+
+BLOCK_SIZE = 16
+"""Tokens of a block."""
+CHUNK_TOKENS = 512
+"""Tokens of a chunk of a prefix, which is what traces know of prompts."""
+
+
+@dataclass(frozen=True)
+class ReplayFleet:
+    """Workers of a replay. All of one role are alike."""
+
+    prefill: int
+    decode: int
+    times: StepTimes
+    blocks: int
+    """Blocks of one decode worker's pool."""
+    max_tokens: int
+    """Prompt and answer of one request."""
+    max_batch: int = 64
+    prefill_chunk: int = 2048
+    prefill_enough: int = 2048
+    """Tokens of a step that further prompts do not join."""
+    routing: Routing = Routing.COST
+    most_steps: int = 1 << 30
+    """Decode steps of one event, see `SimulatedDecodeWorker`."""
+    index_delay_s: float = 0.25
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True)
+class ServiceGoal:
+    """Seconds that an answer may take: to its first token, and between tokens on average."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf

@@ -1,0 +1,131 @@
+"""A prefill worker on virtual time: the real schedule of asks and chunks, steps that only take time.
+
+A prompt is queued, asks its decode worker for blocks, is granted them, and is computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from diptych.replay.events import Events
+from diptych.replay.step_times import StepTimes
+from diptych.replay.stream import Stream
+from prefill_worker.engine_loop import LOOKAHEAD_STEPS
+from prefill_worker.scheduler import Prompt, plan_asks, plan_chunks
+
+CHUNK = 2048
+"""Tokens of a step, the worker's default on GPUs."""
+MAX_PROMPTS = 32
+"""Prompts that compute or ask at a time, the worker's default."""
+OnPrefilled = Callable[[Stream], None]
+
+
+class Granter(Protocol):
+    """The decode workers: `ask` calls `SimulatedPrefillWorker.granted` now or later."""
+
+    @property
+    def decoding(self) -> bool: ...
+    def ask(self, stream: Stream) -> None: ...
+
+
+class SimulatedPrefillWorker:
+    """Prefill worker on virtual time.
+
+    Args:
+        enough: tokens of a step that further prompts do not join.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        times: StepTimes,
+        granter: Granter,
+        on_prefilled: OnPrefilled,
+        *,
+        chunk: int = CHUNK,
+        enough: int = CHUNK,
+    ) -> None:
+        self._events, self._times = events, times
+        self._granter, self._on_prefilled = granter, on_prefilled
+        self._chunk, self._enough = chunk, enough
+        self._queued: dict[int, Stream] = {}
+        self._asked: dict[int, Stream] = {}
+        self._granted: dict[int, Stream] = {}
+        self._arrived = 0
+        self._computing = False
+        self.outstanding = 0
+        """Tokens of its prompts, cached ones included: what a gateway knows of it."""
+        self.busy_s = 0.0
+
+    def dispatch(self, stream: Stream, predicted: int) -> None:
+        """Queue a prompt, of which `predicted` tokens are to be computed."""
+        self._arrived += 1
+        self.outstanding += stream.tokens
+        stream.prompt = Prompt(
+            (str(stream.number), self._arrived), predicted, str(stream.decode), 0, self._arrived
+        )
+        self._queued[stream.number] = stream
+        self._ask()
+        self._begin_step()
+
+    def granted(self, stream: Stream) -> None:
+        """Begin a prompt that has its blocks now, with `stream.left` tokens to compute."""
+        del self._asked[stream.number]
+        self._granted[stream.number] = stream
+        stream.prompt = replace(_prompt(stream), tokens=stream.left)
+        if not self._computing:
+            # Not at once: this may be an answer to an ask that is being made.
+            self._events.at(self._events.now, self._begin_step)
+
+    def _ask(self) -> None:
+        if not self._queued:
+            return
+        keys = plan_asks(
+            [_prompt(one) for one in self._queued.values()],
+            [_prompt(one) for one in self._asked.values()],
+            [_prompt(one) for one in self._granted.values()],
+            lookahead=LOOKAHEAD_STEPS * self._chunk,
+            max_prompts=MAX_PROMPTS,
+        )
+        for name, _ in keys:
+            stream = self._queued.pop(int(name))
+            self._asked[stream.number] = stream
+            self._granter.ask(stream)
+
+    def _begin_step(self) -> None:
+        if self._computing or not self._granted:
+            return
+        chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._enough)
+        rows = [(self._granted[int(chunk.key[0])], chunk) for chunk in chunks]
+        seconds = self._times.prefill_s([(c.tokens, stream.tokens - stream.left) for stream, c in rows])
+        if self._times.beside != 1.0 and self._granter.decoding:
+            seconds *= self._times.beside
+        for stream, _ in rows:
+            if not stream.pulled:
+                stream.pulled = True
+                seconds += stream.start * self._times.pull_s
+        self._computing = True
+        self.busy_s += seconds
+        self._events.at(
+            self._events.now + seconds, lambda: self._end_step([(stream, c.tokens) for stream, c in rows])
+        )
+
+    def _end_step(self, computed: list[tuple[Stream, int]]) -> None:
+        self._computing = False
+        for stream, tokens in computed:
+            stream.left -= tokens
+            stream.prompt = replace(_prompt(stream), tokens=stream.left)
+            if not stream.left:
+                del self._granted[stream.number]
+                self.outstanding -= stream.tokens
+                self._on_prefilled(stream)
+        self._ask()
+        self._begin_step()
+
+
+def _prompt(stream: Stream) -> Prompt:
+    if stream.prompt is None:
+        raise ValueError(f"request {stream.number} was not dispatched")
+    return stream.prompt

@@ -1,0 +1,32 @@
+"""The processes of a worker as its heartbeats report them: pid, state, weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from diptych.worker.v1 import work_pb2
+from diptych.worker_process.group.rank_group import RankGroup
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "stopped"}
+"""States of proc_pid_stat(5). A rank sleeps between steps, and where it waits for another one."""
+_GONE = "gone"
+
+
+def rank_statuses(group: RankGroup | None) -> Iterator[work_pb2.Rank]:
+    """Yield the processes of a group, this one first; none of a worker that is one process."""
+    if group is None:
+        return
+    for pid, size in zip((os.getpid(), *group.pids), group.weight_bytes, strict=True):
+        yield work_pb2.Rank(pid=pid, state=process_state(pid), weight_bytes=size)
+
+
+def process_state(pid: int) -> str:
+    """Return what a process does, as the kernel knows it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return _GONE
+    letter = stat.rpartition(")")[2].split()[0]  # the name before it may hold anything
+    return _STATES.get(letter, _GONE)
