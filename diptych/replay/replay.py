@@ -119,6 +119,7 @@ class Replay:
     def _arrive(self, number: int, row: TraceRow) -> None:
         result, fleet = self.result, self._fleet
         result.requests += 1
+        result.last_arrival_s = self._events.now
         output = max(row.output_len, 1)
         needed = row.input_len + output
         if needed > min(fleet.max_tokens, fleet.blocks * BLOCK_SIZE):

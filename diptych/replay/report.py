@@ -21,6 +21,7 @@ def replay_report(results: Sequence[ReplayResult], dollars_an_hour: float | None
     for one in results:
         table.add_column(f"{one.fleet.prefill} : {one.fleet.decode}", justify="right")
     rows: list[tuple[str, Callable[[ReplayResult], str]]] = [
+        ("offered, requests/s", lambda one: f"{one.rate:.3f}"),
         ("goodput a worker, requests/s", lambda one: f"{one.goodput_per_worker:.3f}"),
         ("within the service level", lambda one: f"{one.attainment:.1%}"),
         ("answered / refused / too long", lambda one: f"{one.completed} / {one.refused} / {one.too_long}"),

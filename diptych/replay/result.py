@@ -32,6 +32,8 @@ class ReplayResult:
     """Prompt tokens that were cached at the grant."""
     best_cached_tokens: int = 0
     """Prompt tokens that the best worker held when the pair was chosen: what an oracle would have found."""
+    last_arrival_s: float = 0.0
+    """Virtual time of the last arrival; the first is at 0."""
     last_s: float = 0.0
     """Virtual time of the last token."""
     ttft: Histogram = field(default_factory=Histogram)
@@ -42,9 +44,17 @@ class ReplayResult:
     mean_batch: float = 0.0
 
     @property
+    def rate(self) -> float:
+        """Requests a second that arrived."""
+        return self.requests / self.last_arrival_s if self.last_arrival_s else 0.0
+
+    @property
     def goodput(self) -> float:
-        """Answers a second within the service level."""
-        return self.good / self.last_s if self.last_s else 0.0
+        """Requests a second that are answered within the service level.
+
+        It is a share of the rate at which they arrive: the time that the last answers take says nothing.
+        """
+        return self.rate * self.attainment
 
     @property
     def goodput_per_worker(self) -> float:
@@ -79,6 +89,7 @@ class ReplayResult:
             "preempted": self.preempted,
             "duration_s": self.last_s,
             "output_tokens_per_s": self.output_tokens / self.last_s if self.last_s else 0.0,
+            "rate": self.rate,
             "goodput": self.goodput,
             "goodput_per_worker": self.goodput_per_worker,
             "attainment": self.attainment,

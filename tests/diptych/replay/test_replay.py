@@ -86,6 +86,14 @@ def test_overload_is_refused_and_counted() -> None:
     assert result.attainment < 0.5
 
 
+def test_goodput_is_a_share_of_the_rate_of_arrivals() -> None:
+    requests = [TraceRow(0.1 * at, 100, 200) for at in range(101)]
+    result = replayed(FLEET, requests, ServiceGoal(ttft_s=0.5))
+    assert result.goodput == pytest.approx(101 / 10.0)
+    assert result.goodput_per_worker == pytest.approx(101 / 40.0)
+    assert result.last_s > 10.5
+
+
 def test_request_longer_than_a_pool_is_refused() -> None:
     result = replayed(FLEET, [TraceRow(0.0, 30_000, 5), TraceRow(1.0, 10, 5)])
     assert (result.too_long, result.completed) == (1, 1)
