@@ -98,6 +98,7 @@ class Gateway:
             local_workers=WorkerFileReader(settings.workers_fd).workers,
             local_prefill=LocalMode(settings.local_prefill),
             needed_adapters=lambda: self.adapters.needed,
+            tls=settings.link_tls,
         )
         self.adapter_service = AdapterService(
             self.adapters,

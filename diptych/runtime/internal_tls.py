@@ -1,0 +1,176 @@
+"""Mutual TLS between gateways and workers: a folder of PEM files a program, read again when renewed.
+
+The folder has the names of a Kubernetes TLS secret, as cert-manager writes it: `tls.crt`, `tls.key` and
+`ca.crt`, the roots that sign every program's certificate. A certificate says by a DNS name what its owner is:
+`gateway.diptych.internal`, `prefill.diptych.internal` or `decode.diptych.internal`. Addresses do not count:
+those of pods are not known when a certificate is signed. Whoever connects demands the role that serves the
+method, and whoever serves demands the role that may call it.
+
+Files are looked at for each new connection. Connections that stand stay: they are as old as their streams.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from diptych.runtime.file_watch import FileWatch
+from diptych.runtime.tls import BadTlsFiles, TlsFiles
+
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+_DOMAIN: Final = ".diptych.internal"
+_EXPLAINED: Final = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not one that our ca.crt signed for this role",
+    "WRONG_VERSION_NUMBER": "it answers without TLS: it lacks --internal-tls",
+    "TLSV1_ALERT_UNKNOWN_CA": "it refuses our certificate, which its ca.crt has not signed",
+    "CERTIFICATE_REQUIRED": "it wants a certificate",
+    "Hostname Verification": "its certificate is that of another role",
+}
+_log = logging.getLogger(__name__)
+
+
+class NotTrusted(Exception):
+    """A peer whose certificate is not that of the role which the connection is for."""
+
+
+def name_of(role: str) -> str:
+    """Return the DNS name of a role, which a certificate has whose owner is in that role."""
+    return role + _DOMAIN
+
+
+def require_role(names: Iterable[str], role: str) -> None:
+    """Check the DNS names of a verified certificate. Raises NotTrusted, with the names that it has."""
+    found = sorted(names)
+    if name_of(role) not in found:
+        raise NotTrusted(f"its certificate names {', '.join(found) or 'nothing'}, and not {name_of(role)}")
+
+
+def names_in(connection: ssl.SSLObject | ssl.SSLSocket) -> list[str]:
+    """Return the DNS names of the peer's verified certificate."""
+    certificate: Any = connection.getpeercert() or {}
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+
+
+def explain_handshake(details: str) -> str | None:
+    """Return in words why a handshake failed, by gRPC's details; None if they tell of no handshake."""
+    why = next((text for sign, text in _EXPLAINED.items() if sign in details), None)
+    if why is None and "handshake failed" not in details.lower():
+        return None
+    return f"the TLS handshake failed: {why or details}"
+
+
+@dataclass(frozen=True)
+class _Material:
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+class InternalTls:
+    """Certificates of one program for its links to others.
+
+    Args:
+        folder: has tls.crt, tls.key and ca.crt.
+        role: of this program: gateway, prefill or decode.
+        plain_groups: whether nccl and gloo, which do not encrypt, may carry keys and values to other hosts.
+    """
+
+    def __init__(self, folder: Path, role: str, *, plain_groups: bool = False) -> None:
+        """Read the files. Raises BadTlsFiles."""
+        self.role, self.plain_groups = role, plain_groups
+        self.files = TlsFiles(folder / CERTIFICATE, folder / KEY, folder / AUTHORITY)
+        self._watch = FileWatch(self.files.certificate, self.files.key, folder / AUTHORITY)
+        self._material = self._read()
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials of a gRPC port; who has no certificate of the CA gets no connection."""
+        return self.files.server_credentials()
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return the credentials of one new channel, with the files of now."""
+        self._refresh()
+        now = self._material
+        return grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context of a listening socket, which demands a certificate of the CA."""
+        context = self.files.server_context()
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the context of one new connection, with the files of now."""
+        self._refresh()
+        return _client_context(self.files, self._material)
+
+    @property
+    def http(self) -> TlsFiles:
+        """The files of a port for probes and metrics, whose callers have no certificate."""
+        return TlsFiles(self.files.certificate, self.files.key)
+
+    def _read(self) -> _Material:
+        """Read files that fit together. Raises BadTlsFiles."""
+        self.files.check()
+        roots = self.files.client_ca
+        if roots is None:
+            raise ValueError("links are mutual")
+        try:
+            material = _Material(
+                self.files.certificate.read_bytes(), self.files.key.read_bytes(), roots.read_bytes()
+            )
+        except OSError as error:
+            raise BadTlsFiles(f"cannot read {error.filename}: {error.strerror}") from None
+        _check_against_itself(self.files, material, self.role)
+        return material
+
+    def _refresh(self) -> None:
+        if not self._watch.changed():
+            return
+        try:
+            self._material = self._read()
+        except BadTlsFiles as error:
+            if self._watch.failed(str(error)):
+                _log.error("the certificate of links stays as it was: %s", error)
+        else:
+            _log.info("the certificate of links was read again")
+
+
+def _client_context(files: TlsFiles, material: _Material) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=material.authority.decode())
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.certificate, files.key, password="")
+    return context
+
+
+def _check_against_itself(files: TlsFiles, material: _Material, role: str) -> None:
+    """Shake hands with these files on both ends: the CA, the dates and the name are checked as a peer would.
+
+    Raises BadTlsFiles.
+    """
+    server = files.server_context()
+    server.verify_mode = ssl.CERT_REQUIRED
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        _client_context(files, material).wrap_bio(to_client, to_server, server_hostname=name_of(role)),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    pending = list(ends)
+    try:
+        for _ in range(8):  # flights of a handshake
+            for end in tuple(pending):
+                try:
+                    end.do_handshake()
+                    pending.remove(end)
+                except ssl.SSLWantReadError:
+                    pass
+        require_role(names_in(ends[1]), role)
+    except ssl.SSLCertVerificationError as error:
+        raise BadTlsFiles(f"{files.certificate}: no peer would take it: {error.verify_message}") from None
+    except (ssl.SSLError, NotTrusted, ValueError) as error:
+        raise BadTlsFiles(f"{files.certificate}: no peer would take it: {error}") from None
