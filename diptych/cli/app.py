@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from diptych.cli.api_key_command import key
+from diptych.cli.certificates_command import certificates
 from diptych.cli.plan_command import plan
 from diptych.cli.stack import MODULES
 from diptych.cli.stack_command import StackCommand
@@ -34,6 +35,7 @@ app = typer.Typer(
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
 app.command(rich_help_panel=_CHECK)(plan)
+app.command(rich_help_panel=_OPERATE)(certificates)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

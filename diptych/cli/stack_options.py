@@ -15,6 +15,8 @@ from diptych.runtime.settings_sources import DEFAULT, VARIABLE_PREFIX, flag_of
 from diptych.worker_process.config import MAX_THREADS
 
 LOOPBACK = "127.0.0.1"
+AUTO_TLS = "auto"
+"""Value of --internal-tls that makes certificates for this run."""
 
 
 def _option(text: str, section: str, **rules: Any) -> Any:
@@ -137,6 +139,12 @@ class StackOptions:
     tls_client_ca: Annotated[
         Path | None,
         _option("PEM certificates that sign clients' certificates; with it, clients need one.", "Security"),
+    ] = None
+    internal_tls: Annotated[
+        str | None,
+        _option(
+            "TLS between the programs: auto makes certificates, a folder has them, one a role.", "Security"
+        ),
     ] = None
     redis_url: Annotated[
         str | None, _option("Use this Redis-protocol server; default: start Valkey.", "Processes")

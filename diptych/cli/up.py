@@ -14,6 +14,7 @@ from typing import Any
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
+from diptych.cli.private_ca import with_certificates
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, program_specs
@@ -85,6 +86,18 @@ async def running_stack(
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
     current; BadOptions when it cannot be written the first time, which a script may wait for.
     """
+    with with_certificates(options) as certified:
+        async with _running(certified, observe, ready_file, ready_timeout_s) as stack:
+            yield stack
+
+
+@asynccontextmanager
+async def _running(
+    options: StackOptions,
+    observe: Callable[[Event], None],
+    ready_file: Path | None,
+    ready_timeout_s: float,
+) -> AsyncIterator[Stack]:
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
     options = replace(options, config_digest=config_digest(settings))
