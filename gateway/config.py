@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
+from gateway.access.access_log import check_path
 from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
 from gateway.model.template_file import read_template
@@ -84,6 +85,12 @@ class GatewaySettings(ProgramSettings):
         None,
         "API keys, as `diptych key new` writes them; without the file no key is required.",
         section="Security",
+        serving=False,
+    )
+    access_log: str | None = setting(
+        None,
+        "File that gets a line of JSON for each call, of operators too; - is standard output.",
+        section="Logging",
         serving=False,
     )
     tls_cert: Path | None = setting(
@@ -256,6 +263,13 @@ class GatewaySettings(ProgramSettings):
     def _keys_can_be_read(cls, path: Path | None) -> Path | None:
         if path is not None:
             read_key_file(path)
+        return path
+
+    @field_validator("access_log")
+    @classmethod
+    def _log_can_be_written(cls, path: str | None) -> str | None:
+        if path is not None:
+            check_path(path)
         return path
 
     @field_validator("chat_template")

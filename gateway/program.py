@@ -27,6 +27,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
+from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
 from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.adapter_service import AdapterService, read_configured
@@ -80,6 +81,10 @@ class Gateway:
         self.metrics = GatewayMetrics(self.registry)
         create_series(self.metrics)
         create_reader_series(self.metrics)
+        try:
+            self._journal = Journal(self.registry, settings.access_log, settings.worker_id)
+        except OSError as error:
+            raise StartupError(f"--access-log: {error}") from None
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
@@ -337,6 +342,7 @@ class Gateway:
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self.telemetry.stop)
+        await asyncio.to_thread(self._journal.close)
 
     def _workers_changed(self) -> None:
         self._changed.set()
@@ -365,6 +371,7 @@ class Gateway:
             alive=self.live.is_reserved,
             write_timeout_s=self._settings.write_timeout,
             heap=self._heap,
+            journal=self._journal,
         )
 
     def _adapter_routes(self) -> AdapterRoutes:

@@ -25,7 +25,15 @@ OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
-        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "config-digest"),
+        *(
+            "api-keys-file",
+            "access-log",
+            "tls-cert",
+            "tls-key",
+            "tls-client-ca",
+            "internal-tls",
+            "config-digest",
+        ),
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
 )
@@ -129,6 +137,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "host": options.host,
             "insecure": options.insecure or None,
             "api-keys-file": options.api_keys_file,
+            "access-log": options.access_log,
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,

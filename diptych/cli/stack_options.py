@@ -201,6 +201,10 @@ class StackOptions:
     log_level: Annotated[
         str, _option("Least severe records that are logged: debug, info, warning or error.", "Logging")
     ] = "info"
+    access_log: Annotated[
+        str | None,
+        _option("File that gets a line of JSON for each call; - is standard output.", "Logging"),
+    ] = None
     secret: str | None = None
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""
