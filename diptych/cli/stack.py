@@ -25,15 +25,8 @@ OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
-        *(
-            "api-keys-file",
-            "access-log",
-            "tls-cert",
-            "tls-key",
-            "tls-client-ca",
-            "internal-tls",
-            "config-digest",
-        ),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
+        "config-digest",
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
 )

@@ -1,8 +1,8 @@
 """Access and audit log: a line of JSON for each call, written by a thread of its own.
 
-A slow or full disk delays no call: lines that find `MAX_LINES` before them are dropped, and counted. The file is
-appended to, a whole line by one write, so that gateways may share it; when another file has its name, as after
-a rotation, that one is opened.
+A slow or full disk delays no call: lines that find `MAX_LINES` before them are dropped, and counted. A line
+is appended by one write, so that gateways may share a file. When another file has its name, as after a
+rotation, that one is opened.
 """
 
 from __future__ import annotations

@@ -45,11 +45,8 @@ async def test_every_call_has_a_line_and_tokens_add_up_to_the_counters(
     async with running(bundled, redis_url, ScriptedPrefill(), decode, **settings) as stack:
         for _ in range(2):
             await stack.stub.Generate(stack.request(), metadata=bearer(acme))
-        traced = (
-            *bearer(other),
-            ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"),
-            ("x-request-id", "mine"),
-        )
+        parent = f"00-{TRACE}-00f067aa0ba902b7-01"
+        traced = (*bearer(other), ("traceparent", parent), ("x-request-id", "mine"))
         await collect(stack.stub.StreamGenerate(stack.request(), metadata=traced))
         several = completion(stack, prompt=[f"{SENTINEL} one", f"{SENTINEL} two"])
         assert (await http(stack, "/v1/completions", acme, several))[0] == 200
@@ -81,9 +78,8 @@ async def test_every_call_has_a_line_and_tokens_add_up_to_the_counters(
             if line["kind"] == "inference" and line["tenant"]:
                 logged[line["tenant"], kind] += line[f"{kind}_tokens"]
     assert logged == counted
-    assert in_all == tuple(
-        sum(n for (_, kind), n in counted.items() if kind == k) for k in ("input", "output")
-    )
+    by_kind = {k: sum(n for (_, kind), n in counted.items() if kind == k) for k in ("input", "output")}
+    assert in_all == (by_kind["input"], by_kind["output"])
     assert counted["acme", "output"] == 4 * len(OUTPUT)  # two prompts of the list among them
     streamed, refused, drained = found[2], found[4], found[6]
     assert (streamed["trace_id"], streamed["key"]) == (TRACE, "other-1")
