@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -63,6 +64,10 @@ from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.local_prefill import LocalMode
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
+if TYPE_CHECKING:
+    from gateway.access.jwks import FileKeys, UrlKeys
+    from gateway.access.token_verifier import TokenVerifier
+
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
 _log = logging.getLogger(__name__)
 
@@ -115,7 +120,8 @@ class Gateway:
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
-        self._access = Access(settings.api_keys_file)
+        verifier, self._token_keys = _tokens(settings)
+        self._access = Access(settings.api_keys_file, verifier)
         self.gate = AdmissionGate(
             AdmissionQueue(
                 settings.max_inflight,
@@ -343,6 +349,8 @@ class Gateway:
             await self._admin.close()
         await asyncio.to_thread(self.telemetry.stop)
         await asyncio.to_thread(self._journal.close)
+        if self._token_keys is not None:
+            self._token_keys.close()
 
     def _workers_changed(self) -> None:
         self._changed.set()
@@ -375,7 +383,7 @@ class Gateway:
         )
 
     def _adapter_routes(self) -> AdapterRoutes:
-        closed = self._settings.api_keys_file is None and not is_loopback(self._settings.host)
+        closed = self._access.open and not is_loopback(self._settings.host)
         return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=closed)
 
     def _operations(self) -> Operations:
@@ -421,6 +429,20 @@ def image_intake(model: ServedModel, settings: GatewaySettings) -> ImageIntake:
         _log.warning("requests with images are refused: %s", why)
         return ImageIntake(None, limits, why)
     return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits)
+
+
+def _tokens(settings: GatewaySettings) -> tuple[TokenVerifier | None, FileKeys | UrlKeys | None]:
+    """Return the verifier of tokens and its keys; None where none is taken. Raises StartupError."""
+    rules = settings.token_rules
+    if rules is None:
+        return None, None
+    from gateway.access.jwks import BadJwks  # PyJWT, which takes its time to be imported
+    from gateway.access.tokens import open_tokens
+
+    try:
+        return open_tokens(rules, settings.jwt_jwks)
+    except BadJwks as error:
+        raise StartupError(f"--jwt-jwks: {error}") from None
 
 
 def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
