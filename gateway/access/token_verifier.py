@@ -1,7 +1,7 @@
 """JSON Web Tokens (RFC 7519) as credentials beside API keys, as an OpenID provider signs them (RFC 9068).
 
-A token needs `exp`, `iss`, `aud`, `sub` and a tenant's name. Its signature is checked with a public key of the
-JWKS, by an algorithm of `ALGORITHMS` and of that key's type: none with a shared secret is taken, and not
+A token needs `exp`, `iss`, `aud`, `sub` and a tenant's name. Its signature is checked with a public key of
+the JWKS, by an algorithm of `ALGORITHMS` and of that key's type: none with a shared secret is taken, and not
 `none`. What the claim `scope` (or `scp`) allows here is `diptych:inference` and `diptych:admin`; a token
 without the claim may ask for inference.
 """

@@ -17,7 +17,9 @@ def is_url(source: str) -> bool:
 def open_tokens(rules: TokenRules, source: str | None) -> tuple[TokenVerifier, FileKeys | UrlKeys]:
     """Return the verifier, and its keys, to be closed.
 
-    Keys are those of a file or a URL, without either those that the issuer's configuration names. Raises BadJwks for a file that has none.
+    Keys are those of a file or a URL, without either those that the issuer's configuration names.
+
+    Raises BadJwks for a file that has none.
     """
     keys: FileKeys | UrlKeys
     if source is None:

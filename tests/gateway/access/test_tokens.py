@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 import http.server
 import json
 import threading
@@ -59,6 +60,13 @@ def write_jwks(path: Path, *signers: Signer) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps({"keys": [one.jwk for one in signers]}))
     fresh.rename(path)
+
+
+def shared_secret_token(secret: bytes, claims: str) -> str:
+    """Sign with the public key as if it were a shared secret; PyJWT refuses to."""
+    header = base64.urlsafe_b64encode(b'{"alg":"HS256","kid":"k1"}').decode().rstrip("=")
+    signature = hmac.digest(secret, f"{header}.{claims}".encode(), "sha256")
+    return f"{header}.{claims}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
 
 
 @pytest.fixture
@@ -124,7 +132,7 @@ def test_token_that_the_provider_did_not_sign_is_refused(access: Access, signer:
     public = signer.key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-    assert "another algorithm" in refused(signer.token(public, alg="HS256"))  # the key as a shared secret
+    assert "another algorithm" in refused(shared_secret_token(public, claims))
     rsa_key = rsa.generate_private_key(65537, 2048)
     assert "another algorithm" in refused(signer.token(rsa_key, alg="RS256"))
     assert "not valid" in refused("a.b.c")
@@ -137,9 +145,8 @@ def test_rotated_keys_of_a_file_are_read_and_old_tokens_end_with_their_key(
 ) -> None:
     path, fresh = tmp_path / "jwks.json", Signer("k2")
     write_jwks(path, signer)
-    monkeypatch.setattr(
-        file_watch.FileWatch.__init__, "__kwdefaults__", {"every_s": 0.0, "clock": time.monotonic}
-    )
+    at_once = {"every_s": 0.0, "clock": time.monotonic}
+    monkeypatch.setattr(file_watch.FileWatch.__init__, "__kwdefaults__", at_once)
     access = Access(None, TokenVerifier(FileKeys(path), RULES))
     old, new = (f"Bearer {one.token()}" for one in (signer, fresh))
     access.caller(old, Scope.INFERENCE)
