@@ -64,7 +64,7 @@ from gateway.access.call_record import MAX_TARGET_CHARS, CallRecord, CallUsage
 from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
-from gateway.admission.queue import FIRST_RETRY_S
+from gateway.admission.wait import FIRST_RETRY_S
 from gateway.request.field_checks import id_from_header
 
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # some versions of gRPC give "infinite" as a very large number
