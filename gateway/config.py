@@ -12,8 +12,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.access_log import check_path
+from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import read_key_file
-from gateway.access.token_rules import TokenRules
 from gateway.adapters.adapter import parse_lora
 from gateway.model.template_file import read_template
 from gateway.session.retry_policy import WORKER_WAIT_S
@@ -352,11 +352,11 @@ class GatewaySettings(ProgramSettings):
         return self
 
     @property
-    def token_rules(self) -> TokenRules | None:
-        """What tokens must say; None: none is taken."""
+    def token_rules(self) -> JwtRules | None:
+        """Return the rules for claims of tokens; None: none is taken."""
         if self.jwt_issuer is None or self.jwt_audience is None:
             return None
-        return TokenRules(self.jwt_issuer, self.jwt_audience, self.jwt_tenant_claim)
+        return JwtRules(self.jwt_issuer, self.jwt_audience, self.jwt_tenant_claim)
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

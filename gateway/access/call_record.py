@@ -28,7 +28,7 @@ class CallUsage:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One call. `tenant` and `key` are None where the caller was not authenticated."""
+    """Record of one call. `tenant` and `key` are None where the caller was not authenticated."""
 
     scope: Scope
     method: str

@@ -21,8 +21,8 @@ from jwt import PyJWK
 from jwt.exceptions import ExpiredSignatureError, InvalidAudienceError, InvalidIssuerError, PyJWTError
 
 from diptych.runtime.errors import Unauthenticated
+from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import Scope
-from gateway.access.token_rules import TokenRules
 
 ALGORITHMS: Final = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
@@ -46,8 +46,8 @@ class Keys(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What a valid token says."""
+class TokenIdentity:
+    """Claims of a valid token."""
 
     tenant: str
     subject: str
@@ -56,7 +56,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    identity: Identity
+    identity: TokenIdentity
     expires_at: float
     key: PyJWK
 
@@ -64,11 +64,11 @@ class _Verified:
 class TokenVerifier:
     """Verifier of tokens; a token that was verified is known until it expires or its key goes."""
 
-    def __init__(self, keys: Keys, rules: TokenRules) -> None:
+    def __init__(self, keys: Keys, rules: JwtRules) -> None:
         self._keys, self._rules = keys, rules
         self._known: OrderedDict[bytes, _Verified] = OrderedDict()
 
-    def verify(self, token: str) -> Identity:
+    def verify(self, token: str) -> TokenIdentity:
         """Return whose token it is. Raises Unauthenticated, which names the fault and never the token."""
         if len(token) > MAX_TOKEN_CHARS:
             raise Unauthenticated("this token is too long")
@@ -121,13 +121,13 @@ class TokenVerifier:
             raise Unauthenticated("this token is signed by another algorithm than its key is for")
         return key
 
-    def _identity(self, claims: Mapping[str, Any]) -> Identity:
+    def _identity(self, claims: Mapping[str, Any]) -> TokenIdentity:
         tenant, subject = claims.get(self._rules.tenant_claim), claims["sub"]
         if not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None:
             raise Unauthenticated(f"this token's claim {self._rules.tenant_claim} is no tenant's name")
         if not isinstance(subject, str) or not subject:
             raise Unauthenticated("this token has no subject")
-        return Identity(tenant, subject[:_SUBJECT_CHARS], _scopes(claims))
+        return TokenIdentity(tenant, subject[:_SUBJECT_CHARS], _scopes(claims))
 
 
 def _scopes(claims: Mapping[str, Any]) -> frozenset[Scope]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gateway.access.jwks import FileKeys, UrlKeys
-from gateway.access.token_rules import TokenRules
+from gateway.access.jwt_rules import JwtRules
 from gateway.access.token_verifier import TokenVerifier
 
 
@@ -14,7 +14,7 @@ def is_url(source: str) -> bool:
     return "://" in source
 
 
-def open_tokens(rules: TokenRules, source: str | None) -> tuple[TokenVerifier, FileKeys | UrlKeys]:
+def open_tokens(rules: JwtRules, source: str | None) -> tuple[TokenVerifier, FileKeys | UrlKeys]:
     """Return the verifier, and its keys, to be closed.
 
     Keys are those of a file or a URL, without either those that the issuer's configuration names.

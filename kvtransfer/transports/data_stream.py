@@ -19,7 +19,7 @@ _CHUNK_BYTES = 256 << 10
 
 
 class DataStream(Protocol):
-    """Both directions of a connection; one task reads and one writes."""
+    """Byte stream both ways; one task reads and one writes."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Return when the kernel has taken the bytes. Raises OSError."""

@@ -23,8 +23,8 @@ from diptych.runtime.settings_sources import BadSettings
 from gateway.access import jwks
 from gateway.access.access import Access
 from gateway.access.jwks import FileKeys, UrlKeys
+from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import Scope
-from gateway.access.token_rules import TokenRules
 from gateway.access.token_verifier import TokenVerifier
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
@@ -36,7 +36,7 @@ from tests.gateway.running_gateway import running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 ISSUER, AUDIENCE = "https://login.example", "diptych"
-RULES = TokenRules(ISSUER, AUDIENCE, "tenant")
+RULES = JwtRules(ISSUER, AUDIENCE, "tenant")
 
 
 class Signer:
@@ -191,7 +191,7 @@ def test_keys_are_found_by_discovery_and_again_when_a_token_names_another(
     monkeypatch.setattr(jwks, "RETRY_S", 0.05)
     url, pages = provider
     keys = UrlKeys(url, discover=True)
-    access = Access(None, TokenVerifier(keys, TokenRules(url, AUDIENCE, "tenant")))
+    access = Access(None, TokenVerifier(keys, JwtRules(url, AUDIENCE, "tenant")))
     fresh = Signer("k2")
 
     def taken(by: Signer) -> bool:

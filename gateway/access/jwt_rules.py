@@ -1,4 +1,4 @@
-"""What a JSON Web Token must say to be taken."""
+"""Rules for the claims of JSON Web Tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRules:
+class JwtRules:
     """Claims that a token needs."""
 
     issuer: str
-    """Its `iss`."""
+    """Issuer, its `iss`."""
     audience: str
-    """One of its `aud`."""
+    """Audience, one of its `aud`."""
     tenant_claim: str
     """Name of the claim with the tenant's name."""
