@@ -101,7 +101,7 @@ class PrivateCa:
 def with_certificates(options: StackOptions) -> Iterator[StackOptions]:
     """Yield the options with a folder of certificates where they ask for fresh ones; it goes at the end.
 
-    The authority's key is dropped at once: nobody can sign another program of this system.
+    The authority's key is dropped at once: no other program of this system can be signed.
     """
     if options.internal_tls != AUTO_TLS:
         yield options
@@ -141,7 +141,7 @@ def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Replace a file by one that nobody sees half written, or with a key that others may read."""
+    """Replace a file in one step; a secret one is readable for its owner alone from the start."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
