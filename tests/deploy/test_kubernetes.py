@@ -79,7 +79,7 @@ def test_probes_ask_what_is_served_and_are_as_patient_as_the_supervisor(one: Sta
 
 @every_program
 def test_programs_run_as_the_images_user_without_rights(one: Started) -> None:
-    [uid] = re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    [uid] = set(re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
     pod, own = one.pod["securityContext"], one.container["securityContext"]
     assert (pod["runAsUser"], pod["runAsNonRoot"], own["readOnlyRootFilesystem"]) == (int(uid), True, True)
     assert one.pod["enableServiceLinks"] is False, "DIPTYCH_GRPC_PORT could be the address of a Service"
