@@ -47,6 +47,7 @@ from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.routes import OpenAIRoutes
+from gateway.frontends.status.routes import StatusRoutes
 from gateway.generate import Generator
 from gateway.images.decoder import ImageDecoder
 from gateway.images.intake import ImageIntake, ImageLimits
@@ -261,6 +262,7 @@ class Gateway:
             self._digest,
             listed(settings.cors_allow_origin),
             self._adapter_routes(),
+            operators=self._status_routes().routes,
             max_body_bytes=body_bytes,
         )
         if settings.batch_dir is not None:
@@ -383,9 +385,22 @@ class Gateway:
             journal=self._journal,
         )
 
+    @property
+    def _closed_to_operators(self) -> bool:
+        """True where every caller of the HTTP port would be an operator: no key, and more than loopback."""
+        return self._access.open and not is_loopback(self._settings.host)
+
     def _adapter_routes(self) -> AdapterRoutes:
-        closed = self._access.open and not is_loopback(self._settings.host)
-        return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=closed)
+        return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=self._closed_to_operators)
+
+    def _status_routes(self) -> StatusRoutes:
+        operations = self._operations()
+        return StatusRoutes(
+            self._calls(Scope.ADMIN),
+            operations.server_info,
+            operations.load,
+            closed=self._closed_to_operators,
+        )
 
     def _operations(self) -> Operations:
         identity = Identity(

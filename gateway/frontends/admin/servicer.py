@@ -105,12 +105,16 @@ class Operations:
         if request.HasField("interval"):
             interval_s = _seconds("interval", request.interval, MIN_INTERVAL_S, MAX_INTERVAL_S)
         while True:
-            message = pb.WatchLoadResponse(
-                running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
-            )
-            add_load(message, self._live, self._metrics)
-            await call.context.write(message)
+            await call.context.write(self.load())
             await asyncio.sleep(interval_s)
+
+    def load(self) -> pb.WatchLoadResponse:
+        """Return the gateway's load now."""
+        message = pb.WatchLoadResponse(
+            running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
+        )
+        add_load(message, self._live, self._metrics)
+        return message
 
     async def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Send the worker the order. If it is lost before it reads it, it takes nothing new either."""
