@@ -24,12 +24,12 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70
 h1 { font-size: 1.3rem; margin: 0 0 .2rem; } h2 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
 #facts, #note { margin: 0; opacity: .75; } #note.bad { color: var(--bad); opacity: 1; }
 #figures { display: flex; flex-wrap: wrap; gap: .6rem 2rem; margin: 1rem 0; }
-#figures div { min-width: 6rem; } 
+#figures div { min-width: 6rem; }
 #figures b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; opacity: .75; } td.n, th.n { text-align: right; }
-.ready { color: var(--good); } .connecting, .draining { color: var(--warn); } 
+.ready { color: var(--good); } .connecting, .draining { color: var(--warn); }
 .incompatible, .gone { color: var(--bad); }
 meter { width: 8rem; vertical-align: middle; }
 form { margin: 1rem 0; } [hidden] { display: none; }
@@ -97,7 +97,8 @@ function show(status) {
   table("workers", [["worker"], ["role"], ["state"], ["running", "n"], ["waiting", "n"], ["to prefill", "n"],
                     ["KV in use"], ["why"]],
     load.workers.map(one => [one.worker_id, one.role, {text: one.state, kind: one.state},
-      count(one.load.running), count(one.load.waiting), count(one.load.waiting_tokens), blocks(one.load), one.detail]));
+      count(one.load.running), count(one.load.waiting), count(one.load.waiting_tokens),
+      blocks(one.load), one.detail]));
   table("tenants", [["tenant"], ["queued", "n"], ["prefill", "n"], ["decode", "n"], ["tokens", "n"]],
     load.tenants.map(one => [one.tenant || "(no keys)", count(one.phases.queued + one.phases.routing),
       count(one.phases.prefill), count(one.phases.decode), count(one.generated_tokens)]));
