@@ -235,7 +235,7 @@ def _spec(
         "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,
         "log-level": options.log_level,
-        "internal-tls": _certificates(options, role),
+        "internal-tls": certificates_of(options, role),
         **own,
         "config-digest": options.config_digest,
         **overrides,
@@ -273,7 +273,7 @@ def _spec(
     )
 
 
-def _certificates(options: StackOptions, role: str) -> Path | None:
+def certificates_of(options: StackOptions, role: str) -> Path | None:
     """Return the folder of a role's certificate: that of its name where there is one."""
     if options.internal_tls is None or options.internal_tls == AUTO_TLS:  # made when the system starts
         return None

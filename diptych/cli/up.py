@@ -17,7 +17,7 @@ from diptych.cli.preflight import BadOptions, check_directory, check_options, sh
 from diptych.cli.private_ca import with_certificates
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
-from diptych.cli.stack import SharedSecrets, program_specs
+from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
@@ -46,6 +46,8 @@ class Stack:
     admin_port: int
     tls: bool = False
     config_digest: str = ""
+    certificates: Path | None = None
+    """Folder of the gateway's certificate for its links."""
 
     @property
     def address(self) -> str:
@@ -133,6 +135,7 @@ async def _running(
             int(gateway["admin_port"]),
             tls=options.tls_cert is not None,
             config_digest=options.config_digest or "",
+            certificates=certificates_of(options, "gateway"),
         )
         await _routable(stack)
         if file is not None:

@@ -67,9 +67,19 @@ def explain_handshake(details: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Material:
+    """Files that fit together, as bytes for gRPC and as contexts for sockets."""
+
     certificate: bytes
     key: bytes
     authority: bytes
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Return what a gRPC port serves with."""
+        chain = self.key, self.certificate
+        return grpc.ssl_server_certificate_configuration([chain], root_certificates=self.authority)
 
 
 class InternalTls:
@@ -84,80 +94,105 @@ class InternalTls:
     def __init__(self, folder: Path, role: str, *, plain_groups: bool = False) -> None:
         """Read the files. Raises BadTlsFiles."""
         self.role, self.plain_groups = role, plain_groups
-        self.files = TlsFiles(folder / CERTIFICATE, folder / KEY, folder / AUTHORITY)
-        self._watch = FileWatch(self.files.certificate, self.files.key, folder / AUTHORITY)
+        self.http = TlsFiles(folder / CERTIFICATE, folder / KEY)
+        """The files of a port for probes and metrics, whose callers have no certificate."""
+        self._authority = folder / AUTHORITY
+        self._watch = FileWatch(self.http.certificate, self.http.key, self._authority)
         self._material = self._read()
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC port; who has no certificate of the CA gets no connection."""
-        return self.files.server_credentials()
+        served = self._current()
+
+        def fresh() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            if (now := self._current()) is served:
+                return None
+            served = now
+            return now.configuration
+
+        return grpc.dynamic_ssl_server_credentials(
+            served.configuration,
+            fresh,  # type: ignore[arg-type]  # None is allowed: nothing new
+            require_client_authentication=True,
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of one new channel, with the files of now."""
-        self._refresh()
-        now = self._material
+        now = self._current()
         return grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
 
     def server_context(self) -> ssl.SSLContext:
         """Return the context of a listening socket, which demands a certificate of the CA."""
-        context = self.files.server_context()
-        context.verify_mode = ssl.CERT_REQUIRED
+
+        def at_each_handshake(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            connection.context = self._current().server
+
+        context = _server_context(self.http, self._current().authority)
+        context.sni_callback = at_each_handshake
         return context
 
     def client_context(self) -> ssl.SSLContext:
         """Return the context of one new connection, with the files of now."""
-        self._refresh()
-        return _client_context(self.files, self._material)
+        return self._current().client
 
-    @property
-    def http(self) -> TlsFiles:
-        """The files of a port for probes and metrics, whose callers have no certificate."""
-        return TlsFiles(self.files.certificate, self.files.key)
+    def _current(self) -> _Material:
+        """Return the files of now, or those of before where no peer would take them; any thread may ask."""
+        if self._watch.changed():
+            try:
+                self._material = self._read()
+                _log.info("the certificate of links was read again")
+            except BadTlsFiles as error:
+                if self._watch.failed(str(error)):
+                    _log.error("the certificate of links stays as it was: %s", error)
+        return self._material
 
     def _read(self) -> _Material:
         """Read files that fit together. Raises BadTlsFiles."""
-        self.files.check()
-        roots = self.files.client_ca
-        if roots is None:
-            raise ValueError("links are mutual")
+        before = self._bytes()
+        self.http.check()
+        certificate, key, authority = before
         try:
-            material = _Material(
-                self.files.certificate.read_bytes(), self.files.key.read_bytes(), roots.read_bytes()
-            )
+            server, client = _server_context(self.http, authority), _client_context(self.http, authority)
+        except (ssl.SSLError, ValueError) as error:
+            raise BadTlsFiles(f"{self._authority} has no certificate in PEM: {error}") from None
+        _check_against_itself(self.http, server, client, self.role)
+        if self._bytes() != before:
+            raise BadTlsFiles(f"{self.http.certificate} and the files beside it are being replaced")
+        return _Material(certificate, key, authority, server, client)
+
+    def _bytes(self) -> tuple[bytes, bytes, bytes]:
+        paths = self.http.certificate, self.http.key, self._authority
+        try:
+            certificate, key, authority = (path.read_bytes() for path in paths)
         except OSError as error:
             raise BadTlsFiles(f"cannot read {error.filename}: {error.strerror}") from None
-        _check_against_itself(self.files, material, self.role)
-        return material
-
-    def _refresh(self) -> None:
-        if not self._watch.changed():
-            return
-        try:
-            self._material = self._read()
-        except BadTlsFiles as error:
-            if self._watch.failed(str(error)):
-                _log.error("the certificate of links stays as it was: %s", error)
-        else:
-            _log.info("the certificate of links was read again")
+        return certificate, key, authority
 
 
-def _client_context(files: TlsFiles, material: _Material) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=material.authority.decode())
+def _server_context(files: TlsFiles, authority: bytes) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=authority.decode())
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.certificate, files.key, password="")
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _client_context(files: TlsFiles, authority: bytes) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=authority.decode())
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(files.certificate, files.key, password="")
     return context
 
 
-def _check_against_itself(files: TlsFiles, material: _Material, role: str) -> None:
+def _check_against_itself(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext, role: str) -> None:
     """Shake hands with these files on both ends: the CA, the dates and the name are checked as a peer would.
 
     Raises BadTlsFiles.
     """
-    server = files.server_context()
-    server.verify_mode = ssl.CERT_REQUIRED
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
-        _client_context(files, material).wrap_bio(to_client, to_server, server_hostname=name_of(role)),
+        client.wrap_bio(to_client, to_server, server_hostname=name_of(role)),
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     pending = list(ends)

@@ -135,8 +135,12 @@ async def test_renewed_files_serve_new_data_connections_and_old_ones_stay(tmp_pa
     prefill = InternalTls(authority.issue(tmp_path / "p", "prefill"), "prefill")
     payload = bytes(SIZE)
     async with decode_end(InternalTls(authority.issue(tmp_path / "d", "decode"), "decode")) as end:
-        old = await tcp.TcpChannel.open(end.welcome(prefill))
+        first = await tcp.TcpChannel.open(end.welcome(prefill))
         fresh = Authority()
+        fresh.issue(tmp_path / "d", "prefill")
+        await asyncio.sleep(1.2)
+        old = await tcp.TcpChannel.open(end.welcome(prefill))  # what no writer would take changes nothing
+        first.close()
         fresh.issue(tmp_path / "d", "decode")
         await asyncio.sleep(1.2)
         with pytest.raises(TransportError):  # control: the certificate is another one

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -98,13 +99,9 @@ async def test_a_worker_without_tls_is_refused_by_a_gateway_with_it(ours: Author
 async def test_callers_of_another_ca_or_without_a_certificate_are_refused(
     ours: Authority, tmp_path: Path
 ) -> None:
-    strange = Authority()
-    folder = strange.issue(tmp_path / "s", "gateway")
-    intruder = InternalTls(folder, "gateway")
-    ours.ca.cert_pem.write_to_path(folder / AUTHORITY)  # it trusts the worker; the worker does not trust it
-    intruder._material = intruder._material.__class__(
-        intruder._material.certificate, intruder._material.key, (folder / AUTHORITY).read_bytes()
-    )
+    intruder = InternalTls(Authority().issue(tmp_path / "s", "gateway"), "gateway")
+    # It trusts the worker; the worker does not trust it.
+    intruder._material = replace(intruder._material, authority=ours.ca.cert_pem.bytes())
     async with decode_worker(InternalTls(ours.issue(tmp_path / "d", "decode"), "decode")) as address:
         await refusal(address, intruder)
         await refusal(address, None)
@@ -144,10 +141,13 @@ async def test_renewed_files_serve_new_links_and_old_ones_stay(ours: Authority, 
         await old.close()
 
 
-async def test_a_renewal_that_no_peer_would_take_changes_nothing(ours: Authority, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["g", "d"])
+async def test_a_renewal_that_no_peer_would_take_changes_nothing_at_either_end(
+    end: str, ours: Authority, tmp_path: Path
+) -> None:
     gateway = InternalTls(ours.issue(tmp_path / "g", "gateway"), "gateway")
     async with decode_worker(InternalTls(ours.issue(tmp_path / "d", "decode"), "decode")) as address:
-        Authority().issue(tmp_path / "g", "prefill")
+        Authority().issue(tmp_path / end, "prefill")
         await asyncio.sleep(RENEWED_S)
         assert await answer(address, gateway) == 7
 
