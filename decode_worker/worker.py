@@ -91,6 +91,7 @@ class DecodeWorker:
             host=settings.host,
             heartbeat=lambda: engine_heartbeat(self._loop),
             gate=AdapterGate(self._loop.requests.adapter_of),
+            tls=settings.link_tls,
         )
         self._adapters = AdapterStore(
             engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank

@@ -60,6 +60,8 @@ from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.access import Access, Caller
+from gateway.access.call_record import MAX_TARGET_CHARS, CallRecord, CallUsage
+from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
 from gateway.admission.wait import FIRST_RETRY_S
@@ -87,6 +89,7 @@ class Call(ABC):
 
     span: ServerSpan  # set by `Calls.account`
     counts: ClassVar[bool] = True  # False for a part of another call, which is counted already
+    journaled: ClassVar[bool] = True  # False for a part whose tokens are the other call's
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class Call(ABC):
         self.header_request_id = header_request_id
         self.trace = trace
         self.request_id = header_request_id
+        self.usage = CallUsage()
+        self.target = ""  # what an admin call is about
         endless = time_left_s is None or time_left_s >= _NO_DEADLINE_S
         self.deadline = None if endless or time_left_s is None else received_at + time_left_s
 
@@ -114,6 +119,11 @@ class Call(ABC):
         """The authenticated caller; available inside `Calls.account`."""
         if self._caller is None:
             raise RuntimeError("the caller is not authenticated yet")
+        return self._caller
+
+    @property
+    def known_caller(self) -> Caller | None:
+        """The authenticated caller; None before, and where it was refused."""
         return self._caller
 
     @property
@@ -202,6 +212,7 @@ class Calls:
         scope: required of the callers of this frontend's services.
         alive: returns whether a live request of (tenant, id) exists.
         write_timeout_s: in which a client must take what is sent to it.
+        journal: account of ended calls; None: there is none.
     """
 
     def __init__(
@@ -214,9 +225,11 @@ class Calls:
         alive: Callable[[str, str], bool] = lambda tenant, name: False,
         write_timeout_s: float = 60.0,
         heap: HeapTrim | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.write_timeout_s = write_timeout_s
         self.heap = heap or HeapTrim()
+        self._journal = journal
         self._telemetry = telemetry
         self._metrics = metrics
         self._access = access
@@ -279,11 +292,39 @@ class Calls:
             if reason is not None and code in REJECTIONS and call.counts:
                 self._metrics.rejections.labels(reason).inc()
                 self._refusals.add(reason)
-            answer = call.ended(self._metrics, code, self.clock() - call.received_at)
+            duration_s = self.clock() - call.received_at
+            answer = call.ended(self._metrics, code, duration_s)
             call.span.end(code, reason, answer)
+            if self._journal is not None and call.journaled:
+                self._journal.ended(self._record(call, code, reason, answer, duration_s))
             self.running -= 1
             if not self.running:
                 self._idle.set()
+
+    def _record(
+        self,
+        call: Call,
+        code: grpc.StatusCode,
+        reason: str | None,
+        answer: Attributes | None,
+        duration_s: float,
+    ) -> CallRecord:
+        caller = call.known_caller
+        http_status = (answer or {}).get("http.response.status_code")
+        return CallRecord(
+            scope=self._scope,
+            method=call.method,
+            request_id=call.request_id,
+            tenant=None if caller is None else caller.tenant,
+            key=None if caller is None else caller.quota_usage.name,
+            status=code.name,
+            reason=reason,
+            http_status=http_status if isinstance(http_status, int) else None,
+            duration_s=duration_s,
+            trace_id=call.span.trace_id,
+            usage=call.usage,
+            target=call.target[:MAX_TARGET_CHARS],
+        )
 
     @contextmanager
     def _named(self, call: Call) -> Iterator[None]:

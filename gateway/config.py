@@ -11,6 +11,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
+from gateway.access.access_log import check_path
+from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
 from gateway.model.template_file import read_template
@@ -85,6 +87,35 @@ class GatewaySettings(ProgramSettings):
         "API keys, as `diptych key new` writes them; without the file no key is required.",
         section="Security",
         serving=False,
+    )
+    access_log: str | None = setting(
+        None,
+        "File that gets a line of JSON for each call, of operators too; - is standard output.",
+        section="Logging",
+        serving=False,
+    )
+    jwt_issuer: str | None = setting(
+        None,
+        "Issuer (iss) of the JSON Web Tokens that are taken beside API keys; without it none is.",
+        section="Security",
+        serving=False,
+    )
+    jwt_audience: str | None = setting(
+        None, "Audience (aud) that tokens must be for.", section="Security", serving=False
+    )
+    jwt_jwks: str | None = setting(
+        None,
+        "File or https URL of the issuer's public keys; default: as its OpenID configuration says.",
+        section="Security",
+        serving=False,
+    )
+    jwt_tenant_claim: str = setting(
+        "tenant",
+        "Claim of tokens with the tenant's name.",
+        section="Security",
+        serving=False,
+        min_length=1,
+        max_length=128,
     )
     tls_cert: Path | None = setting(
         None,
@@ -258,6 +289,13 @@ class GatewaySettings(ProgramSettings):
             read_key_file(path)
         return path
 
+    @field_validator("access_log")
+    @classmethod
+    def _log_can_be_written(cls, path: str | None) -> str | None:
+        if path is not None:
+            check_path(path)
+        return path
+
     @field_validator("chat_template")
     @classmethod
     def _template_can_be_read(cls, path: Path | None) -> Path | None:
@@ -295,6 +333,30 @@ class GatewaySettings(ProgramSettings):
         if certificate is not None and key is not None:
             TlsFiles(certificate, key, client_ca).check()
         return client_ca
+
+    @model_validator(mode="after")
+    def _tokens_can_be_verified(self) -> Self:
+        if (self.jwt_issuer is None) != (self.jwt_audience is None):
+            raise ValueError("--jwt-issuer and --jwt-audience go together: give both or neither")
+        if self.jwt_issuer is None:
+            if self.jwt_jwks is not None:
+                raise ValueError("--jwt-jwks goes with --jwt-issuer and --jwt-audience")
+            return self
+        from gateway.access.jwks import FileKeys, check_url  # PyJWT, which takes its time to be imported
+
+        source = self.jwt_issuer if self.jwt_jwks is None else self.jwt_jwks
+        if "://" in source or self.jwt_jwks is None:
+            check_url(source)
+        else:
+            FileKeys(Path(source))
+        return self
+
+    @property
+    def token_rules(self) -> JwtRules | None:
+        """Return the rules for claims of tokens; None: none is taken."""
+        if self.jwt_issuer is None or self.jwt_audience is None:
+            return None
+        return JwtRules(self.jwt_issuer, self.jwt_audience, self.jwt_tenant_claim)
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

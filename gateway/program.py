@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -27,6 +28,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
+from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
 from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.adapter_service import AdapterService, read_configured
@@ -45,6 +47,7 @@ from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.routes import OpenAIRoutes
+from gateway.frontends.status.routes import StatusRoutes
 from gateway.generate import Generator
 from gateway.images.decoder import ImageDecoder
 from gateway.images.intake import ImageIntake, ImageLimits
@@ -62,6 +65,10 @@ from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.local_prefill import LocalMode
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
+
+if TYPE_CHECKING:
+    from gateway.access.jwks import FileKeys, UrlKeys
+    from gateway.access.token_verifier import TokenVerifier
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
 _log = logging.getLogger(__name__)
@@ -81,6 +88,10 @@ class Gateway:
         self.metrics = GatewayMetrics(self.registry)
         create_series(self.metrics)
         create_reader_series(self.metrics)
+        try:
+            self._journal = Journal(self.registry, settings.access_log, settings.worker_id)
+        except OSError as error:
+            raise StartupError(f"--access-log: {error}") from None
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
@@ -99,6 +110,7 @@ class Gateway:
             local_workers=WorkerFileReader(settings.workers_fd).workers,
             local_prefill=LocalMode(settings.local_prefill),
             needed_adapters=lambda: self.adapters.needed,
+            tls=settings.link_tls,
         )
         self.adapter_service = AdapterService(
             self.adapters,
@@ -110,7 +122,8 @@ class Gateway:
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
-        self._access = Access(settings.api_keys_file)
+        verifier, self._token_keys = _tokens(settings)
+        self._access = Access(settings.api_keys_file, verifier)
         self.gate = AdmissionGate(
             AdmissionQueue(
                 settings.max_inflight,
@@ -249,6 +262,7 @@ class Gateway:
             self._digest,
             listed(settings.cors_allow_origin),
             self._adapter_routes(),
+            operators=self._status_routes().routes,
             max_body_bytes=body_bytes,
         )
         if settings.batch_dir is not None:
@@ -337,6 +351,9 @@ class Gateway:
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self.telemetry.stop)
+        await asyncio.to_thread(self._journal.close)
+        if self._token_keys is not None:
+            self._token_keys.close()
 
     def _workers_changed(self) -> None:
         self._changed.set()
@@ -365,11 +382,25 @@ class Gateway:
             alive=self.live.is_reserved,
             write_timeout_s=self._settings.write_timeout,
             heap=self._heap,
+            journal=self._journal,
         )
 
+    @property
+    def _closed_to_operators(self) -> bool:
+        """True where every caller of the HTTP port would be an operator: no key, and more than loopback."""
+        return self._access.open and not is_loopback(self._settings.host)
+
     def _adapter_routes(self) -> AdapterRoutes:
-        closed = self._settings.api_keys_file is None and not is_loopback(self._settings.host)
-        return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=closed)
+        return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=self._closed_to_operators)
+
+    def _status_routes(self) -> StatusRoutes:
+        operations = self._operations()
+        return StatusRoutes(
+            self._calls(Scope.ADMIN),
+            operations.server_info,
+            operations.load,
+            closed=self._closed_to_operators,
+        )
 
     def _operations(self) -> Operations:
         identity = Identity(
@@ -414,6 +445,20 @@ def image_intake(model: ServedModel, settings: GatewaySettings) -> ImageIntake:
         _log.warning("requests with images are refused: %s", why)
         return ImageIntake(None, limits, why)
     return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits)
+
+
+def _tokens(settings: GatewaySettings) -> tuple[TokenVerifier | None, FileKeys | UrlKeys | None]:
+    """Return the verifier of tokens and its keys; None where none is taken. Raises StartupError."""
+    rules = settings.token_rules
+    if rules is None:
+        return None, None
+    from gateway.access.jwks import BadJwks  # PyJWT, which takes its time to be imported
+    from gateway.access.tokens import open_tokens
+
+    try:
+        return open_tokens(rules, settings.jwt_jwks)
+    except BadJwks as error:
+        raise StartupError(f"--jwt-jwks: {error}") from None
 
 
 def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:

@@ -88,6 +88,9 @@ class RequestTelemetry:
         }
         if self.model:
             attributes["gen_ai.request.model"] = self.model
+        caller = self.call.known_caller
+        if caller is not None and caller.tenant:
+            attributes |= {"diptych.tenant": caller.tenant, "diptych.key.name": caller.quota_usage.name}
         driver = self.driver
         if driver is None:
             return attributes
@@ -125,11 +128,14 @@ class RequestTelemetry:
         request = self.operation, PROVIDER, self.model
         metrics.request_duration.labels(*request, error or "").observe(now - self.call.received_at)
         # Under overload most requests are refused on arrival; hit rate and waits describe the others.
-        if any(route.placement is not None for route in driver.routes):
+        given = any(route.placement is not None for route in driver.routes)
+        cached = driver.cached_tokens or 0
+        self.call.usage.add(self.model, driver.job.prompt_tokens if given else 0, cached, driver.generated)
+        if given:
             metrics.input_tokens.inc(driver.job.prompt_tokens)
             metrics.prompt_length.observe(driver.job.prompt_tokens)
             _count_phases(metrics, driver)
-        metrics.cached_input_tokens.inc(driver.cached_tokens or 0)
+        metrics.cached_input_tokens.inc(cached)
         metrics.output_tokens.inc(driver.generated)
         if self.queued:
             metrics.phases["admission"].observe(driver.admission_s)

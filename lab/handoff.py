@@ -21,12 +21,16 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from diptych.bench.figures import percentile
+from diptych.cli.private_ca import PrivateCa
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.python_module import module_command
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
@@ -44,6 +48,7 @@ TRANSPORTS = {
     "shared_memory": "in place",
     "cuda_ipc": "cuda_ipc's driver over a memfd",
     "tcp": "tcp",
+    "tcp+tls": "tcp over TLS, with the links",
     "gloo": "gloo, the driver of nccl",
 }
 SHAPES = {
@@ -51,6 +56,7 @@ SHAPES = {
     "8b": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype=torch.bfloat16),
 }
 INCARNATION = 1
+_TLS = "+tls"
 _WARM_UPS = 3
 
 
@@ -87,8 +93,9 @@ class Setting:
         return PoolMemory(self.memory(), None)
 
 
-async def decode_end(transport: str, setting: Setting) -> None:
+async def decode_end(transport: str, setting: Setting, certificates: Path | None) -> None:
     """Run the decode process: grant whatever is asked for, and report each arrival."""
+    tls = None if certificates is None else InternalTls(certificates / "decode", "decode")
     pool = BlockPool(setting.blocks)
     # A pool that was in use: consecutive blocks of a prompt are anywhere.
     taken = pool.allocate(setting.blocks)
@@ -107,17 +114,20 @@ async def decode_end(transport: str, setting: Setting) -> None:
         fingerprint=setting.fingerprint,
         memory=setting.pool(),
         pool=pool,
-        transports=[transport],
+        transports=[transport.removesuffix(_TLS)],
+        tls=tls,
         running=lambda: 0,
         on_ready=ready,
         on_failed=lambda key, reason, why: print(json.dumps({"failed": why}), flush=True),
     )
     await server.start()
     edge = make_server(internal=True)
-    add_links(edge, [server.service])
-    address = f"127.0.0.1:{bind(edge, '127.0.0.1', 0, False)}"
+    add_links(edge, [server.service], authenticated=tls is not None)
+    credentials = None if tls is None else tls.server_credentials()
+    address = f"127.0.0.1:{bind(edge, '127.0.0.1', 0, False, credentials)}"
     await edge.start()
-    await UnixServer([server.service]).open(address)
+    if tls is None:
+        await UnixServer([server.service]).open(address)
     print(json.dumps({"address": address}), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -139,6 +149,12 @@ class Pair:
     async def start(cls, stack: AsyncExitStack, transport: str, setting: Setting) -> Pair:
         """Start a pair over one transport; it ends with the stack."""
         command = [*module_command("lab.handoff"), "--serve", transport]
+        certificates = Path(stack.enter_context(TemporaryDirectory())) if transport.endswith(_TLS) else None
+        if certificates is not None:
+            authority = PrivateCa.fresh()
+            for role in ("prefill", "decode"):
+                authority.issue(certificates / role, [role])
+            command += ["--certificates", str(certificates)]
         command += ["--shape", setting.shape, "--device", setting.device, "--blocks", str(setting.blocks)]
         process = await asyncio.create_subprocess_exec(
             *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -149,7 +165,8 @@ class Pair:
             incarnation=os.getpid(),
             fingerprint=setting.fingerprint,
             layout=setting.layout,
-            transports=[transport],
+            transports=[transport.removesuffix(_TLS)],
+            tls=None if certificates is None else InternalTls(certificates / "prefill", "prefill"),
             scratch=lambda: (_filled(setting), BlockPool(setting.blocks)),
             device=torch.device(setting.device),
             on_abort=lambda key: None,
@@ -238,13 +255,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tokens", type=int, action="append", default=None)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--certificates", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=list(SHAPES), default="bundled", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, default=256, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.serve:
-        asyncio.run(decode_end(given.serve, Setting(given.shape, given.device, given.blocks)))
+        setting = Setting(given.shape, given.device, given.blocks)
+        asyncio.run(decode_end(given.serve, setting, given.certificates))
         return
     taken = asyncio.run(measure(TRANSPORTS, given.tokens or [512, 2000], given.rounds))
     print(table(taken, SHAPES["bundled"]))

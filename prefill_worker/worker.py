@@ -95,6 +95,7 @@ class PrefillWorker:
             on_pull_end=self._count_pull,
             pull_mode=settings.pull_prefixes,
             ranks=engine.group,
+            tls=settings.link_tls,
         )
         self._loop.requests.handoff = self._handoff
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)

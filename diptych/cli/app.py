@@ -12,10 +12,12 @@ from typing import Annotated, TypeVar
 import typer
 
 from diptych.cli.api_key_command import key
+from diptych.cli.certificates_command import certificates
 from diptych.cli.plan_command import plan
 from diptych.cli.stack import MODULES
 from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import StackOptions, takes_stack_options
+from diptych.cli.units_command import units
 from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings_sources import join_lists
@@ -34,6 +36,8 @@ app = typer.Typer(
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
 app.command(rich_help_panel=_CHECK)(plan)
+app.command(rich_help_panel=_OPERATE)(certificates)
+app.command(rich_help_panel=_OPERATE)(units)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -231,11 +235,17 @@ _AdminAddress = Annotated[
 
 
 @app.command(rich_help_panel=_OPERATE)
-def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
+def workers(
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print each worker as a line of JSON.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on: a line for each worker that comes, changes or goes.")
+    ] = False,
+) -> None:
     """List the workers of a running gateway: which are usable, why not, and how loaded they are."""
-    from diptych.cli.admin_commands import list_workers
+    from diptych.cli.worker_lines import show_workers
 
-    raise typer.Exit(list_workers(address))
+    raise typer.Exit(show_workers(address, as_json=as_json, watch=watch))
 
 
 @app.command(rich_help_panel=_OPERATE)

@@ -84,5 +84,6 @@ def _print_addresses(console: Console, options: StackOptions, stack: Stack, show
         say("  another gateway joins with:")
         for name, value in stack.shared.of_gateways.items():
             say(f"    export {name}={value}")
-        say("    diptych gateway --grpc-port 0 --http-port 0")
+        tls = "" if stack.certificates is None else f" --internal-tls {stack.certificates}"
+        say(f"    diptych gateway --grpc-port 0 --http-port 0{tls}")
     say("  Ctrl-C stops everything")

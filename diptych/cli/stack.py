@@ -5,10 +5,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
-from diptych.cli.stack_options import LOOPBACK, StackOptions
+from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from gateway.config import admin_port_beside
@@ -24,7 +25,8 @@ OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         "workers-fd",
-        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
+        "config-digest",
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
 )
@@ -128,6 +130,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "host": options.host,
             "insecure": options.insecure or None,
             "api-keys-file": options.api_keys_file,
+            "access-log": options.access_log,
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
@@ -232,6 +235,7 @@ def _spec(
         "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,
         "log-level": options.log_level,
+        "internal-tls": certificates_of(options, role),
         **own,
         "config-digest": options.config_digest,
         **overrides,
@@ -263,11 +267,21 @@ def _spec(
         # sets the new process apart from the old one.
         keep=ports if role == "gateway" else (),
         # A gateway's port is public: a client that takes all its connections must not have it killed.
-        health=None if role == "gateway" else partial(_healthy, reachable(str(flags["host"]))),
+        health=None
+        if role == "gateway"
+        else partial(_healthy, reachable(str(flags["host"])), flags["internal-tls"] is not None),
     )
 
 
-async def _healthy(host: str, announced: Announcement) -> bool:
+def certificates_of(options: StackOptions, role: str) -> Path | None:
+    """Return the folder of a role's certificate: that of its name where there is one."""
+    if options.internal_tls is None or options.internal_tls == AUTO_TLS:  # made when the system starts
+        return None
+    folder = Path(options.internal_tls)
+    return own if (own := folder / role).is_dir() else folder
+
+
+async def _healthy(host: str, tls: bool, announced: Announcement) -> bool:
     """Return whether a worker is alive by its own /health."""
     port = int(announced["http_port"])
-    return await http_status(host, port, "/health", timeout_s=_HEALTH_TIMEOUT_S) == 200
+    return await http_status(host, port, "/health", tls=tls, timeout_s=_HEALTH_TIMEOUT_S) == 200

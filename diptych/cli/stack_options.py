@@ -15,6 +15,8 @@ from diptych.runtime.settings_sources import DEFAULT, VARIABLE_PREFIX, flag_of
 from diptych.worker_process.config import MAX_THREADS
 
 LOOPBACK = "127.0.0.1"
+AUTO_TLS = "auto"
+"""Value of --internal-tls that makes certificates for this run."""
 
 
 def _option(text: str, section: str, **rules: Any) -> Any:
@@ -138,6 +140,12 @@ class StackOptions:
         Path | None,
         _option("PEM certificates that sign clients' certificates; with it, clients need one.", "Security"),
     ] = None
+    internal_tls: Annotated[
+        str | None,
+        _option(
+            "TLS between the programs: auto makes certificates, a folder has them, one a role.", "Security"
+        ),
+    ] = None
     redis_url: Annotated[
         str | None, _option("Use this Redis-protocol server; default: start Valkey.", "Processes")
     ] = None
@@ -193,6 +201,10 @@ class StackOptions:
     log_level: Annotated[
         str, _option("Least severe records that are logged: debug, info, warning or error.", "Logging")
     ] = "info"
+    access_log: Annotated[
+        str | None,
+        _option("File that gets a line of JSON for each call; - is standard output.", "Logging"),
+    ] = None
     secret: str | None = None
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""

@@ -14,9 +14,10 @@ from typing import Any
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
+from diptych.cli.private_ca import with_certificates
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
-from diptych.cli.stack import SharedSecrets, program_specs
+from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
@@ -45,6 +46,8 @@ class Stack:
     admin_port: int
     tls: bool = False
     config_digest: str = ""
+    certificates: Path | None = None
+    """Folder of the gateway's certificate for its links."""
 
     @property
     def address(self) -> str:
@@ -85,6 +88,18 @@ async def running_stack(
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
     current; BadOptions when it cannot be written the first time, which a script may wait for.
     """
+    with with_certificates(options) as certified:
+        async with _running(certified, observe, ready_file, ready_timeout_s) as stack:
+            yield stack
+
+
+@asynccontextmanager
+async def _running(
+    options: StackOptions,
+    observe: Callable[[Event], None],
+    ready_file: Path | None,
+    ready_timeout_s: float,
+) -> AsyncIterator[Stack]:
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
     options = replace(options, config_digest=config_digest(settings))
@@ -120,6 +135,7 @@ async def running_stack(
             int(gateway["admin_port"]),
             tls=options.tls_cert is not None,
             config_digest=options.config_digest or "",
+            certificates=certificates_of(options, "gateway"),
         )
         await _routable(stack)
         if file is not None:

@@ -113,10 +113,13 @@ def make_server(
     )
 
 
-def make_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+def make_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, *, peer_name: str = ""
+) -> grpc.aio.Channel:
     """Return a channel to another process of ours.
 
-    It reconnects quickly and gRPC retries nothing by itself.
+    It reconnects quickly and gRPC retries nothing by itself. With `peer_name` the certificate there must have
+    that name, instead of the address.
     """
     options: list[Option] = [
         *_liveness_options(),
@@ -131,6 +134,8 @@ def make_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
         # Proxy variables of the environment are for the world outside, not for our workers.
         ("grpc.enable_http_proxy", 0),
     ]
+    if peer_name:
+        options.append(("grpc.ssl_target_name_override", peer_name))
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

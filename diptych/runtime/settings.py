@@ -31,14 +31,12 @@ from diptych.runtime import settings_sources as sources
 from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
 from diptych.runtime.gguf_split import first_part, only_split_file
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
+from diptych.runtime.startup_error import StartupError as StartupError
 
 CANNOT_START = "cannot start: "
 """Words before a StartupError's message in the log: a supervisor knows that another start would not help."""
-
-
-class StartupError(Exception):
-    """A wrong path, a taken port, a missing device: its user can mend it, and needs no traceback."""
 
 
 class NoModel(StartupError, FileNotFoundError):
@@ -119,6 +117,12 @@ class ProgramSettings(BaseModel):
     insecure: bool = setting(
         False, "Allow other addresses than loopback without TLS.", section="Network", serving=False
     )
+    internal_tls: Path | None = setting(
+        None,
+        "Folder with tls.crt, tls.key and ca.crt for TLS between programs; read again when renewed.",
+        section="Security",
+        serving=False,
+    )
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0",
         "Redis-protocol server of the directory.",
@@ -165,6 +169,13 @@ class ProgramSettings(BaseModel):
             raise ValueError("must be like redis://HOST:6379/0, rediss://… or unix://…")
         return value
 
+    @field_validator("internal_tls")
+    @classmethod
+    def _links_can_be_encrypted(cls, folder: Path | None) -> Path | None:
+        if folder is not None:
+            InternalTls(folder, cls.program)
+        return folder
+
     @field_validator("secret")
     @classmethod
     def _secret_is_hex(cls, value: SecretStr) -> SecretStr:
@@ -177,6 +188,11 @@ class ProgramSettings(BaseModel):
                 f"must have at least {_MIN_SECRET_BYTES} bytes ({2 * _MIN_SECRET_BYTES} hex digits)"
             )
         return value
+
+    @property
+    def link_tls(self) -> InternalTls | None:
+        """Certificates for the links to other programs; None: links are plain."""
+        return None if self.internal_tls is None else InternalTls(self.internal_tls, self.program)
 
     @property
     def secret_bytes(self) -> bytes:

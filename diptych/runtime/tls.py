@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import grpc
 
 from diptych.runtime.file_watch import FileWatch, readable_by_all
-from diptych.runtime.settings import StartupError
+from diptych.runtime.startup_error import StartupError
 
 _ALPN: Final = ["http/1.1"]  # of the HTTP port; gRPC says h2 itself
 T = TypeVar("T")

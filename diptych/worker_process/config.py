@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from diptych.runtime.bind_address import is_loopback
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
@@ -94,6 +96,12 @@ class WorkerSettings(ProgramSettings):
         section="Network",
         serving=False,
     )
+    insecure_kv_network: bool = setting(
+        False,
+        "With --internal-tls, let nccl and gloo carry keys and values between hosts, unencrypted.",
+        section="Security",
+        serving=False,
+    )
     worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
         10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
     )
@@ -109,6 +117,13 @@ class WorkerSettings(ProgramSettings):
     replaces: str = internal(
         "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
     )
+
+    @property
+    def link_tls(self) -> InternalTls | None:
+        """Certificates for the links to other programs; None: links are plain."""
+        if self.internal_tls is None:
+            return None
+        return InternalTls(self.internal_tls, self.program, plain_groups=self.insecure_kv_network)
 
     @property
     def parts(self) -> int:
@@ -150,7 +165,7 @@ class WorkerSettings(ProgramSettings):
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
         """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
-        if (why := next(_faults_in_parts(self), None)) is not None:
+        if (why := next(_faults_in_parts(self), None) or _plain_groups_fault(self)) is not None:
             raise ValueError(why)
         device_type = self.device.partition(":")[0]
         if device_type != "auto" and (why := why_not_together(self, device_type)) is not None:
@@ -184,6 +199,19 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
+
+
+def _plain_groups_fault(settings: WorkerSettings) -> str | None:
+    if settings.insecure_kv_network and settings.internal_tls is None:
+        return "--insecure-kv-network does nothing without --internal-tls: nothing is encrypted"
+    if settings.internal_tls is None or settings.insecure_kv_network or is_loopback(settings.host):
+        return None
+    if settings.transport not in ("nccl", "gloo"):
+        return None
+    return (
+        f"--transport {settings.transport} does not encrypt keys and values, as --internal-tls wants between "
+        "hosts: --transport tcp does, and --insecure-kv-network allows it as it is"
+    )
 
 
 def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:

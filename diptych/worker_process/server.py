@@ -85,9 +85,11 @@ class WorkerServer:
         settings = self._settings
         server = make_server(internal=True)
         services = self._spec.services
-        add_links(server, services)
+        tls = settings.link_tls
+        add_links(server, services, authenticated=tls is not None)
         health = await add_health_and_reflection(server, [service.method.service for service in services])
-        port = bind(server, settings.host, settings.grpc_port, settings.insecure)
+        credentials = None if tls is None else tls.server_credentials()
+        port = bind(server, settings.host, settings.grpc_port, settings.insecure, credentials)
         await server.start()
         address = join_host_port(settings.advertise_host or settings.host, port)
         unix_server = UnixServer(services)
@@ -100,6 +102,7 @@ class WorkerServer:
             ready=lambda: not self._not_ready_reason(),
             why_not_ready=self._not_ready_reason,
             alive=lambda: self._loop.watchdog.late_s(time.monotonic()) < STUCK_S,
+            tls=None if tls is None else tls.http,
             insecure=settings.insecure,
             config_digest=settings.digest,
         )

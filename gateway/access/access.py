@@ -10,14 +10,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from diptych.runtime.errors import PermissionDenied, Unauthenticated
 from diptych.runtime.file_watch import FileWatch
 from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, Scope, digest_of, read_key_file
 from gateway.access.quota import QuotaUsage
 
+if TYPE_CHECKING:  # PyJWT is imported where tokens are taken
+    from gateway.access.token_verifier import TokenVerifier
+
 DEFAULT_TENANT: Final = ""  # of all callers of a gateway without API keys
+_TOKEN_PREFIX = "jwt:"  # no key of the file has such a name
+_MOST_TENANTS = 10_000
 _SCHEME = "bearer"  # RFC 6750; schemes are written in any case
 _INDEX_BYTES = 4
 _log = logging.getLogger(__name__)
@@ -58,14 +63,17 @@ class Access:
     file can be read. A file without any key is meant so: every call is refused.
 
     Args:
-        path: the key file; None: no keys are required and every caller is `anonymous`.
+        path: the key file; None: there are no keys.
+        tokens: verifier of tokens; None: none is taken. Without either every caller is `anonymous`.
 
     Raises:
         BadKeyFile: from the constructor only.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, tokens: TokenVerifier | None = None) -> None:
         self._path = path
+        self._tokens = tokens
+        self._token_tenants: set[str] = set()
         self._anonymous = anonymous()
         self._usages: dict[str, QuotaUsage] = {}  # by key name: reading the file again resets no quota
         self._known: dict[bytes, list[_KnownKey]] = {}
@@ -76,27 +84,41 @@ class Access:
 
     def caller(self, authorization: str, scope: Scope) -> Caller:
         """Return the caller that ``authorization`` names. Raises `Unauthenticated`, `PermissionDenied`."""
-        if self._watch is None:
+        if self.open:
             return self._anonymous
-        self._refresh(self._watch)
+        if self._watch is not None:
+            self._refresh(self._watch)
         scheme, _, key = authorization.partition(" ")
+        key = key.strip()
         if not key or scheme.lower() != _SCHEME:
             raise Unauthenticated("an API key is required: authorization: Bearer KEY")
-        caller = self._find(digest_of(key.strip()))
+        if self._tokens is not None and key.count(".") == 2:  # keys have none
+            caller: Caller | None = self._caller_of_token(self._tokens, key)
+        else:
+            caller = self._find(digest_of(key))
         if caller is None:
             raise Unauthenticated("this API key is not known here")
         if scope not in caller.scopes:
             raise PermissionDenied(f"this API key lacks the scope {scope.value}")
         return caller
 
+    @property
+    def open(self) -> bool:
+        """True where no credential is required."""
+        return self._watch is None and self._tokens is None
+
     def caller_of_key(self, tenant: str, name: str) -> Caller | None:
         """Return the caller whose key has a name, for work that it left here; None without such a key.
 
         It must be of the tenant still, and may ask for inference.
         """
-        if self._watch is None:
+        if self.open:
             return self._anonymous if tenant == DEFAULT_TENANT else None
-        self._refresh(self._watch)
+        if name.startswith(_TOKEN_PREFIX):  # it was valid when the work came; it has expired since
+            scopes = frozenset((Scope.INFERENCE,))
+            return None if self._tokens is None else Caller(tenant, scopes, QuotaUsage(name))
+        if self._watch is not None:
+            self._refresh(self._watch)
         for group in self._known.values():
             for known in group:
                 caller = known.caller
@@ -107,7 +129,14 @@ class Access:
     def tenants(self) -> int:
         """Return how many tenants there are."""
         callers = [known.caller for group in self._known.values() for known in group]
-        return len({caller.tenant for caller in callers}) if self._watch is not None else 1
+        return 1 if self.open else len({caller.tenant for caller in callers} | self._token_tenants)
+
+    def _caller_of_token(self, tokens: TokenVerifier, token: str) -> Caller:
+        identity = tokens.verify(token)
+        name = _TOKEN_PREFIX + identity.subject
+        if len(self._token_tenants) < _MOST_TENANTS:
+            self._token_tenants.add(identity.tenant)
+        return Caller(identity.tenant, identity.scopes, QuotaUsage(name))
 
     def _find(self, digest: bytes) -> Caller | None:
         # The lookup by prefix may be timed: the first bytes of a digest reveal nothing about a key.

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.stream import Stream, StreamLost
 from gateway.worker_pool.codec import (
@@ -82,7 +83,9 @@ class Link:
         incarnation: int,
         address: str,
         timing: LinkTiming | None = None,
+        tls: InternalTls | None = None,
     ) -> None:
+        self._tls = tls
         self.codec = codec
         self.worker_id = worker_id
         self.incarnation = incarnation
@@ -142,7 +145,7 @@ class Link:
 
     async def _connect_once(self) -> None:
         """Connect, and serve the connection until it is lost."""
-        stream = await open_link(self.address, self.codec.method)
+        stream = await open_link(self.address, self.codec.method, self._tls)
         try:
             async with asyncio.timeout(self._timing.connect_s):
                 await stream.write(self.codec.build_hello())

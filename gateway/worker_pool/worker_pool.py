@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.runtime.discovery.records import WorkerRecord
+from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.adapters.adapter import Adapter
 from gateway.attempt.types import AttemptFailed, Cause, LocalPrefill, Role
@@ -106,13 +107,16 @@ class WorkerPool:
         local_workers: Callable[[], list[WorkerRecord]] = list,
         local_prefill: LocalMode = LocalMode.AUTO,
         needed_adapters: Callable[[], dict[bytes, Adapter]] = dict,
+        tls: InternalTls | None = None,
     ) -> None:
         """Create a pool.
 
         Args:
             local_workers: returns those that the gateway's own supervisor knows to serve.
             needed_adapters: returns the adapters that all workers must have, by digest.
+            tls: certificates for the links; None: they are plain.
         """
+        self._tls = tls
         self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
@@ -191,6 +195,7 @@ class WorkerPool:
             incarnation=record.incarnation,
             address=record.address,
             timing=self._timing,
+            tls=self._tls,
         )
         self.registry.add(new_worker(record, link))
         link.start()

@@ -12,6 +12,7 @@ import torch
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
@@ -57,6 +58,7 @@ class HandoffClient:
         stall_s: seconds without an acknowledgement of sent blocks that end a link.
         device: device on which this worker computes.
         ranks: the other processes of this worker that compute, where it is a group.
+        tls: certificates for links and data sockets; None: they are plain.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class HandoffClient:
         stall_s: float = STALL_S,
         device: torch.device = CPU,
         ranks: WriterRanks | None = None,
+        tls: InternalTls | None = None,
     ) -> None:
+        self._tls = tls
         self._device, self._ranks = device, ranks
         self._stall_s = stall_s
         self._writer_id = WriterId(worker_id, incarnation)
@@ -154,6 +158,7 @@ class HandoffClient:
             self._transports,
             gpu_uuid(self._device),
             () if self._ranks is None else self._ranks.pids,
+            self._tls,
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -195,6 +200,7 @@ class HandoffClient:
             hello.num_blocks,
             hello.pull_endpoint,
             hello.pull_token,
+            self._tls,
         )
         try:
             if hello.transport in registry.IN_PLACE:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
@@ -45,12 +46,14 @@ class PeerLink:
         transports: Sequence[str],
         device: str = "",
         rank_pids: Sequence[int] = (),
+        tls: InternalTls | None = None,
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
         Args:
             device: UUID of the GPU that holds this worker's blocks, empty for host memory.
             rank_pids: processes of this worker that write blocks, beside this one.
+            tls: certificates; None: the link is plain.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -65,7 +68,7 @@ class PeerLink:
             device=device,
             rank_pids=rank_pids,
         )
-        stream = await _open_stream(address)
+        stream = await _open_stream(address, tls)
         try:
             welcome = await _exchange_hello(stream, hello)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
@@ -121,9 +124,9 @@ class PeerLink:
                     await self._stream.write(request)
 
 
-async def _open_stream(address: str) -> ClientStream:
+async def _open_stream(address: str, tls: InternalTls | None) -> ClientStream:
     try:
-        return await open_link(address, HANDOFF)
+        return await open_link(address, HANDOFF, tls)
     except StreamLost as error:
         raise _denied(error) from error
 
@@ -146,6 +149,8 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
 def _denied(error: StreamLost) -> HandoffDenied:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
+    if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return HandoffDenied(_PEER_LOST, f"no link to the decode worker: {error.details}")
     return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
 
 

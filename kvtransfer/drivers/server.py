@@ -16,6 +16,7 @@ import grpc
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.failpoints import ARMED
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
 from diptych.worker.v1 import handoff_pb2, work_pb2
@@ -65,6 +66,7 @@ class HandoffServer:
             neither is called.
         heartbeat: state of this worker's engine.
         gate: what attempts need beside blocks; None: nothing.
+        tls: certificates for the sockets of transports; None: they are plain.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class HandoffServer:
         lease_times: LeaseTimes | None = None,
         timeouts: EscalationTimeouts | None = None,
         gate: GrantGate | None = None,
+        tls: InternalTls | None = None,
     ) -> None:
         self._memory = memory.memory
         self._on_ready, self._on_failed, self._heartbeat = on_ready, on_failed, heartbeat
@@ -103,10 +106,10 @@ class HandoffServer:
             arrived=lambda *event: self._actions.run(self._receiver.arrived(*event)),
             corrupt=self._on_corrupt,
         )
-        made = [make_receiver(name, memory, host, hooks) for name in transports]
+        made = [make_receiver(name, memory, host, hooks, tls) for name in transports]
         self._pulls: PullServer | None = None
         if not PULLS_FRAMES.isdisjoint(transports):
-            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block)
+            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block, tls)
         self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
         self._forgotten = 0
         pool.on_forgotten.append(self._on_forgotten)

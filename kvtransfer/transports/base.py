@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.protocol.pull_table import Pull
 
@@ -190,6 +191,8 @@ class Welcome:
     pull_endpoint: str = ""
     """Address where the cached prefix of grants can be read; empty where it cannot."""
     pull_token: bytes = b""
+    tls: InternalTls | None = None
+    """Certificates for its sockets; None: they are plain."""
 
 
 class WriterRanks(Protocol):

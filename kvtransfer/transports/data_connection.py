@@ -1,4 +1,7 @@
-"""Data connection of the prefill worker: connect, show the token, send, read how many blocks arrived."""
+"""Data connection of the prefill worker: connect, show the token, send, read how many blocks arrived.
+
+Where the welcome has certificates, everything goes through TLS, the token included.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,21 @@ import socket
 
 from kvtransfer.transports.base import TransportError, Welcome
 from kvtransfer.transports.data_listener import COUNT, REGISTRATION_S
+from kvtransfer.transports.data_stream import DataStream, PlainStream, TlsStream
 
 
 class DataConnection:
     """Data socket to one decode worker; `counts`: the other end sends counts, and the owner reads nothing."""
 
-    def __init__(self, connection: socket.socket, greeting: bytes, *, counts: bool = True) -> None:
+    def __init__(
+        self, connection: socket.socket, stream: DataStream, greeting: bytes, *, counts: bool = True
+    ) -> None:
         self.greeting = greeting
         self.acknowledged = 0
         """Number of blocks that the other end has taken or dropped."""
         self.broken = False
         """True if the other end is gone."""
-        self._connection = connection
+        self._connection, self._stream = connection, stream
         self._changed = asyncio.Event()
         self._reader = asyncio.create_task(self._read_counts()) if counts else None
 
@@ -38,15 +44,18 @@ class DataConnection:
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.sock_connect(connection, address)
-                await loop.sock_sendall(connection, welcome.token)
-                greeting = await _receive(connection, greeting_bytes)
+                stream: DataStream = PlainStream(connection)
+                if welcome.tls is not None:
+                    stream = await TlsStream.connect(connection, welcome.tls)
+                await stream.send(welcome.token)
+                greeting = await _receive(stream, greeting_bytes)
         except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, (OSError, TimeoutError)):
                 raise TransportError(f"no data connection to the decode worker: {error}") from error
             raise
-        return cls(connection, greeting, counts=counts)
+        return cls(connection, stream, greeting, counts=counts)
 
     def local_host(self) -> str:
         """Return the address of this end."""
@@ -55,16 +64,16 @@ class DataConnection:
     async def send(self, data: bytes | memoryview) -> None:
         """Send bytes; returns when the kernel has taken them. Raises TransportError."""
         try:
-            await asyncio.get_running_loop().sock_sendall(self._connection, data)
+            await self._stream.send(data)
         except (OSError, ValueError) as error:
             raise TransportError(f"the data connection broke: {error}") from error
 
     async def receive_into(self, buffer: memoryview) -> None:
         """Fill `buffer`. Raises TransportError."""
-        loop, filled = asyncio.get_running_loop(), 0
+        filled = 0
         try:
             while filled < buffer.nbytes:
-                received = await loop.sock_recv_into(self._connection, buffer[filled:])
+                received = await self._stream.receive_into(buffer[filled:])
                 if not received:
                     raise TransportError("the decode worker closed the data connection")
                 filled += received
@@ -93,7 +102,7 @@ class DataConnection:
     async def _read_counts(self) -> None:
         try:
             while True:
-                (self.acknowledged,) = COUNT.unpack(await _receive(self._connection, COUNT.size))
+                (self.acknowledged,) = COUNT.unpack(await _receive(self._stream, COUNT.size))
                 self._changed.set()
         except (OSError, TransportError):
             pass  # `broken` reports it
@@ -102,14 +111,14 @@ class DataConnection:
             self._changed.set()
 
 
-async def _receive(connection: socket.socket, size: int) -> bytes:
-    loop, received = asyncio.get_running_loop(), b""
-    while len(received) < size:
-        part = await loop.sock_recv(connection, size - len(received))
-        if not part:
+async def _receive(stream: DataStream, size: int) -> bytes:
+    received, filled = bytearray(size), 0
+    while filled < size:
+        count = await stream.receive_into(memoryview(received)[filled:])
+        if not count:
             raise TransportError("the decode worker closed the data connection")
-        received += part
-    return received
+        filled += count
+    return bytes(received)
 
 
 def endpoint_address(welcome: Welcome) -> tuple[str, int]:

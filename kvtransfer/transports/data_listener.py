@@ -16,11 +16,14 @@ import struct
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from diptych.runtime.internal_tls import InternalTls, NotTrusted, names_in, require_role
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError
 
 TOKEN_BYTES = 32
 REGISTRATION_S = 2.0
+_WRITER = "prefill"
+"""Role of who writes."""
 COUNT = struct.Struct("<Q")
 """Number of blocks taken or dropped since the socket was opened."""
 _log = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class FrameReader(Protocol):
 
 
 class DataListener:
-    """Listening socket with one data socket a writer."""
+    """Listening socket with one data socket a writer; with `tls` only for prefill workers' certificates."""
 
     def __init__(
         self,
@@ -56,7 +59,9 @@ class DataListener:
         dead: Callable[[WriterId], None],
         *,
         reusable_tokens: bool = False,
+        tls: InternalTls | None = None,
     ) -> None:
+        self.tls = tls
         self.host = host
         self.open_reader = open_reader
         self._dead = dead
@@ -68,7 +73,14 @@ class DataListener:
     async def start(self) -> None:
         """Listen on a free port. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: DataSocket(self), self.host, 0)
+        context = None if self.tls is None else self.tls.server_context()
+        self._server = await loop.create_server(
+            lambda: DataSocket(self),
+            self.host,
+            0,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else REGISTRATION_S,
+        )
 
     @property
     def endpoint(self) -> str:
@@ -180,6 +192,12 @@ class DataSocket(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         # Frees no block: a socket without a token holds nothing but itself.
         self._deadline = asyncio.get_running_loop().call_later(REGISTRATION_S, self.end)
+        if self._listener.tls is not None:
+            try:
+                require_role(names_in(transport.get_extra_info("ssl_object")), _WRITER)
+            except NotTrusted as error:
+                _log.warning("a data connection from %s: %s", transport.get_extra_info("peername"), error)
+                self.end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._target[self._filled :]
@@ -261,10 +279,12 @@ class SocketReceiver:
         open_reader: OpenFrames,
         hooks: ReceiverHooks,
         unreachable: Callable[[Locality], str | None] = always_reachable,
+        *,
+        tls: InternalTls | None = None,
     ) -> None:
         self.name = name
         self.unreachable_reason = unreachable
-        self._listener = DataListener(host, open_reader, hooks.dead)
+        self._listener = DataListener(host, open_reader, hooks.dead, tls=tls)
 
     async def start(self) -> None:
         """Listen on a free port. Raises OSError."""

@@ -27,9 +27,18 @@ from dataclasses import dataclass
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import process_group
-from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.base import (
+    Locality,
+    ReceiverHooks,
+    Run,
+    StillGranted,
+    TransportError,
+    Welcome,
+    host_id,
+)
 from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
@@ -62,19 +71,24 @@ class _Frame:
     digests: tuple[bytes, ...]
 
 
-def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
+def process_group_receiver(
+    name: str, host: str, memory: KVMemory, hooks: ReceiverHooks, tls: InternalTls | None = None
+) -> SocketReceiver:
     """Make the end of the decode worker, with a process group for each writer.
 
-    Gloo reaches every locality; NCCL needs GPUs on both sides.
+    Gloo reaches every locality; NCCL needs GPUs on both sides. Neither encrypts: with certificates
+    they stay within the host, unless `tls` allows them the network.
     """
 
     def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
         return _FrameReader(name, writer, connection, memory, hooks)
 
     def unreachable_reason(writer: Locality) -> str | None:
+        if tls is not None and not tls.plain_groups and writer.host_id != host_id():
+            return "it does not encrypt, and the writer is on another host: --insecure-kv-network allows that"
         return nccl_unusable_reason(memory.data.device, writer.device) if name == NCCL else None
 
-    return SocketReceiver(name, host, open_reader, hooks, unreachable_reason)
+    return SocketReceiver(name, host, open_reader, hooks, unreachable_reason, tls=tls)
 
 
 class _FrameReader:

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.failpoints import reach
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.send_queue import SendQueue
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.protocol.pull_table import Pull, PullTable
@@ -55,11 +56,13 @@ class PullServer:
         prefix_block: finds the blocks that may be read at this moment.
     """
 
-    def __init__(self, host: str, memory: KVMemory, prefix_block: PrefixBlocks) -> None:
+    def __init__(
+        self, host: str, memory: KVMemory, prefix_block: PrefixBlocks, tls: InternalTls | None = None
+    ) -> None:
         def open_reader(writer: WriterId, connection: DataSocket) -> _RequestReader:
             return _RequestReader(writer, connection, memory, prefix_block)
 
-        self._listener = DataListener(host, open_reader, lambda writer: None, reusable_tokens=True)
+        self._listener = DataListener(host, open_reader, lambda writer: None, reusable_tokens=True, tls=tls)
 
     async def start(self) -> None:
         """Listen on a free port. Raises OSError."""

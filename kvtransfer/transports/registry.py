@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.settings import StartupError
 from kvtransfer.protocol.pull_table import PullTable
 from kvtransfer.transports import (
@@ -73,17 +74,22 @@ def memory_domain(transports: Sequence[str], device: torch.device, worker_id: st
     return f"{host_id()}/{gpu_uuid(device)}"
 
 
-def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
-    """Make the end of the decode worker. Raises ValueError for an unknown transport."""
+def make_receiver(
+    name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks, tls: InternalTls | None = None
+) -> ReceivingTransport:
+    """Make the end of the decode worker; `tls` is for what goes over the network.
+
+    Raises ValueError for an unknown transport.
+    """
     match name:
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, mapping_for(pool.memory.data.device), hooks)
         case cuda_ipc.NAME:
             return cuda_ipc.CudaIpcReceiver(pool, mapping_for(pool.memory.data.device), hooks)
         case tcp.NAME:
-            return tcp.tcp_receiver(host, pool.memory, hooks)
+            return tcp.tcp_receiver(host, pool.memory, hooks, tls)
         case process_group.GLOO | process_group.NCCL:
-            return nccl.process_group_receiver(name, host, pool.memory, hooks)
+            return nccl.process_group_receiver(name, host, pool.memory, hooks, tls)
     raise ValueError(f"there is no transport {name!r}")
 
 

@@ -4,7 +4,8 @@
 
 A frame is read into a staging buffer. It is copied into its block only if its grant is open at this moment
 and its bytes match the digest, which binds them to request, grant and index. So stale or damaged data never
-reaches the pool, and closing the socket is proof that nothing more can. Frames are not encrypted.
+reaches the pool, and closing the socket is proof that nothing more can. Where workers have
+certificates (--internal-tls) frames are encrypted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import struct
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
@@ -24,13 +26,15 @@ _HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")
 _ACCEPTED = b"+"
 
 
-def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
+def tcp_receiver(
+    host: str, memory: KVMemory, hooks: ReceiverHooks, tls: InternalTls | None = None
+) -> SocketReceiver:
     """Make the end of the decode worker, which copies frames into `memory`."""
 
     def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
         return _FrameReader(writer, connection, memory, hooks)
 
-    return SocketReceiver(NAME, host, open_reader, hooks)
+    return SocketReceiver(NAME, host, open_reader, hooks, tls=tls)
 
 
 class _FrameReader:

@@ -25,8 +25,8 @@ WITHOUT_SCHEMA = {"PodMonitor"}
 
 # What deploy/README.md says may be combined: resource -> components.
 COMPONENTS = {
-    "base": ("autoscaling", "gpu", "metrics", "model", "tls"),
-    "overlays/small": ("gpu", "metrics", "model", "tls"),
+    "base": ("autoscaling", "gpu", "metrics", "model", "tls", "internal-tls"),
+    "overlays/small": ("gpu", "metrics", "model", "tls", "internal-tls"),
     "overlays/shared-pod": ("metrics", "model", "tls"),
 }
 ARRANGEMENTS = [

@@ -22,6 +22,7 @@ from tests.deploy.manifests import (
     settings_of,
 )
 from tests.deploy.rendering import containers, pod_templates, render, schema_faults
+from tests.diptych.runtime.authority import Authority
 
 OPERATORS = {"PodMonitor", "ServiceMonitor", "ScaledObject", "InferencePool"}
 """Kinds that Kubernetes itself does not define."""
@@ -31,6 +32,7 @@ EVERYTHING: dict[str, Any] = {
     "gateway": {"tls": {"secret": "diptych-tls"}, "batches": {"claim": "batches"}},
     "prefill": {"gpus": 1},
     "decode": {"gpus": 1, "kvMemoryMib": 0, "environment": {"DIPTYCH_MAX_BATCH": 32}},
+    "internalTls": {"gateway": "gateway-tls", "prefill": "prefill-tls", "decode": "decode-tls"},
     "metrics": {"enabled": True, "labels": {"release": "prometheus"}},
     "autoscaling": {"kind": "hpa"},
     "inferencePool": {"enabled": True},
@@ -160,6 +162,9 @@ def test_programs_read_their_flags_and_variables(
             variables = shared | own
             for name in ("DIPTYCH_API_KEYS_FILE", "DIPTYCH_TLS_CERT", "DIPTYCH_TLS_KEY"):
                 variables.pop(name, None)  # files of Secrets
+            if (at := variables.pop("DIPTYCH_INTERNAL_TLS", None)) is not None:
+                assert at in {mount["mountPath"] for mount in container["volumeMounts"]}
+                variables["DIPTYCH_INTERNAL_TLS"] = str(Authority().issue(tmp_path / program, program))
             settings = settings_of(program, container["args"][1:], variables, monkeypatch)
             assert leaves_within_s(settings) < template["spec"]["terminationGracePeriodSeconds"]
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -191,9 +196,10 @@ def test_values_reach_their_objects() -> None:
     assert {"name": "DIPTYCH_MAX_BATCH", "value": "32"} in decode["env"]
     [gateway] = pods["diptych-gateway"]["containers"]
     assert {mount["mountPath"] for mount in gateway["volumeMounts"]} == {
-        *("/access/keys", "/access/tls", "/models", "/batches")
+        *("/access/keys", "/access/tls", "/access/internal-tls", "/models", "/batches")
     }
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert decode["livenessProbe"]["httpGet"]["scheme"] == "HTTPS"  # beside internalTls
     kinds = {one["kind"] for one in objects}
     assert OPERATORS - kinds == {"ScaledObject"}
     least = render_chart(LEAST)
@@ -211,6 +217,7 @@ def test_values_reach_their_objects() -> None:
         {"autoscaling": {"kind": "magic"}},
         {"gateway": {"lameDuckSeconds": 600}},
         {"more": 1},
+        {"internalTls": {"gateway": "gateway-tls"}},
     ],
 )
 def test_unknown_values_are_refused(values: dict[str, Any]) -> None:

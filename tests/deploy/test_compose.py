@@ -53,9 +53,12 @@ def test_what_services_refer_to_is_there() -> None:
 
 def test_the_image_starts_the_command_that_the_package_installs() -> None:
     [entry] = [json.loads(text) for text in re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)]
-    [command] = [json.loads(text) for text in re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)]
+    commands = [json.loads(text) for text in re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["gateway", "up", "up"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert entry[0].rpartition("/")[2] in scripts
+    assert set(commands[0][1:]) <= set(commands[1])  # of a gateway alone too
+    command = commands[1]
     shown = CliRunner().invoke(app, [command[0], "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert shown.exit_code == 0
     assert all(flag in shown.output for flag in command if flag.startswith("--"))
@@ -69,3 +72,21 @@ def test_the_image_has_the_torch_of_the_makefile_and_what_triton_compiles_with()
     assert "ARG EXTRAS=gpu" in DOCKERFILE
     packages = re.findall(r'^ARG PACKAGES="(.+)"$', DOCKERFILE, re.MULTILINE)[0].split()
     assert {"libgomp1", "gcc", "libc6-dev"} <= set(packages)
+
+
+def test_each_target_installs_an_extra_that_is_there_and_the_gateways_has_no_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    installed = {
+        stage.split()[2]: re.findall(r'"/src\[(.+?)\]"', stage) for stage in stages if "/src[" in stage
+    }
+    assert installed == {
+        "build-gateway": ["gateway"],
+        "build-cpu": ["server"],
+        "build-gpu": ["${EXTRAS}"],
+    }
+    assert {"gateway", "server", "gpu"} <= extras.keys()
+    names = {re.split(r"[<>=;\[]", one)[0] for one in extras["gateway"]}
+    assert names.isdisjoint({"torch", "triton", "transformers", "numpy"})
+    assert "diptych[gateway]" in extras["server"]
+    assert all("triton" not in one for one in extras["server"])

@@ -30,6 +30,7 @@ from tests.deploy.manifests import (
     started,
 )
 from tests.deploy.rendering import COMPONENTS, render_on_top
+from tests.diptych.runtime.authority import Authority
 
 PROGRAMS = list(started())
 every_program = pytest.mark.parametrize("one", PROGRAMS, ids=lambda one: one.where)
@@ -78,7 +79,7 @@ def test_probes_ask_what_is_served_and_are_as_patient_as_the_supervisor(one: Sta
 
 @every_program
 def test_programs_run_as_the_images_user_without_rights(one: Started) -> None:
-    [uid] = re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    [uid] = set(re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
     pod, own = one.pod["securityContext"], one.container["securityContext"]
     assert (pod["runAsUser"], pod["runAsNonRoot"], own["readOnlyRootFilesystem"]) == (int(uid), True, True)
     assert one.pod["enableServiceLinks"] is False, "DIPTYCH_GRPC_PORT could be the address of a Service"
@@ -194,10 +195,12 @@ def test_all_components_together_still_make_a_gateway_that_starts(
         "DIPTYCH_TLS_CERT": str(tmp_path / "tls.crt"),
         "DIPTYCH_TLS_KEY": str(tmp_path / "tls.key"),
         "DIPTYCH_API_KEYS_FILE": keys,
+        "DIPTYCH_INTERNAL_TLS": str(Authority().issue(tmp_path / "links", "gateway")),
     }
     settings = settings_of("gateway", gateway["args"][1:], variables, monkeypatch)
     assert isinstance(settings, GatewaySettings)
     assert settings.tls is not None
+    assert settings.link_tls is not None
     assert gateway["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTPS"}
     for name in ("prefill", "decode"):
         [worker] = _pod(rendered, name)["containers"]

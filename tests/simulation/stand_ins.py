@@ -169,10 +169,10 @@ def _small_scratch(configured: int, transports: Sequence[str], *_: object) -> Sc
 
 
 def _receiver_maker(cluster: Cluster) -> Callable[..., Any]:
-    def make(name: str, memory: PoolMemory, host: str, hooks: Any) -> Any:
+    def make(name: str, memory: PoolMemory, host: str, hooks: Any, tls: Any) -> Any:
         if name == shared_memory.NAME:
             return InPlaceReceiver(cluster.shared_pools, memory, hooks)
-        return _make_receiver(name, memory, host, hooks)
+        return _make_receiver(name, memory, host, hooks, tls)
 
     return make
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import grpc
 
+from diptych.runtime.internal_tls import InternalTls, NotTrusted, explain_handshake, name_of, require_role
 from diptych.runtime.rpc import make_channel
 from diptych.runtime.rpc_streams.method import LinkMethod
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, StreamLost
 
 _ENDS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
 """Errors that grpc.aio raises where a call is over, by the place in which one finds out."""
+_MOST_TOLD = 100
+_log = logging.getLogger(__name__)
 
 
 class _GrpcStream:
@@ -45,9 +49,13 @@ class _GrpcStream:
 class GrpcCall(_GrpcStream):
     """A stream that this process opened."""
 
-    def __init__(self, address: str, method: LinkMethod) -> None:
+    def __init__(self, address: str, method: LinkMethod, tls: InternalTls | None = None) -> None:
         """Begin to connect; whether that works is told by the first read or write."""
-        self._channel = make_channel(address)
+        if tls is None:
+            self._channel = make_channel(address)
+        else:
+            credentials = tls.channel_credentials()
+            self._channel = make_channel(address, credentials, peer_name=name_of(method.server))
         open_call = self._channel.stream_stream(
             method.path,
             request_serializer=method.request.SerializeToString,
@@ -68,12 +76,18 @@ class GrpcServed(_GrpcStream):
     """A stream that another process opened to this one, by its context."""
 
 
-def add_links(server: grpc.aio.Server, services: Iterable[LinkService]) -> None:
-    """Serve these links on a gRPC server that has not started."""
+def add_links(
+    server: grpc.aio.Server, services: Iterable[LinkService], *, authenticated: bool = False
+) -> None:
+    """Serve these links on a gRPC server that has not started.
+
+    Args:
+        authenticated: whether its port demands certificates: then that of the method's client is checked.
+    """
     for service in services:
         method = service.method
         handler = grpc.stream_stream_rpc_method_handler(
-            _handler(service),
+            _handler(service, authenticated),
             request_deserializer=method.request.FromString,
             response_serializer=method.response.SerializeToString,
         )
@@ -81,10 +95,19 @@ def add_links(server: grpc.aio.Server, services: Iterable[LinkService]) -> None:
         server.add_generic_rpc_handlers((generic,))
 
 
-def _handler(service: LinkService) -> Any:
+def _handler(service: LinkService, authenticated: bool) -> Any:
+    refused: set[str] = set()  # told once, not at every try
+
     async def handle(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
+            if authenticated:
+                _require_client(context, service.method.client)
             await service.serve(GrpcServed(context))
+        except NotTrusted as error:
+            if str(error) not in refused and len(refused) < _MOST_TOLD:
+                refused.add(str(error))
+                _log.warning("%s refuses %s: %s", service.method.service, context.peer(), error)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except Refused as refusal:
             await context.abort(refusal.code, refusal.details)
         except StreamLost:
@@ -93,7 +116,15 @@ def _handler(service: LinkService) -> Any:
     return handle
 
 
+def _require_client(context: grpc.aio.ServicerContext[Any, Any], role: str) -> None:
+    """Raise NotTrusted unless the caller's certificate, which gRPC has verified, is that of the role."""
+    names: Iterable[bytes] = context.auth_context().get("x509_subject_alternative_name", ())
+    require_role([name.decode(errors="replace") for name in names], role)
+
+
 def _lost(error: Exception) -> StreamLost:
     if isinstance(error, grpc.aio.AioRpcError):
+        if (why := explain_handshake(error.details() or "")) is not None:
+            return StreamLost(grpc.StatusCode.UNAUTHENTICATED, why)
         return StreamLost(error.code(), error.details() or "")
     return StreamLost(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__)

@@ -21,13 +21,18 @@ class LinkMethod:
     """The full name of the gRPC service."""
     request: type[Message]
     response: type[Message]
+    server: str
+    """Role of the process that serves it."""
+    client: str
+    """Role of the process that may open it."""
 
     @classmethod
-    def of(cls, file: FileDescriptor, service: str) -> LinkMethod:
+    def of(cls, file: FileDescriptor, service: str, *, server: str, client: str) -> LinkMethod:
         """Return the stream of a service that the file declares."""
         declared = file.services_by_name[service]
         rpc = declared.methods_by_name[_RPC]
-        return cls(declared.full_name, GetMessageClass(rpc.input_type), GetMessageClass(rpc.output_type))
+        request, response = GetMessageClass(rpc.input_type), GetMessageClass(rpc.output_type)
+        return cls(declared.full_name, request, response, server, client)
 
     @property
     def rpc(self) -> str:
@@ -39,6 +44,6 @@ class LinkMethod:
         return f"/{self.service}/{_RPC}"
 
 
-PREFILL = LinkMethod.of(prefill_pb2.DESCRIPTOR, "PrefillService")
-DECODE = LinkMethod.of(decode_pb2.DESCRIPTOR, "DecodeService")
-HANDOFF = LinkMethod.of(handoff_pb2.DESCRIPTOR, "HandoffService")
+PREFILL = LinkMethod.of(prefill_pb2.DESCRIPTOR, "PrefillService", server="prefill", client="gateway")
+DECODE = LinkMethod.of(decode_pb2.DESCRIPTOR, "DecodeService", server="decode", client="gateway")
+HANDOFF = LinkMethod.of(handoff_pb2.DESCRIPTOR, "HandoffService", server="decode", client="prefill")

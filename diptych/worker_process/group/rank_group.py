@@ -132,7 +132,7 @@ class RankGroup:
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """See `WriterRanks.map_pool`."""
-        welcomes = [replace(welcome, token=token) for token in tokens]
+        welcomes = [replace(welcome, token=token, tls=None) for token in tokens]
         await asyncio.to_thread(self.memories.register, memory, welcomes)
 
     # -- the end

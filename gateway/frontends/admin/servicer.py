@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from diptych import __version__
 from diptych.runtime.descriptors import connection_limits
@@ -103,12 +105,16 @@ class Operations:
         if request.HasField("interval"):
             interval_s = _seconds("interval", request.interval, MIN_INTERVAL_S, MAX_INTERVAL_S)
         while True:
-            message = pb.WatchLoadResponse(
-                running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
-            )
-            add_load(message, self._live, self._metrics)
-            await call.context.write(message)
+            await call.context.write(self.load())
             await asyncio.sleep(interval_s)
+
+    def load(self) -> pb.WatchLoadResponse:
+        """Return the gateway's load now."""
+        message = pb.WatchLoadResponse(
+            running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
+        )
+        add_load(message, self._live, self._metrics)
+        return message
 
     async def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Send the worker the order. If it is lost before it reads it, it takes nothing new either."""
@@ -242,9 +248,19 @@ def bodies(operations: Operations) -> dict[str, Body]:
         "GetServerInfo": plain(operations.server_info),
         "ListWorkers": plain(operations.list_workers),
         "WatchLoad": operations.watch_load,
-        "DrainWorker": plain(operations.drain_worker),
-        "FlushPrefixCache": plain(operations.flush_prefix_cache),
-        "LoadAdapter": plain(operations.load_adapter),
-        "UnloadAdapter": plain(operations.unload_adapter),
+        "DrainWorker": _about("worker_id", operations.drain_worker),
+        "FlushPrefixCache": _about("worker_id", operations.flush_prefix_cache),
+        "LoadAdapter": _about("name", operations.load_adapter),
+        "UnloadAdapter": _about("name", operations.unload_adapter),
         "ListAdapters": plain(operations.list_adapters),
     }
+
+
+def _about(field: str, body: Callable[[Any], Awaitable[Message]]) -> Body:
+    """Make an RPC of a function, whose record has this field of the request as its target."""
+
+    def run(request: Any, call: GrpcCall) -> Awaitable[Message]:
+        call.target = getattr(request, field)
+        return body(request)
+
+    return run

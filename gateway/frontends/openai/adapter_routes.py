@@ -63,7 +63,9 @@ class AdapterRoutes:
             with self._calls.account(call):
                 if self._closed:
                     raise PermissionDenied(_KEY_NEEDED)
-                return web.Response(text=await run(parse_body(data)))
+                members = parse_body(data)
+                call.target = str(members.get(_NAME, ""))
+                return web.Response(text=await run(members))
         except DiptychError as error:
             return await call.fail(error)
 

@@ -264,6 +264,7 @@ class PromptCall(Call):
     """Prompt of several in an HTTP request, a request of its own to the core."""
 
     counts: ClassVar[bool] = False
+    journaled: ClassVar[bool] = False
 
     def __init__(self, outer: BodyCall, prompt: int, charges: Charge, now: float) -> None:
         super().__init__(
@@ -275,6 +276,7 @@ class PromptCall(Call):
             caller=outer.caller,
         )
         self._outer = outer
+        self.usage = outer.usage
         self._charges = charges
         self.prompt = prompt
 

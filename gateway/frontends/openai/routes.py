@@ -46,6 +46,7 @@ class OpenAIRoutes:
     Args:
         digest: of the model, for ``system_fingerprint``.
         adapters: loads and unloads adapters.
+        operators: other paths for operators, by method.
         allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
 
@@ -59,6 +60,7 @@ class OpenAIRoutes:
         allow_origins: Collection[str] = (),
         adapters: AdapterRoutes | None = None,
         *,
+        operators: Mapping[str, Mapping[str, Respond]] | None = None,
         max_body_bytes: int = limits.MAX_BODY_BYTES,
     ) -> None:
         self._max_body_bytes = max_body_bytes
@@ -81,6 +83,7 @@ class OpenAIRoutes:
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
             **(adapters.routes if adapters is not None else {}),
+            **(operators or {}),
             **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
         }
 

@@ -1,0 +1,1 @@
+"""Status page: a gateway's workers and load in a browser, for operators."""
