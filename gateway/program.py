@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.quota_table import QuotaTableStore
+from diptych.runtime.discovery.role_lease import RoleLease
 from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.http_edge import HttpEdge
@@ -60,6 +61,7 @@ from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.local_prefill import LocalMode
+from gateway.worker_pool.role_changes import RoleChanges
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
@@ -106,6 +108,9 @@ class Gateway:
             settings.redis_url,
             digest,
             self.metrics.forget_model,
+        )
+        self.roles = RoleChanges(
+            self.worker_pool.registry, RoleLease(settings.redis_url, digest), time.monotonic
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -327,6 +332,7 @@ class Gateway:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.adapter_service.close()
         await self._quota.close()
+        await self.roles.close()
         await self.worker_pool.close()
         await self.request_parser.close()
         self.tokenizer_pool.close()
@@ -382,6 +388,7 @@ class Gateway:
             identity,
             lambda: (self.ready, self._shutting_down, self.mirror.connected),
             self.adapter_service,
+            self.roles,
         )
 
     def _bind_gauges(self) -> None:

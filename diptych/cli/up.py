@@ -14,7 +14,7 @@ from typing import Any
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
-from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
+from diptych.cli.process_events import ChangedRole, Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, program_specs
 from diptych.cli.stack_options import StackOptions
@@ -95,7 +95,7 @@ async def running_stack(
 
     def relay(event: Event) -> None:
         observe(event)
-        if file and stack and isinstance(event, (Ended, Serving, Replaced)):
+        if file and stack and isinstance(event, (Ended, Serving, Replaced, ChangedRole)):
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 

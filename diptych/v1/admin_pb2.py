@@ -26,17 +26,17 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\x99\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x1a\n\x12max_context_length\x18\x06 \x01(\r\x12\x15\n\rkv_block_size\x18\x07 \x01(\r\x12\r\n\x05ready\x18\x08 \x01(\x08\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1b\n\x13\x64irectory_connected\x18\n \x01(\x08\x12\x15\n\rconfig_digest\x18\x0b \x01(\t\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.diptych.v1.WorkerInfo\"\xe8\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.diptych.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x32\n\x0fsince_heartbeat\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\x04\x12\x16\n\x0elocal_prefills\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x64\x61pters\x18\t \x03(\t\x12\x11\n\tmax_loras\x18\n \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x14 \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x15 \x01(\x04\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdf\x01\n\x11WatchLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.diptych.v1.WorkerInfo\x12%\n\x06phases\x18\x04 \x01(\x0b\x32\x15.diptych.v1.PhaseLoad\x12\'\n\x07tenants\x18\x05 \x03(\x0b\x32\x16.diptych.v1.TenantLoad\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\"M\n\tPhaseLoad\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07routing\x18\x02 \x01(\r\x12\x0f\n\x07prefill\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x04 \x01(\r\"]\n\nTenantLoad\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12%\n\x06phases\x18\x02 \x01(\x0b\x32\x15.diptych.v1.PhaseLoad\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\"Q\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13\x44rainWorkerResponse\",\n\x17\x46lushPrefixCacheRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x18\x46lushPrefixCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.diptych.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"=\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.diptych.v1.Adapter\"\x89\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x10\n\x08refusals\x18\x08 \x03(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x9a\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1d\n\x19WORKER_STATE_INCOMPATIBLE\x10\x04\x32\xa8\x05\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .diptych.v1.GetServerInfoRequest\x1a!.diptych.v1.GetServerInfoResponse\x12N\n\x0bListWorkers\x12\x1e.diptych.v1.ListWorkersRequest\x1a\x1f.diptych.v1.ListWorkersResponse\x12J\n\tWatchLoad\x12\x1c.diptych.v1.WatchLoadRequest\x1a\x1d.diptych.v1.WatchLoadResponse0\x01\x12N\n\x0b\x44rainWorker\x12\x1e.diptych.v1.DrainWorkerRequest\x1a\x1f.diptych.v1.DrainWorkerResponse\x12]\n\x10\x46lushPrefixCache\x12#.diptych.v1.FlushPrefixCacheRequest\x1a$.diptych.v1.FlushPrefixCacheResponse\x12N\n\x0bLoadAdapter\x12\x1e.diptych.v1.LoadAdapterRequest\x1a\x1f.diptych.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .diptych.v1.UnloadAdapterRequest\x1a!.diptych.v1.UnloadAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.diptych.v1.ListAdaptersRequest\x1a .diptych.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/v1/admin.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\x99\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x1a\n\x12max_context_length\x18\x06 \x01(\r\x12\x15\n\rkv_block_size\x18\x07 \x01(\r\x12\r\n\x05ready\x18\x08 \x01(\x08\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1b\n\x13\x64irectory_connected\x18\n \x01(\x08\x12\x15\n\rconfig_digest\x18\x0b \x01(\t\"\x14\n\x12ListWorkersRequest\">\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.diptych.v1.WorkerInfo\"\xe8\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.diptych.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x32\n\x0fsince_heartbeat\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\x04\x12\x16\n\x0elocal_prefills\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x64\x61pters\x18\t \x03(\t\x12\x11\n\tmax_loras\x18\n \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x14 \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x15 \x01(\x04\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdf\x01\n\x11WatchLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.diptych.v1.WorkerInfo\x12%\n\x06phases\x18\x04 \x01(\x0b\x32\x15.diptych.v1.PhaseLoad\x12\'\n\x07tenants\x18\x05 \x03(\x0b\x32\x16.diptych.v1.TenantLoad\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\"M\n\tPhaseLoad\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07routing\x18\x02 \x01(\r\x12\x0f\n\x07prefill\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x04 \x01(\r\"]\n\nTenantLoad\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12%\n\x06phases\x18\x02 \x01(\x0b\x32\x15.diptych.v1.PhaseLoad\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\"Q\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13\x44rainWorkerResponse\"|\n\x17\x43hangeWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.diptych.v1.WorkerRole\x12(\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\x18\x43hangeWorkerRoleResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\",\n\x17\x46lushPrefixCacheRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x18\x46lushPrefixCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.diptych.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"=\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.diptych.v1.Adapter\"\x89\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x10\n\x08refusals\x18\x08 \x03(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x9a\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1d\n\x19WORKER_STATE_INCOMPATIBLE\x10\x04\x32\x87\x06\n\x0c\x41\x64minService\x12T\n\rGetServerInfo\x12 .diptych.v1.GetServerInfoRequest\x1a!.diptych.v1.GetServerInfoResponse\x12N\n\x0bListWorkers\x12\x1e.diptych.v1.ListWorkersRequest\x1a\x1f.diptych.v1.ListWorkersResponse\x12J\n\tWatchLoad\x12\x1c.diptych.v1.WatchLoadRequest\x1a\x1d.diptych.v1.WatchLoadResponse0\x01\x12N\n\x0b\x44rainWorker\x12\x1e.diptych.v1.DrainWorkerRequest\x1a\x1f.diptych.v1.DrainWorkerResponse\x12]\n\x10\x43hangeWorkerRole\x12#.diptych.v1.ChangeWorkerRoleRequest\x1a$.diptych.v1.ChangeWorkerRoleResponse\x12]\n\x10\x46lushPrefixCache\x12#.diptych.v1.FlushPrefixCacheRequest\x1a$.diptych.v1.FlushPrefixCacheResponse\x12N\n\x0bLoadAdapter\x12\x1e.diptych.v1.LoadAdapterRequest\x1a\x1f.diptych.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .diptych.v1.UnloadAdapterRequest\x1a!.diptych.v1.UnloadAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.diptych.v1.ListAdaptersRequest\x1a .diptych.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=2070
-  _globals['_WORKERROLE']._serialized_end=2160
-  _globals['_WORKERSTATE']._serialized_start=2163
-  _globals['_WORKERSTATE']._serialized_end=2317
+  _globals['_WORKERROLE']._serialized_start=2241
+  _globals['_WORKERROLE']._serialized_end=2331
+  _globals['_WORKERSTATE']._serialized_start=2334
+  _globals['_WORKERSTATE']._serialized_end=2488
   _globals['_GETSERVERINFOREQUEST']._serialized_start=103
   _globals['_GETSERVERINFOREQUEST']._serialized_end=125
   _globals['_GETSERVERINFORESPONSE']._serialized_start=128
@@ -61,24 +61,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINWORKERREQUEST']._serialized_end=1538
   _globals['_DRAINWORKERRESPONSE']._serialized_start=1540
   _globals['_DRAINWORKERRESPONSE']._serialized_end=1561
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1563
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1607
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1609
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1651
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1653
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1718
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1720
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1779
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1781
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1817
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1819
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1842
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1844
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1865
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1867
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1928
-  _globals['_ADAPTER']._serialized_start=1931
-  _globals['_ADAPTER']._serialized_end=2068
-  _globals['_ADMINSERVICE']._serialized_start=2320
-  _globals['_ADMINSERVICE']._serialized_end=3000
+  _globals['_CHANGEWORKERROLEREQUEST']._serialized_start=1563
+  _globals['_CHANGEWORKERROLEREQUEST']._serialized_end=1687
+  _globals['_CHANGEWORKERROLERESPONSE']._serialized_start=1689
+  _globals['_CHANGEWORKERROLERESPONSE']._serialized_end=1732
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1734
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1778
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1780
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1822
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1824
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1889
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1891
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1950
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1952
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1988
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1990
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2013
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2015
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2036
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2038
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2099
+  _globals['_ADAPTER']._serialized_start=2102
+  _globals['_ADAPTER']._serialized_end=2239
+  _globals['_ADMINSERVICE']._serialized_start=2491
+  _globals['_ADMINSERVICE']._serialized_end=3266
 # @@protoc_insertion_point(module_scope)

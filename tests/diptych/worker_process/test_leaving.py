@@ -30,6 +30,7 @@ from diptych.runtime.rpc_streams.unix_stream import UnixStream
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.gateway_link import DrainOrder
 from tests.diptych.worker_process.both_workers import greedy, house, layout, model
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until
@@ -177,7 +178,7 @@ async def test_drain_waits_until_large_outputs_are_written():
             gateway.output(
                 over.key, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH, over.times_now()
             )
-        worker._server.drain(60)
+        worker._server.drain(DrainOrder(60))
         whole = 0
         while whole < 16:
             message = await stream.read()
