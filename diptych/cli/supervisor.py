@@ -231,7 +231,7 @@ class Supervisor:
     def _change_role(self, kept: _Kept) -> ChildSpec | None:
         """Give a process that ended for that its other role; return what it was, None where it keeps it."""
         role, kept.asked_role, before = kept.asked_role, None, kept.spec
-        if role not in before.roles or role == before.role or kept.replaced:
+        if role is None or role not in before.roles or role == before.role or kept.replaced:
             return None
         after = before.in_role(role, self._kept.keys())
         self._rename(kept, after)

@@ -23,4 +23,6 @@ class BusyShare:
         """Return the share of the window, 0 to 1; a step counts whole once it has ended in it."""
         while self._steps and self._steps[0][0] <= now - WINDOW_S:
             self._sum -= self._steps.popleft()[1]
+        if not self._steps:
+            self._sum = 0.0  # what rounding left
         return min(max(self._sum / WINDOW_S, 0.0), 1.0)
