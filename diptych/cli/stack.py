@@ -109,6 +109,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "batch-dir": options.batch_dir,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
+            "auto-roles": options.auto_roles or None,
             "await-workers-s": Slot("await_workers_s"),
             "workers-fd": Slot("workers_fd"),
         },

@@ -18,7 +18,7 @@ class RoleView:
     """A linked worker as the rules see it.
 
     ``ready``: it may get new work. ``can_change``: its supervisor can start it in the other role.
-    ``becomes``: the role that it drains for.
+    ``becomes``: the role that it drains for. ``work``: what would have to be done elsewhere.
     """
 
     worker_id: str
@@ -26,6 +26,7 @@ class RoleView:
     ready: bool = True
     can_change: bool = True
     becomes: Role | None = None
+    work: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def views(workers: Iterable[Worker]) -> list[RoleView]:
             ready=worker.accepts_work,
             can_change=bool(worker.record.other_roles),
             becomes=worker.load.becomes,
+            work=worker.load.running + worker.load.waiting_tokens,
         )
         for worker in workers
     ]
