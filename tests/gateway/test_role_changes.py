@@ -112,6 +112,22 @@ async def test_rules_are_told_in_words(bundled: ServedModel, redis_url: str) -> 
         assert not any(worker.drains for worker in workers)
 
 
+async def test_gateway_is_not_ready_while_every_worker_of_a_role_drains(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    first, second, decode = ScriptedPrefill(), ScriptedPrefill(), ScriptedDecode()
+    async with running(bundled, redis_url, first, second, decode) as stack:
+        await linked(stack, 3)
+        first.drains = work_pb2.Drain()
+        await linked(stack, 2)
+        assert stack.gateway.ready
+        second.drains = work_pb2.Drain()
+        await stack.until_ready(False)
+        assert stack.gateway.why_not_ready() == "every prefill worker that is linked drains"
+        first.drains = None
+        await stack.until_ready()
+
+
 async def test_without_redis_no_worker_changes(bundled: ServedModel, redis_url: str) -> None:
     workers = fleet()
     async with running(bundled, redis_url, *workers) as stack, admin_of(stack) as admin:
