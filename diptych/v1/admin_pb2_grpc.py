@@ -114,9 +114,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChangeWorkerRole(self, request, context):
-        """The worker drains as in DrainWorker, and its supervisor starts it again in the other role. Refused for a role's last
-        ready worker, while another change is going on, and where no supervisor could start it so. Answers when the worker
-        has been told; it serves in its new role, under a new id, when it has loaded the model.
+        """The worker drains, and its supervisor starts it in the other role, under a new id. Refused for a role's last ready
+        worker and while another one changes. Answers when it has the order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,7 +2,7 @@
 
 A role is short where it needs more workers than it has. A change is worth its price where it lessens the
 worse of the two shortages (needed over present) by `GAIN`: the way back would then have to gain as much
-again, so that a load between two numbers of workers moves nobody to and fro. The same change has to be
+again, so that a load between two numbers of workers moves no worker to and fro. The same change has to be
 worth it for `HOLD_S` on end. Of the role that gives, the worker with the least work goes, as that has to be
 done again elsewhere.
 """

@@ -59,7 +59,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """What waits in a gateway: requests, their prompts' tokens, and the blocks that they will need."""
+    """The queue of a gateway: requests, their prompts' tokens, and the blocks that they will need."""
 
     requests: int = 0
     tokens: int = 0

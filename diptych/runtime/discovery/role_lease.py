@@ -39,7 +39,7 @@ class RoleLease:
     async def take(self, seconds: float) -> str | None:
         """Return a token of the lease, held for at most `seconds`; None while another change is going on.
 
-        Where Redis took the order and its answer was lost, the lease is held by nobody until it expires.
+        Where Redis took the order and its answer was lost, the lease has no owner until it expires.
         """
         token = secrets.token_hex(8)
         taken = await self._redis.set(self._key, token, nx=True, px=math.ceil(seconds * 1000))
