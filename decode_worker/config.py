@@ -41,8 +41,8 @@ class DecodeSettings(WorkerSettings):
     )
     decode_pacing: Annotated[float, Field(ge=1, le=10)] = setting(
         1.3,
-        "Time between starts of decode steps, in lengths of a step, while prompts queue for shared cores; "
-        "1 starts the next step at once.",
+        "Time between starts of decode steps, in lengths of a step, while prompts queue for shared cores or "
+        "for the same GPU; 1 starts the next step at once.",
         section="Scheduling",
     )
     decode_pacing_max: Annotated[float, Field(ge=1, le=10)] = setting(
@@ -87,10 +87,10 @@ class DecodeSettings(WorkerSettings):
 
     @model_validator(mode="after")
     def _one_part_for_what_knows_no_parts(self) -> Self:
-        here = "does not go with --tensor-parallel or --sum-parts"
-        if self.speculative_tokens and self.parts > 1:
+        here = f"does not go with {self.group_flags}"
+        if self.speculative_tokens and self.in_parts:
             raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
-        if self.kv_tier and self.parts > 1:
+        if self.kv_tier and self.in_parts:
             raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self
 

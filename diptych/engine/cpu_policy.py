@@ -10,7 +10,9 @@ thread do about that is a verb of `CpuPolicy`:
     pause_s, may_launch_ahead
     enter_engine_thread           turns of the engine's thread on the CPU
 
-Without `SharedCores`, as on a device, no verb has an effect but the number of threads of a CPU backend.
+On a GPU, whose workers share no cores but its time, a `SharedBacklog` is all there is: decode begins its
+steps less often while prompts wait for the card. With neither, no verb has an effect but the number of
+threads.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import threading
 from collections.abc import Callable
 
 from diptych.engine.backend import Backend, CoreLendingBackend, LaunchingBackend
+from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import CoreLendingTuner, StepPacing
 from diptych.engine.usable_cores import usable_cores
@@ -37,20 +40,23 @@ class CpuPolicy:
         threads: int = 0,
         *,
         shared: SharedCores | None = None,
+        backlog: SharedBacklog | None = None,
         pacing: StepPacing | None = None,
         long_turns: Callable[[], object] = _no_turns,
         short_turns: Callable[[], object] = _no_turns,
     ) -> None:
         """Serve `backend` with `threads` cores a step; 0 is all that this process may use.
 
-        With `shared`, a step has the home cores and what others lend. `long_turns` and `short_turns` set the
-        turns of the calling thread. Raises ValueError for a negative number of threads.
+        With `shared`, a step has the home cores and what others lend; its backlog counts. `backlog` is that
+        of workers on one GPU. `long_turns` and `short_turns` set the turns of the calling thread. Raises
+        ValueError for a negative number of threads.
         """
         if threads < 0:
             raise ValueError("a negative number of threads")
         self.threads = threads or usable_cores()
         self._backend = backend
         self._shared = shared
+        self._backlog = backlog if shared is None else shared.backlog
         self._pacing = pacing or StepPacing(1.0)
         launches = isinstance(backend, LaunchingBackend)
         self._turns = short_turns if launches else long_turns
@@ -74,6 +80,7 @@ class CpuPolicy:
 
     def yield_(self) -> None:
         """Let other workers use the home cores: there is no step to make for now."""
+        self.set_backlog(None)
         if self._shared is not None:
             self._shared.yield_()
 
@@ -118,8 +125,8 @@ class CpuPolicy:
 
     def set_backlog(self, waited_s: float | None) -> None:
         """Publish for how long prompts have waited that the present step does not take; None: none wait."""
-        if self._shared is not None:
-            self._shared.set_backlog(waited_s)
+        if self._backlog is not None:
+            self._backlog.set(waited_s)
 
     def begin_decode(self, now: float) -> None:
         """Claim the cores for a decode step that begins now."""
@@ -137,7 +144,7 @@ class CpuPolicy:
     def pause_s(self, now: float) -> float:
         """Return the seconds until a decode step is due, and yield the cores to prompts until then.
 
-        0 while no prompt of another worker waits for cores.
+        0 while no prompt of another worker waits for cores, or for the GPU.
         """
         waited_s = self._others_backlog_s()
         if waited_s is None:
@@ -165,4 +172,4 @@ class CpuPolicy:
         return self._shared is not None and self._shared.has_spare()
 
     def _others_backlog_s(self) -> float | None:
-        return None if self._shared is None else self._shared.others_backlog_s()
+        return None if self._backlog is None else self._backlog.of_others_s()

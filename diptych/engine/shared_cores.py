@@ -6,8 +6,8 @@ every piece of work which cores are idle (`diptych.engine.backend.CoreLendingBac
 in the middle of a step and back with its owner after one such piece. Other backends look once, when a step
 begins.
 
-The state is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another byte by
-which its owner says that work is waiting, and for how long. In a rolling restart two processes write the same
+The state is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h; behind them lie the
+bytes of `SharedBacklog`. In a rolling restart two processes write the same
 bytes: a byte that one writes out of turn holds until the other's next step. A worker that is killed leaves
 its bytes as they are; it is started again, and sets them right. Until then no worker borrows its cores, or
 one keeps a core that it had borrowed until the owner has worked and yielded: that costs speed and nothing
@@ -18,14 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Collection
 
+from diptych.engine.shared_backlog import SharedBacklog
 from kernels.cpu.library import CORE_FREE, CORE_OWNED
-
-NO_BACKLOG = 0
-WAITED_UNIT_S = 1 / 32  # of the other values, which begin with 1 for no time at all
-_MOST = 255
 
 
 class SharedCores:
@@ -38,18 +34,13 @@ class SharedCores:
         """
         if not home or not all(0 <= core < cores for core in home):
             raise ValueError(f"home cores {sorted(home)} of {cores}")
-        size = 2 * cores
-        if os.fstat(fd).st_size < size:  # the first process; the file never shrinks here
-            os.ftruncate(fd, size)
-        self._map = mmap.mmap(fd, size)
-        self._bytes = (ctypes.c_uint8 * size).from_buffer(self._map)
         self._home = sorted(home)
-        self._backlogs = range(cores, size)
-        self._own_backlog = cores + self._home[0]
+        self.backlog = SharedBacklog(fd, own=self._home[0], cores=cores)
+        self._map = mmap.mmap(fd, cores)
+        self._bytes = (ctypes.c_uint8 * cores).from_buffer(self._map)
         self.others = [core for core in range(cores) if core not in self._home]
         for core in self._home:  # a predecessor that was killed may have left another state
             self._bytes[core] = CORE_FREE
-        self.set_backlog(None)
 
     @property
     def address(self) -> int:
@@ -67,8 +58,7 @@ class SharedCores:
             self._bytes[core] = CORE_OWNED
 
     def yield_(self) -> None:
-        """Offer the home cores to others, with no backlog. Cores that are borrowed stay so."""
-        self.set_backlog(None)
+        """Offer the home cores to others. Cores that are borrowed stay so."""
         for core in self._home:
             if self._bytes[core] == CORE_OWNED:
                 self._bytes[core] = CORE_FREE
@@ -80,16 +70,3 @@ class SharedCores:
     def has_spare(self) -> bool:
         """Return whether a core of others is not claimed by its owner; it may be borrowed already."""
         return any(self._bytes[core] != CORE_OWNED for core in self.others)
-
-    def set_backlog(self, waited_s: float | None) -> None:
-        """Publish for how long work has waited here that a step does not take, up to 8 s; None: none waits.
-
-        Other workers may then yield a core now and then.
-        """
-        units = 0 if waited_s is None else int(max(waited_s, 0.0) / WAITED_UNIT_S)
-        self._bytes[self._own_backlog] = NO_BACKLOG if waited_s is None else min(1 + units, _MOST)
-
-    def others_backlog_s(self) -> float | None:
-        """Return the longest wait that another worker has published; None: no other worker has a backlog."""
-        longest = max((self._bytes[at] for at in self._backlogs if at != self._own_backlog), default=0)
-        return None if longest == NO_BACKLOG else (longest - 1) * WAITED_UNIT_S

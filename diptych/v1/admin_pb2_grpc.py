@@ -114,8 +114,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChangeWorkerRole(self, request, context):
-        """The worker drains, and its supervisor starts it in the other role, under a new id. Refused for a role's last ready
-        worker and while another one changes. Answers when it has the order.
+        """The worker drains, and its supervisor starts it in the other role, under a new id. A role's last ready worker is
+        refused, and any while another one changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

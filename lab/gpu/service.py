@@ -31,6 +31,7 @@ _AT_LEAST = 3.0
 _BENCH_TIMEOUT_S = 180
 _START_TIMEOUT_S = 240.0
 """Kernels are compiled and decode steps recorded."""
+_UNPACED = ("--set", "decode.decode-pacing=1", "--set", "decode.decode-pacing-max=1")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def service(context: Context) -> Iterator[Figure]:
     context.say("diptych up")
     with tempfile.TemporaryDirectory() as folder:
         found = _served(Path(folder), device, load)
+        unpaced = _served(Path(folder), device, load, *_UNPACED)
     yield figure(
         SECTION,
         f"served at concurrency {load.clients}",
@@ -67,11 +69,19 @@ def service(context: Context) -> Iterator[Figure]:
         at_least=_AT_LEAST,
         note=f"bundled model in bf16, {load.given} tokens in, {load.asked} out",
     )
-    yield figure(SECTION, "time to the first token, median", float(found["median_ttft_ms"]), "ms")
-    yield figure(SECTION, "between tokens, median", float(found["median_itl_ms"]), "ms")
+    for name, key, unit in (
+        ("throughput", "output_throughput", "tokens/s"),
+        ("time to the first token, median", "median_ttft_ms", "ms"),
+        ("between tokens, median", "median_itl_ms", "ms"),
+    ):
+        yield figure(
+            SECTION, name, float(found[key]), unit,
+            against="decode steps that leave the card to no prompt",
+            ratio=float(found[key]) / float(unpaced[key]),
+        )  # fmt: skip
 
 
-def _served(folder: Path, device: torch.device, load: Load) -> dict[str, Any]:
+def _served(folder: Path, device: torch.device, load: Load, *options: str) -> dict[str, Any]:
     server = Server(
         name="diptych",
         family="diptych",
@@ -80,6 +90,7 @@ def _served(folder: Path, device: torch.device, load: Load) -> dict[str, Any]:
             *module_command("diptych"),
             *("up", "--device", device.type, "--dtype", "bf16"),
             *("--gpu-memory-utilization", "0.3"),
+            *options,
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
         ),
         start_timeout_s=_START_TIMEOUT_S,

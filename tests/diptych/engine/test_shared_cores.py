@@ -24,8 +24,8 @@ for line in sys.stdin:
     match line.strip():
         case "claim": share.claim(); print("ok", flush=True)
         case "yield": share.yield_(); print("ok", flush=True)
-        case "wait": share.set_backlog(0.25); print("ok", flush=True)
-        case "free": print(share.num_idle(), share.others_backlog_s(), flush=True)
+        case "wait": share.backlog.set(0.25); print("ok", flush=True)
+        case "free": print(share.num_idle(), share.backlog.of_others_s(), flush=True)
 """
 
 
@@ -107,13 +107,13 @@ def test_a_core_is_spare_unless_its_owner_has_claimed_it(fd: int) -> None:
 
 def test_others_see_a_backlog(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
-    assert ours.others_backlog_s() is None
+    assert ours.backlog.of_others_s() is None
     neighbour.do("wait")
-    assert ours.others_backlog_s() == 0.25
+    assert ours.backlog.of_others_s() == 0.25
     assert neighbour.do("free") == "1 None"  # of its own word it takes no notice
-    ours.set_backlog(0.0)
+    ours.backlog.set(0.0)
     assert neighbour.do("free") == "1 0.0"
-    ours.set_backlog(None)
+    ours.backlog.set(None)
     assert neighbour.do("free") == "1 None"
 
 
@@ -122,15 +122,15 @@ def test_others_see_a_backlog(fd: int, neighbour: Neighbour) -> None:
 )
 def test_a_backlog_is_encoded_in_one_byte(fd: int, waited: float, heard: float) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
-    theirs.set_backlog(waited)
-    assert ours.others_backlog_s() == heard
+    theirs.backlog.set(waited)
+    assert ours.backlog.of_others_s() == heard
 
 
 def test_the_longest_backlog_counts(fd: int) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
-    SharedCores(fd, home=[1], cores=CORES).set_backlog(0.5)
-    SharedCores(fd, home=[2], cores=CORES).set_backlog(0.25)
-    assert ours.others_backlog_s() == 0.5
+    SharedCores(fd, home=[1], cores=CORES).backlog.set(0.5)
+    SharedCores(fd, home=[2], cores=CORES).backlog.set(0.25)
+    assert ours.backlog.of_others_s() == 0.5
 
 
 def test_a_successor_resets_the_state_of_a_killed_worker(fd: int, neighbour: Neighbour) -> None:
@@ -142,7 +142,7 @@ def test_a_successor_resets_the_state_of_a_killed_worker(fd: int, neighbour: Nei
     successor = Neighbour(fd)
     try:
         assert ours.num_idle() == 2
-        assert ours.others_backlog_s() is None
+        assert ours.backlog.of_others_s() is None
     finally:
         successor.end()
 

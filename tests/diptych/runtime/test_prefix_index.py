@@ -62,7 +62,7 @@ def test_blocks_in_tiers_count_after_those_in_the_pool_and_only_without_a_gap() 
 
 @dataclass
 class Worker:
-    """What the worker's cache and tiers hold, and the stream as Redis keeps it."""
+    """Contents of a worker's cache and tiers, and the stream as Redis keeps it."""
 
     keys: list[bytes] = field(default_factory=list)
     tiered: set[bytes] = field(default_factory=set)

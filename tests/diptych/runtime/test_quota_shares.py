@@ -28,7 +28,7 @@ _turn = take_turn
 
 
 class Gateway:
-    """What a gateway knows: it admits within its quota, and reserves what it admits."""
+    """Gateway that admits within its quota, and reserves what it admits."""
 
     def __init__(self) -> None:
         self.quota: int | None = None

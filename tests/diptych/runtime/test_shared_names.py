@@ -83,7 +83,7 @@ async def test_a_store_that_lost_its_data_gets_the_names_again(redis_url: str) -
 
 
 async def test_without_a_server_each_has_its_own_and_joins_later(unused_tcp_port: int) -> None:
-    """Nothing waits for it, and what was dropped meanwhile stays dropped."""
+    """Waiting for a store that is away stops nobody, and what was dropped meanwhile stays dropped."""
     url = f"redis://127.0.0.1:{unused_tcp_port}/0"
     one, two = Process(url, "late", a={"digest": "1"}, gone={"digest": "0"}), Process(url, "late")
     async with taking_part(one, two):

@@ -183,7 +183,7 @@ async def test_a_grammar_walks_down_the_draft(draft: str, backend: str) -> None:
 async def test_a_draft_model_that_fails_costs_drafts_and_no_request(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails in the prompts of the prefill worker and in drafts; one that lies about its length is cut."""
+    """Fails in the prompts of the prefill worker and in drafts; one that lies about its length is cut."""
     expected = [greedy((*PROMPT, number), 20) for number in range(4)]
     lengths = iter(range(10_000))
 
@@ -215,7 +215,7 @@ async def test_a_draft_model_that_fails_costs_drafts_and_no_request(
 async def test_control_a_verification_off_by_one_is_noticed(
     off: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the exactness above is worth: a draft computed one lane too late, or one wrong token kept."""
+    """Controls of the exactness above: a draft computed one lane too late, or one wrong token kept."""
     if off == "position":
         from decode_worker.sequence import DecodeSequence
 

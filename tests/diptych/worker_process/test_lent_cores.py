@@ -43,9 +43,9 @@ async def streamed(made: House, name: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def prompts_waiting(share: SharedCores) -> Iterator[None]:
-    share.set_backlog(0.0)
+    share.backlog.set(0.0)
     yield
-    share.set_backlog(None)
+    share.backlog.set(None)
 
 
 async def test_decode_yields_cores_between_steps_while_prompts_wait(rests: list[SharedCores]) -> None:
@@ -75,11 +75,11 @@ async def test_prefill_publishes_a_backlog_beyond_its_step() -> None:
         long = tuple(range(2, 50))
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
         while not heard.ended.is_set():
-            heard_waiting = heard_waiting or decode.others_backlog_s() is not None
+            heard_waiting = heard_waiting or decode.backlog.of_others_s() is not None
             await asyncio.sleep(0)
         assert heard_waiting
         assert await made.empty() == []
-        assert decode.others_backlog_s() is None
+        assert decode.backlog.of_others_s() is None
         assert decode.num_idle() == 1
         await gateway.close()
 
@@ -94,7 +94,7 @@ async def test_the_backlog_includes_the_wait_in_the_gateways_queue() -> None:
             gateway.start(made.decodes[0], made.prefills[0], message)
         heard: set[float | None] = set()
         while not all(one.ended.is_set() for one in gateway.heard.values()):
-            heard.add(decode.others_backlog_s())
+            heard.add(decode.backlog.of_others_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) >= 4
         assert await made.empty() == []
@@ -115,7 +115,7 @@ async def test_prompts_that_wait_for_blocks_are_no_backlog() -> None:
         heard: set[float | None] = set()
         computed = gateway.start(other, prefill, work(("blocks", 1), tuple(range(2, 50)), 2))
         while not computed.ended.is_set():
-            heard.add(made.shares[1].others_backlog_s())
+            heard.add(made.shares[1].backlog.of_others_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) < 2
         full.pool.release(taken)
@@ -150,8 +150,8 @@ async def test_a_closed_worker_yields_its_cores_and_has_no_backlog() -> None:
         await until(lambda: made.decodes[0].loop.steps > 0)
         gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
         async with asyncio.timeout(10):
-            while decode.others_backlog_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
+            while decode.backlog.of_others_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
                 await asyncio.sleep(0)
-    assert decode.others_backlog_s() is None
+    assert decode.backlog.of_others_s() is None
     assert (decode.num_idle(), prefill.num_idle()) == (1, 1)
     await gateway.close()
