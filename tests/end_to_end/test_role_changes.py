@@ -34,25 +34,27 @@ def ready(admin: admin_pb2_grpc.AdminServiceStub, role: pb.WorkerRole) -> list[s
 
 
 def change(admin: admin_pb2_grpc.AdminServiceStub, role: pb.WorkerRole) -> None:
-    """Let the oldest ready worker of the other role become one of `role`, and wait until it is."""
+    """Let a ready worker of the other role become one of `role`, and wait until it is."""
     other = DECODE if role == PREFILL else PREFILL
-    before = ready(admin, role)
-    worker_id = ready(admin, other)[0]
+    ordered: list[str] = []
 
     def accepted() -> bool:
-        """The lease of the change before this one is given back a moment after its worker is ready."""
+        """A busy machine's worker may not be ready yet; a lease is given back after its worker is."""
+        worker_id = next(iter(ready(admin, other)), "")
+        request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
         try:
-            return bool(
-                admin.ChangeWorkerRole(pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)).changed
-            )
+            assert admin.ChangeWorkerRole(request).changed
         except grpc.RpcError as error:
-            if "one changes at a time" not in str(read_failure(error)):
+            if read_failure(error).reason != "ROLE_CHANGE_REFUSED" and worker_id:
                 raise
             return False
+        ordered.append(worker_id)
+        return True
 
+    before = set(ready(admin, role))
     eventually(accepted, CHANGE_S, "the order is taken")
     eventually(
-        lambda: len(ready(admin, role)) == len(before) + 1 and worker_id not in ready(admin, other),
+        lambda: set(ready(admin, role)) - before and ordered[0] not in ready(admin, other),
         CHANGE_S,
         "a worker is ready in its new role",
     )
