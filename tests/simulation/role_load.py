@@ -3,8 +3,8 @@
 The fleet is a model of queues in ticks of 50 ms, where prompts are computed first come, first served, and
 answers in batches of at most 64. Its times are those of an 8B model on an H200
 (lab/results/h200/2026-11-27-gpu.md). What decides is the gateway's own code: `wanted_workers` and
-`RoleBalancer`. A change takes half of the grace, after which the worker's sequences are computed anew elsewhere,
-and `LOAD_S`, an assumption, to read the weights.
+`RoleBalancer`. A change takes half of the grace, after which the worker's sequences are computed anew
+elsewhere, and `LOAD_S`, an assumption, to read the weights.
 """
 
 from __future__ import annotations
