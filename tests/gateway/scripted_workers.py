@@ -42,6 +42,7 @@ class ScriptedWorker:
         self.stuck = False  # beats, but the step of its engine does not end
         self.replaces = ""  # ids of workers whose death its supervisor saw
         self.roles = ""  # in which its supervisor could start it
+        self.busy_share, self.waiting_tokens = 0.0, 0
         self.drains: work_pb2.Drain | None = None  # the order, once it has come
         self.keys: list[bytes] = []  # of cached blocks, for the directory
         self.max_loras = 8
@@ -137,6 +138,8 @@ class ScriptedWorker:
             total_blocks=self.total_blocks,
             adapters=sorted(self.adapters),
             max_loras=self.max_loras,
+            busy_share=self.busy_share,
+            waiting_tokens=self.waiting_tokens,
             draining=self.drains is not None,
             becomes=self.drains.become if self.drains is not None else work_pb2.WORKER_ROLE_UNSPECIFIED,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -126,6 +127,27 @@ async def test_gateway_is_not_ready_while_every_worker_of_a_role_drains(
         assert stack.gateway.why_not_ready() == "every prefill worker that is linked drains"
         first.drains = None
         await stack.until_ready()
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["auto-roles", "control"])
+async def test_role_that_is_short_takes_a_worker_where_that_is_asked_for(
+    bundled: ServedModel, redis_url: str, asked: bool
+) -> None:
+    prefill, *decodes = ScriptedPrefill(), ScriptedDecode(), ScriptedDecode(), ScriptedDecode()
+    for worker in (prefill, *decodes):
+        worker.roles = "prefill,decode"
+    async with running(bundled, redis_url, prefill, *decodes, auto_roles=asked) as stack:
+        stack.gateway.auto_roles._balancer._hold_s = 0.0
+        await linked(stack, 4)
+        assert not any(worker.drains for worker in decodes)
+        prefill.busy_share, prefill.waiting_tokens = 1.0, 50_000
+        await until(lambda: stack.gateway.auto_roles.wanted_count(Role.PREFILL) > 4)
+        assert stack.gateway.auto_roles.wanted_count(Role.DECODE) == 1
+        if asked:
+            await until(lambda: any(worker.drains for worker in decodes))
+        await asyncio.sleep(1.2)  # two looks more
+        orders = [worker.drains for worker in decodes if worker.drains is not None]
+        assert [order.become for order in orders] == [work_pb2.WORKER_ROLE_PREFILL] * asked
 
 
 async def test_without_redis_no_worker_changes(bundled: ServedModel, redis_url: str) -> None:
