@@ -11,7 +11,7 @@ from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
-_CPU_POOL_MIB = 1024
+CPU_POOL_MIB = 1024
 _DRAFT_TOKENS = 4
 """Drafted tokens with a draft model, where no number is given."""
 
@@ -101,7 +101,7 @@ class DecodeSettings(WorkerSettings):
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""
-        return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
+        return self.kv_blocks or max(1, ((self.kv_memory_mib or CPU_POOL_MIB) << 20) // bytes_per_block)
 
     def local_bounds(self, device_type: str) -> LocalBounds:
         """Return the most tokens of prompts that this worker computes itself."""

@@ -32,7 +32,7 @@ from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
-from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
+from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
@@ -104,7 +104,7 @@ class DecodeWorker:
         self._group = engine.group
         self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
+        self._gateways = gateway_links(self._loop, hello, lambda order: self._server.drain(order))
         self._server = WorkerServer(settings, engine, self._spec())
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
@@ -248,9 +248,9 @@ def _speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVMemor
 
 
 def gateway_links(
-    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[DrainOrder], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Return the links that bring gateways' messages to `loop`; `drain` gets the grace in seconds, if any."""
+    """Return the links that bring gateways' messages to `loop`; `drain` gets the order to drain."""
 
     def on_message(message: decode_pb2.DecodeServiceLinkRequest, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
@@ -259,7 +259,7 @@ def gateway_links(
             case "cancel":
                 loop.requests.cancel(key_of(message.cancel.id), message.cancel.choices)
             case "drain":
-                drain(drain_grace_s(message.drain))
+                drain(read_drain(message.drain))
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
             case "load_adapter":

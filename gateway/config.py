@@ -223,6 +223,30 @@ class GatewaySettings(ProgramSettings):
         "Seconds that a request which lost its worker waits for another one.",
         section="Workers",
     )
+    auto_roles: bool = setting(
+        False,
+        "Let workers change between prefill and decode as the load asks for it; their supervisor must be "
+        "able to start them so.",
+        section="Workers",
+    )
+    min_prefill_workers: Annotated[int, Field(ge=1, le=4096)] = setting(
+        1, "Ready prefill workers that --auto-roles leaves.", section="Workers"
+    )
+    min_decode_workers: Annotated[int, Field(ge=1, le=4096)] = setting(
+        1, "Ready decode workers that --auto-roles leaves.", section="Workers"
+    )
+    auto_roles_pause_s: Annotated[float, Field(ge=0, le=3600)] = setting(
+        30.0, "Seconds from the end of a change of roles to the next one by --auto-roles.", section="Workers"
+    )
+    slo_ttft_ms: Annotated[float, Field(ge=1, le=600_000)] = setting(
+        2000.0,
+        "Milliseconds to the first token that requests are to keep; the wanted workers of each role are "
+        "computed from it.",
+        section="Workers",
+    )
+    slo_itl_ms: Annotated[float, Field(ge=1, le=60_000)] = setting(
+        200.0, "Milliseconds between tokens that they are to keep.", section="Workers"
+    )
     await_workers_s: Annotated[float, Field(ge=0, le=3600)] = setting(
         0.0,
         "Seconds to wait for workers before the ports open; then they open anyway.",

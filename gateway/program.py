@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.quota_table import QuotaTableStore
+from diptych.runtime.discovery.role_lease import RoleLease
 from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.http_edge import HttpEdge
@@ -62,8 +63,12 @@ from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_serie
 from gateway.tokenizer_pool import TokenizerPool
 from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
+from gateway.worker_pool.auto_roles import AutoRoles, RoleMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.local_prefill import LocalMode
+from gateway.worker_pool.role_changes import RoleChanges
+from gateway.worker_pool.role_demand import SloTargets
+from gateway.worker_pool.role_rules import RoleBounds
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
 if TYPE_CHECKING:
@@ -120,6 +125,12 @@ class Gateway:
             digest,
             self.metrics.forget_model,
         )
+        self.roles = RoleChanges(
+            self.worker_pool.registry,
+            RoleLease(settings.redis_url, digest),
+            time.monotonic,
+            pause_s=settings.auto_roles_pause_s,
+        )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
         verifier, self._token_keys = _tokens(settings)
@@ -131,6 +142,14 @@ class Gateway:
                 max_delay=max_delay,
                 tenants=self._access.tenants,
             ),
+            time.monotonic,
+        )
+        self.auto_roles = AutoRoles(
+            self.worker_pool.registry,
+            self.gate.queue,
+            self.roles,
+            SloTargets(settings.slo_ttft_ms / 1000, settings.slo_itl_ms / 1000),
+            RoleBounds(settings.min_prefill_workers, settings.min_decode_workers),
             time.monotonic,
         )
         self._quota = MemoryQuota(self.gate, QuotaTableStore(settings.redis_url, digest, settings.worker_id))
@@ -208,6 +227,8 @@ class Gateway:
         await self.mirror.start()
         self.worker_pool.start()
         self._quota.start()
+        if settings.auto_roles:
+            self.auto_roles.start()
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.reuse_port, settings.tls
         image_bytes = settings.max_image_mib << 20 if self._model.images is not None else 0
@@ -288,6 +309,7 @@ class Gateway:
         """
         self._shutting_down = True
         self._changed.set()
+        await self.auto_roles.close()
         if self._batches is not None:
             await self._batches.stop()
         if self._health is not None:
@@ -342,6 +364,8 @@ class Gateway:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.adapter_service.close()
         await self._quota.close()
+        await self.auto_roles.close()
+        await self.roles.close()
         await self.worker_pool.close()
         await self.request_parser.close()
         self.tokenizer_pool.close()
@@ -414,6 +438,7 @@ class Gateway:
             identity,
             lambda: (self.ready, self._shutting_down, self.mirror.connected),
             self.adapter_service,
+            self.roles,
         )
 
     def _bind_gauges(self) -> None:
@@ -429,6 +454,7 @@ class Gateway:
             self.registry.register(VllmLoraMetrics(self.live.drivers, workers.linked))
         self.registry.register(AdapterMetrics(self.adapters, self.live.drivers))
         self.registry.register(LoadMetrics(self.worker_pool.registry.linked))
+        self.registry.register(RoleMetrics(self.auto_roles.wanted_count, self.roles.done.__getitem__))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
                 lambda role=role: len(self.worker_pool.registry.serving(role))  # type: ignore[misc]

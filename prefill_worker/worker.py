@@ -17,7 +17,7 @@ from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.engine_loader import LoadedEngine
-from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
+from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
@@ -109,7 +109,7 @@ class PrefillWorker:
         self._loop.requests.adapters = self._adapters
         self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
+        self._gateways = gateway_links(self._loop, hello, lambda order: self._server.drain(order))
         self._server = WorkerServer(settings, engine, self._spec())
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -192,9 +192,9 @@ class PrefillWorker:
 
 
 def gateway_links(
-    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[DrainOrder], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Return the links that bring gateways' messages to `loop`; `drain` gets the grace in seconds, if any."""
+    """Return the links that bring gateways' messages to `loop`; `drain` gets the order to drain."""
 
     def on_message(message: prefill_pb2.PrefillServiceLinkRequest, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
@@ -211,7 +211,7 @@ def gateway_links(
             case "unload_adapter":
                 loop.requests.adapter_calls.unload(message.unload_adapter, gateway)
             case "drain":
-                drain(drain_grace_s(message.drain))
+                drain(read_drain(message.drain))
 
     response = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
     return GatewayLinks(response, GatewayStream, on_message, loop.requests.gateway_lost)

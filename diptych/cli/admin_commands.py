@@ -1,4 +1,4 @@
-"""`diptych workers`, `drain`, `restart` and `flush`: commands of an operator to a running system."""
+"""`diptych workers`, `drain`, `role`, `restart` and `flush`: commands of an operator to a running system."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -55,6 +55,24 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
             request.grace.FromNanoseconds(round(grace_s * 1e9))
         stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
         print(f"{worker_id} drains")
+
+    return call_admin(address, ask)
+
+
+def change_role(address: str, worker_id: str, role: str, grace_s: float | None) -> int:
+    """Call the admin port for a worker.
+
+    Exit status 1 when there is no such worker, it keeps its role for now, or the gateway cannot be asked.
+    """
+    wire = next(value for value, name in _ROLES.items() if name == role)
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+        request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=wire)
+        if grace_s is not None:
+            request.grace.FromNanoseconds(round(grace_s * 1e9))
+        answer = stub.ChangeWorkerRole(request, timeout=_TIMEOUT_S, metadata=metadata)
+        then = f"drains, to be a {role} worker" if answer.changed else f"is a {role} worker already"
+        print(f"{worker_id} {then}")
 
     return call_admin(address, ask)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version as installed_version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+WorkerRole = Literal["prefill", "decode"]
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
 app.command(rich_help_panel=_CHECK)(plan)
@@ -274,6 +275,22 @@ def drain(
     from diptych.cli.admin_commands import drain_worker
 
     raise typer.Exit(drain_worker(address, worker_id, grace))
+
+
+@app.command(rich_help_panel=_OPERATE)
+def role(
+    worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
+    becomes: Annotated[WorkerRole, typer.Argument(metavar="prefill|decode", help="Its new role.")],
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
+    ] = None,
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+) -> None:
+    """Let a worker finish or hand back what it runs, and start again in the other role under a new id."""
+    from diptych.cli.admin_commands import change_role
+
+    raise typer.Exit(change_role(address, worker_id, becomes, grace))
 
 
 @app.command(rich_help_panel=_OPERATE)

@@ -7,12 +7,13 @@ Everything it writes to stdout or stderr arrives here by line.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,10 +81,10 @@ class ChildFailed(Exception):
 class ChildSpec:
     """Specification of a process.
 
-    `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
-    such as a public port. `died` are the ids of those that died in its place. A process that cannot announce
-    itself is asked by `probe` until that returns.
-    `health` asks one that serves whether it still does; without it its silence is not noticed.
+    `argv` is filled in at each start. `keep` names the announced values that a restart uses again, such as
+    a public port. `roles` are the arguments of a worker in each role that it may have. `died` are the ids
+    of those that died in its place. A process that cannot announce itself is asked by `probe` until that
+    returns. `health` asks one that serves whether it still does; without it its silence is not noticed.
     """
 
     name: str
@@ -93,6 +94,7 @@ class ChildSpec:
     values: Mapping[str, int | str] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
     died: tuple[str, ...] = ()
+    roles: Mapping[str, tuple[str | Slot, ...]] = field(default_factory=dict)
     stdin: bytes | None = None
     probe: Probe | None = None
     health: Health | None = None
@@ -100,6 +102,12 @@ class ChildSpec:
     def with_values(self, values: Mapping[str, int | str]) -> "ChildSpec":
         """Return the specification with some of its values replaced."""
         return replace(self, values={**self.values, **values})
+
+    def in_role(self, role: str, taken: Collection[str]) -> "ChildSpec":
+        """Return the specification of the same worker in another role, by the first name not in `taken`."""
+        names = (f"{role}-{number}" for number in itertools.count())
+        name = next(one for one in names if one not in taken)
+        return replace(self, name=name, role=role, argv=self.roles[role])
 
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """Return the specification of the same process once more, at the addresses it had."""

@@ -11,7 +11,17 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.text import Text
 
-from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Stale, Stopping, Wrote
+from diptych.cli.process_events import (
+    ChangedRole,
+    Ended,
+    Event,
+    Loading,
+    Replaced,
+    Serving,
+    Stale,
+    Stopping,
+    Wrote,
+)
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 
 
@@ -61,6 +71,8 @@ class Progress:
             case Ended(name, reason, restart_in_s):
                 self._loading.pop(name, None)
                 self._say(f"[red]●[/] {name} {reason}; starts again in {restart_in_s:.1f} s")
+            case ChangedRole(name, now, role):
+                self._say(f"[green]●[/] {name} ended to be a {role} worker, {now}")
             case Replaced(name):
                 self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
             case Stopping(requests, grace_s) if requests != 0:

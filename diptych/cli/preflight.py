@@ -15,6 +15,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from decode_worker.config import DecodeSettings
 from diptych.cli.child import Slot
 from diptych.cli.ready_file import why_unwritable
+from diptych.cli.role_memory import lacking_memory
 from diptych.cli.stack import OWNED_FLAGS, SharedSecrets, program_specs, switch
 from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
@@ -29,6 +30,7 @@ from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
 from gateway.adapter_service import read_configured
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
+from kvtransfer.transports.prefault import available_memory
 from prefill_worker.config import PrefillSettings
 
 _SETTINGS: Mapping[str, type[ProgramSettings]] = {
@@ -62,7 +64,10 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> list
     programs = read_programs(options)
     _check_ready_file(ready_file)
     _check_ports(options)
-    return [one.settings for one in programs]
+    settings = [one.settings for one in programs]
+    if (why := lacking_memory(settings, available_memory())) is not None:
+        raise BadOptions(why)
+    return settings
 
 
 def read_programs(options: StackOptions) -> list[Program]:

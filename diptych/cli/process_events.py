@@ -31,6 +31,15 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class ChangedRole:
+    """A worker ended to be started again in another role, as the process `now`."""
+
+    name: str
+    now: str
+    role: str
+
+
+@dataclass(frozen=True)
 class Wrote:
     """A process wrote a line."""
 
@@ -61,4 +70,4 @@ class Stale:
     reason: str
 
 
-Event = Loading | Serving | Ended | Wrote | Replaced | Stopping | Stale
+Event = Loading | Serving | Ended | ChangedRole | Wrote | Replaced | Stopping | Stale

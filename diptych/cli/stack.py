@@ -1,24 +1,23 @@
 """Processes of Diptych on one machine, and their flags."""
 
-import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
+from diptych.cli.worker_specs import WorkerPlace, role_changes, worker_places
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
+from diptych.runtime.role_change import ROLES as WORKER_ROLES
 from gateway.config import admin_port_beside
 
 _HEALTH_TIMEOUT_S = 5.0
 MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(MODULES)
-
-_GPU_UTILIZATION = 0.9
 
 # Flags that `diptych up` sets itself.
 OWNED_FLAGS = frozenset(
@@ -30,33 +29,6 @@ OWNED_FLAGS = frozenset(
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
 )
-
-
-@dataclass(frozen=True)
-class ThreadPlan:
-    """Threads of each prefill and each decode worker, in the order of their names."""
-
-    prefill: tuple[int, ...]
-    decode: tuple[int, ...]
-
-    def homes(self, cores: int) -> "tuple[tuple[range, ...], tuple[range, ...]] | None":
-        """Return the home cores of each worker, to be lent between them; None when there are too few."""
-        ends = list(itertools.accumulate((*self.prefill, *self.decode)))
-        if ends[-1] > cores:
-            return None
-        homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
-        return homes[: len(self.prefill)], homes[len(self.prefill) :]
-
-
-def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:
-    """Deal the cores out, one after the other, prefill first (it is bound by arithmetic); at least one each.
-
-    Workers that shared cores would wait for one another inside every layer: their threads meet at
-    barriers, and a barrier is as late as its latest thread.
-    """
-    workers = prefill_workers + decode_workers
-    shares = [max(1, cores // workers + (1 if index < cores % workers else 0)) for index in range(workers)]
-    return ThreadPlan(tuple(shares[:prefill_workers]), tuple(shares[prefill_workers:]))
 
 
 class BadOverride(ValueError):
@@ -106,11 +78,7 @@ def switch(value: str) -> str | bool:
 
 def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
     """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers."""
-    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
-    # A chosen number of threads is that number: no core is lent.
-    chosen = options.prefill_threads or options.decode_threads
-    homes = None if chosen else plan.homes(cores)
-    on_workers = {
+    on_workers: dict[str, object] = {
         "host": LOOPBACK,  # DIPTYCH_HOST is for the gateway here
         "device": options.device,
         "transport": options.transport,
@@ -120,6 +88,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
         "sum-parts": common_parts(options),
+        "role-changes": role_changes(options),
     }
     gateway = _spec(
         "gateway",
@@ -143,6 +112,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "batch-dir": options.batch_dir,
             "shutdown-timeout": options.shutdown_timeout,
             "reuse-port": True,
+            "auto-roles": options.auto_roles or None,
             "await-workers-s": Slot("await_workers_s"),
             "workers-fd": Slot("workers_fd"),
         },
@@ -150,41 +120,21 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         grpc_port=options.grpc_port,
         http_port=options.http_port,
     )
-    prefill = [
-        _spec(
-            f"prefill-{index}",
-            "prefill",
-            options,
-            shared,
-            {
-                "threads": options.prefill_threads or threads,
-                **_share(homes and homes[0][index], cores),
-                "prefill-chunk": options.prefill_chunk,
-                **on_workers,
-            },
-        )
-        for index, threads in enumerate(plan.prefill)
+    return [
+        gateway,
+        *(_worker(place, options, shared, on_workers) for place in worker_places(options, cores)),
     ]
-    decode = [
-        _spec(
-            f"decode-{index}",
-            "decode",
-            options,
-            shared,
-            {
-                "threads": options.decode_threads or threads,
-                **_share(homes and homes[1][index], cores),
-                "speculative-tokens": options.speculative_tokens,
-                "kv-memory-mib": options.kv_memory_mib,
-                "kv-blocks": options.kv_blocks,
-                "kv-tier": options.kv_tier,
-                "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
-                **on_workers,
-            },
-        )
-        for index, threads in enumerate(plan.decode)
-    ]
-    return [gateway, *decode, *prefill]
+
+
+def _worker(
+    place: WorkerPlace, options: StackOptions, shared: SharedSecrets, on_workers: Mapping[str, object]
+) -> ChildSpec:
+    """Return a worker's specification, with what starts it in either role."""
+    either = {
+        role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
+        for role in WORKER_ROLES
+    }
+    return replace(either[place.role], roles={role: spec.argv for role, spec in either.items()})
 
 
 def common_parts(options: StackOptions) -> int | None:
@@ -192,24 +142,6 @@ def common_parts(options: StackOptions) -> int | None:
     chosen = [value for _, flag, value in options.overrides if flag in ("tensor-parallel", "sum-parts")]
     parts = math.lcm(*(int(value) or 1 for value in chosen if value.isdecimal()))
     return parts if parts > 1 else None
-
-
-def _gpu_share(options: StackOptions) -> float | None:
-    """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
-
-    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. To put
-    workers on GPUs of their own, give what each may take.
-    """
-    if options.device == "cpu":
-        return None
-    return round(_GPU_UTILIZATION / (options.decode_workers + options.prefill_workers / 4), 3)
-
-
-def _share(home: range | None, cores: int) -> dict[str, object]:
-    """Return the flags by which a worker lends its idle cores and borrows those of others."""
-    if home is None:
-        return {}
-    return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
 
 
 def _spec(

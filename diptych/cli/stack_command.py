@@ -25,6 +25,7 @@ from diptych.runtime.settings_sources import VARIABLE_PREFIX, BadSettings, Fault
 
 Override = tuple[str, str, str]
 _COMPUTATION = ("dtype", "quantization")
+_SWITCHES = frozenset({"insecure", "auto_roles"})
 
 
 class StackCommand(TyperCommand):
@@ -67,7 +68,7 @@ class StackCommand(TyperCommand):
             if not flag.startswith("--") or target(name) not in (*FLAG_FIELDS, sources.CONFIG_FLAG):
                 today.append(word)
                 continue
-            if not equals and rest and target(name) != "insecure":
+            if not equals and rest and target(name) not in _SWITCHES:
                 text = rest[0]
             try:
                 field, meant = canonical(name, text)
@@ -82,7 +83,7 @@ class StackCommand(TyperCommand):
                     _warn(warning)
             else:
                 today.append(word)
-                if not equals and rest and target(name) != "insecure":
+                if not equals and rest and target(name) not in _SWITCHES:
                     today.append(rest.pop(0))
         return today, found
 

@@ -40,6 +40,14 @@ class StackOptions:
 
     prefill_workers: Annotated[int, _option("Number of prefill workers.", "Processes", min=1)] = 1
     decode_workers: Annotated[int, _option("Number of decode workers.", "Processes", min=1)] = 1
+    auto_roles: Annotated[
+        bool,
+        typer.Option(
+            "--auto-roles",
+            help="Let workers change between prefill and decode as the load asks for it.",
+            rich_help_panel="Processes",
+        ),
+    ] = False
     model: Annotated[
         str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
     ] = "bundled"

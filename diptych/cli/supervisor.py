@@ -6,6 +6,10 @@ The life of a supervised process:
                 \\_ended or silent: one more failure; at the first start of a system that does not serve
                    without the process, or when it says that it cannot start, the start fails
 
+A worker that ends with the status of a role (diptych/runtime/role_change.py) is started in that role at
+once, by another name; where that does not become ready, in the role that it had. One that dies starts in
+the role that it has.
+
 `stop` ends them by role, the gateway first: SIGTERM, a grace period, SIGKILL. Should this process be
 killed itself, the death pipe and the kernel's parent-death signal end all the others.
 """
@@ -16,14 +20,16 @@ import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
-from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
+from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
+from diptych.runtime.discovery.records import Role
 from diptych.runtime.discovery.worker_file import WorkerFile
+from diptych.runtime.role_change import role_asked_by
 
 _KEPT_LINES = 40
 ServesWithout = Callable[[ChildSpec], Awaitable[bool]]
@@ -35,7 +41,9 @@ class _Kept:
     spec: ChildSpec
     child: Child | None = None
     announced: Announcement | None = None
+    asked_role: Role | None = None  # by its exit status
     restarts: int = 0
+    replaced: bool = False  # a successor is on its way, in the same role
     passing: bool = False  # it takes over from another, or is what another has taken over from
     again: asyncio.Event = field(default_factory=asyncio.Event)  # set when it serves, once more
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
@@ -125,16 +133,18 @@ class Supervisor:
         It gets the same arguments but for `values`, and the addresses that a restart keeps: for these both
         must be willing to share. Raises ChildFailed, or what `settled` raises; the old process then goes on.
         """
-        old = self._kept[name]
-        if old.announced is None:
-            raise ChildFailed(name, "is not serving")
+        old = self._kept.get(name)
+        if old is None or old.announced is None:
+            raise ChildFailed(name, "is not serving" if old is not None else "has changed its role meanwhile")
         spec = old.spec.restarted(old.announced)
         new = _Kept(spec.with_values(values), restarts=old.restarts + 1, passing=True)
         self._kept[f"{name} (successor)"] = new  # so that a stop finds it
+        old.replaced = True
         born = time.monotonic()
         try:
             await settled(await self._launch(new))
         except BaseException:
+            old.replaced = False
             await self._end([new])
             raise
         finally:
@@ -201,9 +211,12 @@ class Supervisor:
         failures = 0
         reason = reason or await self._end_of(kept)
         while True:
-            failures = self._policy.failures(failures, time.monotonic() - born)
-            delay_s = self._policy.delay_s(failures)
-            self._observe(Ended(kept.spec.name, reason, delay_s))
+            if before := self._change_role(kept):
+                failures, delay_s = 0, 0.0
+            else:
+                failures = self._policy.failures(failures, time.monotonic() - born)
+                delay_s = self._policy.delay_s(failures)
+                self._observe(Ended(kept.spec.name, reason, delay_s))
             await asyncio.sleep(delay_s)
             born = time.monotonic()
             kept.restarts += 1
@@ -212,6 +225,27 @@ class Supervisor:
                 reason = await self._end_of(kept)
             except ChildFailed as failure:
                 reason = failure.reason
+                if before:
+                    self._rename(kept, before)
+
+    def _change_role(self, kept: _Kept) -> ChildSpec | None:
+        """Give a process that ended for that its other role; return what it was, None where it keeps it."""
+        role, kept.asked_role, before = kept.asked_role, None, kept.spec
+        if role is None or role not in before.roles or role == before.role or kept.replaced:
+            return None
+        after = before.in_role(role, self._kept.keys())
+        self._rename(kept, after)
+        self._observe(ChangedRole(before.name, after.name, role))
+        return before
+
+    def _rename(self, kept: _Kept, spec: ChildSpec) -> None:
+        """Let a process be another one from its next start on; what died in its place stays known."""
+        if self._kept.get(kept.spec.name) is kept:
+            del self._kept[kept.spec.name]
+        if spec.name in self._kept:  # taken meanwhile, by another one that changed
+            spec = spec.in_role(spec.role, self._kept.keys())
+        kept.spec = replace(spec, died=kept.spec.died)
+        self._kept[spec.name] = kept
 
     async def _end_of(self, kept: _Kept) -> str:
         if kept.child is None or kept.announced is None:
@@ -223,6 +257,7 @@ class Supervisor:
             await _cancel([watch])
         kept.spec = kept.spec.after_death(kept.announced)
         kept.announced = None
+        kept.asked_role = role_asked_by(status)
         self._list_workers()
         silent = not watch.cancelled() and watch.result()
         return "stopped answering and was killed" if silent else f"ended: {describe(status)}"

@@ -15,6 +15,7 @@
     ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
     ├── AdapterExists             ALREADY_EXISTS       another content has this name
     ├── AdapterRefused            FAILED_PRECONDITION  a worker cannot load it
+    ├── RoleChangeRefused         FAILED_PRECONDITION  a worker keeps its role for now
     ├── Overloaded
     │   ├── QueueFull             RESOURCE_EXHAUSTED   with a retry hint
     │   ├── KvCapacity            RESOURCE_EXHAUSTED   with a retry hint
@@ -211,6 +212,16 @@ class AdapterRefused(DiptychError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the adapter was not loaded: {why}")
+
+
+class RoleChangeRefused(DiptychError):
+    """Raised where a worker cannot change its role now; `why` says what stands against it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ROLE_CHANGE_REFUSED"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the worker keeps its role: {why}")
 
 
 class UnknownWorker(DiptychError):

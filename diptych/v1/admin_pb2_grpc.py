@@ -55,6 +55,11 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ChangeWorkerRole = channel.unary_unary(
+                '/diptych.v1.AdminService/ChangeWorkerRole',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleResponse.FromString,
+                _registered_method=True)
         self.FlushPrefixCache = channel.unary_unary(
                 '/diptych.v1.AdminService/FlushPrefixCache',
                 request_serializer=diptych_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
@@ -103,6 +108,14 @@ class AdminServiceServicer:
 
     def DrainWorker(self, request, context):
         """The worker takes nothing new, what it runs is finished or continued elsewhere, and it exits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeWorkerRole(self, request, context):
+        """The worker drains, and its supervisor starts it in the other role, under a new id. A role's last ready worker is
+        refused, and any while another one changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +171,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ChangeWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeWorkerRole,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleResponse.SerializeToString,
             ),
             'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushPrefixCache,
@@ -289,6 +307,33 @@ class AdminService:
             '/diptych.v1.AdminService/DrainWorker',
             diptych_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/ChangeWorkerRole',
+            diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.ChangeWorkerRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -118,6 +118,10 @@ class WorkerSettings(ProgramSettings):
         "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
     )
 
+    role_changes: Literal["none", "cpu", "any"] = internal(
+        "none", "Devices of a worker that its supervisor can start in the other role."
+    )
+
     @property
     def link_tls(self) -> InternalTls | None:
         """Certificates for the links to other programs; None: links are plain."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from diptych.runtime.discovery.records import Role
 from diptych.runtime.rpc_streams.stream import Refused, StreamLost
 from diptych.runtime.rpc_streams.stream import Stream as Link
 from diptych.worker.v1 import work_pb2
@@ -51,9 +52,28 @@ class _Open:
     silent_ticks: int = 0
 
 
-def drain_grace_s(drain: work_pb2.Drain) -> float | None:
-    """Return the seconds that running requests get; None leaves it to the worker's own setting."""
-    return drain.grace.ToNanoseconds() / 1e9 if drain.HasField("grace") else None
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """A gateway's order to drain.
+
+    ``grace_s``: seconds that running requests get; None leaves it to the worker's own setting. ``become``:
+    the role in which its supervisor is to start it again.
+    """
+
+    grace_s: float | None = None
+    become: Role | None = None
+
+
+_ROLES: Mapping[int, Role] = {
+    work_pb2.WORKER_ROLE_PREFILL: "prefill",
+    work_pb2.WORKER_ROLE_DECODE: "decode",
+}
+
+
+def read_drain(drain: work_pb2.Drain) -> DrainOrder:
+    """Return the order in a message."""
+    grace_s = drain.grace.ToNanoseconds() / 1e9 if drain.HasField("grace") else None
+    return DrainOrder(grace_s, _ROLES.get(drain.become))
 
 
 @dataclass(frozen=True, slots=True)

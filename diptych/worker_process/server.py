@@ -1,9 +1,11 @@
 """The server of a worker: ports, directory, heartbeats, metrics and drain around its engine loop.
 
-A worker is ready when its weights are loaded and its self-test has passed; until then it is in no directory.
-At SIGTERM, or at a Drain message, it reports that to its gateways and leaves the directory, lets running
-requests finish for the first half of its grace, returns the others to their gateways, which move them, and
-exits. SIGTERM shortens a longer grace of the Drain message.
+A worker is ready when its weights are loaded and its self-test has passed; until then it is in no
+directory. At SIGTERM, or at a Drain message, it reports that to its gateways and leaves the directory, lets
+running requests finish for the first half of its grace, returns the others to their gateways, which move
+them, and exits. SIGTERM shortens a longer grace of the Drain message. One that is to change its role exits
+with the status by which its supervisor starts the other program (diptych/runtime/role_change.py); SIGTERM
+takes that back.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from collections.abc import Sequence
 
 from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.discovery.publisher import DirectoryPublisher
-from diptych.runtime.discovery.records import WorkerRecord, record_to_json
+from diptych.runtime.discovery.records import Role, WorkerRecord, record_to_json
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.model_name import model_names
 from diptych.runtime.process import announce_ready, incarnation, leave
+from diptych.runtime.role_change import EXIT_STATUS, ROLES
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.busy_share import BusyShare
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.gateway_link import DrainOrder
 from diptych.worker_process.worker_spec import WorkerSpec, heartbeat
 
 log = logging.getLogger(__name__)
@@ -73,6 +78,8 @@ class WorkerServer:
         self._publisher: DirectoryPublisher | None = None
         self._grace_s = settings.worker_shutdown_timeout
         self._drain_requested = asyncio.Event()
+        self._becomes: Role | None = None
+        self._busy = BusyShare()
         spec.metrics.running.set_function(lambda: self._loop.num_running)
         spec.metrics.waiting.set_function(lambda: self._loop.num_waiting)
         spec.metrics.directory_connected.set_function(
@@ -131,11 +138,19 @@ class WorkerServer:
         await _end(engine, beat)
         await self._close()
         await http.close()
+        if status == 0 and self._becomes is not None and not stop.is_set():
+            return EXIT_STATUS[self._becomes]
         return status
+
+    def _roles(self) -> tuple[Role, ...]:
+        """Return the roles in which a supervisor can start this worker; none where it keeps its role."""
+        changes, device = self._settings.role_changes, self._engine.model.device.type
+        return ROLES if changes == "any" or changes == device else ()
 
     def _count_step(self, seconds: float, tokens: int) -> None:
         self._spec.metrics.step_duration.observe(seconds)
         self._spec.metrics.step_tokens.inc(tokens)
+        self._busy.record(seconds, time.monotonic())
 
     def prefix_changed(
         self, added: Sequence[bytes], removed: Sequence[bytes], tiered: Sequence[bytes] = ()
@@ -163,14 +178,21 @@ class WorkerServer:
             replaces=self._settings.replaces,
             memory_domain=self._spec.memory_domain,
             draft_digest=fingerprint.draft_digest,
+            roles=",".join(self._roles()),
         )
 
-    def drain(self, grace_s: float | None = None) -> None:
-        """Take nothing new, let requests finish for `grace_s` seconds (None: as at SIGTERM), and exit."""
+    def drain(self, order: DrainOrder) -> None:
+        """Take nothing new, let requests finish for the order's seconds (None: as at SIGTERM), and exit."""
+        if order.become is not None:
+            if order.become not in self._roles():
+                log.warning("no supervisor can start this worker as a %s worker: it stays", order.become)
+                return
+            self._becomes = None if order.become == self._spec.role else order.become
         self._loop.draining = True
-        if grace_s is not None:
-            self._grace_s = grace_s
-        log.info("draining within %.1f s", self._grace_s)
+        if order.grace_s is not None:
+            self._grace_s = order.grace_s
+        then = "" if self._becomes is None else f", to be a {self._becomes} worker"
+        log.info("draining within %.1f s%s", self._grace_s, then)
         self._drain_requested.set()
 
     async def _drain(self, stop: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
@@ -206,7 +228,8 @@ class WorkerServer:
 
     def _send_heartbeat(self) -> work_pb2.Load:
         load = self._spec.load()
-        self._spec.gateways.heartbeat(heartbeat(self._loop, load))
+        load.busy_share = self._busy.share(time.monotonic())
+        self._spec.gateways.heartbeat(heartbeat(self._loop, load, self._becomes))
         return load
 
     def _not_ready_reason(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,12 +75,23 @@ def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
     return Heartbeat(loop.steps, loop.busy, loop.watchdog.late_s(time.monotonic()))
 
 
-def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
-    """Return the heartbeat for gateways; completes `load` with step times and the drain state."""
+_WIRE_ROLES: Mapping[Role, work_pb2.WorkerRole] = {
+    "prefill": work_pb2.WORKER_ROLE_PREFILL,
+    "decode": work_pb2.WORKER_ROLE_DECODE,
+}
+
+
+def heartbeat(loop: EngineLoop, load: work_pb2.Load, becomes: Role | None = None) -> work_pb2.Heartbeat:
+    """Return the heartbeat for gateways; completes `load` with step times and the drain state.
+
+    `becomes`: the role in which the worker will be started again.
+    """
     for one in loop.watchdog.times(time.monotonic()):
         step_time = load.step_times.add(size_class=one.size_class, steps=one.steps, tokens=one.tokens)
         step_time.median.FromNanoseconds(round(one.median_s * 1e9))
     load.draining = loop.draining
+    if becomes is not None:
+        load.becomes = _WIRE_ROLES[becomes]
     beat = engine_heartbeat(loop).to_proto()
     beat.load.CopyFrom(load)
     return beat

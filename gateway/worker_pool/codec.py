@@ -41,6 +41,11 @@ _CAUSES = {
     work_pb2.FAILURE_REASON_TOO_MANY_NEW: Cause.TOO_MANY_NEW,
     work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED: Cause.ADAPTER_NOT_LOADED,
 }
+_WIRE_ROLES = {
+    Role.PREFILL: work_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: work_pb2.WORKER_ROLE_DECODE,
+}
+_ROLES = {wire: role for role, wire in _WIRE_ROLES.items()}
 _FINISHES = {
     work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     work_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -97,6 +102,8 @@ class Load:
     accepted_draft_tokens: int = 0  # of these, those that were right
     ranks: tuple[Rank, ...] = ()  # stage by stage; none where the worker is one process
     stages: int = 0
+    becomes: Role | None = None  # the role that it drains for
+    busy_share: float = 0.0  # of the last seconds, in which it computed a step
 
     @property
     def capacity(self) -> tuple[bool, int, int, int]:
@@ -162,7 +169,7 @@ class WorkerCodec(Protocol):
     def build_hello(self) -> Message: ...
     def build_heartbeat(self, progress: int) -> Message: ...
     def build_cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
-    def build_drain(self, grace_s: float | None) -> Message: ...
+    def build_drain(self, grace_s: float | None, become: Role | None = None) -> Message: ...
     def build_flush(self, request: int) -> Message: ...
     def build_load_adapter(self, number: int, adapter: Adapter) -> Message: ...
     def build_unload_adapter(self, number: int, digest: bytes) -> Message: ...
@@ -186,8 +193,8 @@ class _RoleCodec:
     def build_cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
         return self._request(cancel=_cancel(work_id, attempt, choices))
 
-    def build_drain(self, grace_s: float | None) -> Message:
-        return self._request(drain=_drain(grace_s))
+    def build_drain(self, grace_s: float | None, become: Role | None = None) -> Message:
+        return self._request(drain=_drain(grace_s, become))
 
     def build_flush(self, request: int) -> Message:
         return self._request(flush=work_pb2.FlushPrefixCache(id=request))
@@ -247,8 +254,8 @@ def _cancel(work_id: str, attempt: int, choices: Sequence[int]) -> work_pb2.Canc
     return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt), choices=choices)
 
 
-def _drain(grace_s: float | None) -> work_pb2.Drain:
-    drain = work_pb2.Drain()
+def _drain(grace_s: float | None, become: Role | None) -> work_pb2.Drain:
+    drain = work_pb2.Drain() if become is None else work_pb2.Drain(become=_WIRE_ROLES[become])
     if grace_s is not None:
         drain.grace.FromNanoseconds(round(grace_s * 1e9))
     return drain
@@ -287,6 +294,8 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.accepted_draft_tokens,
             tuple(Rank(rank.pid, rank.state, rank.weight_bytes) for rank in sent.ranks),
             sent.stages,
+            _ROLES.get(sent.becomes),
+            sent.busy_share,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

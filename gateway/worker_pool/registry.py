@@ -240,11 +240,15 @@ class WorkerRegistry:
         return max((w.load.max_fallback_prefill_tokens for w in self.serving(Role.DECODE)), default=0)
 
     def why_not_ready(self) -> str:
-        """Return the role without a linked worker, or the fields that differ in a pair; empty when ready."""
+        """Return the role without a worker that takes work, or the fields that differ in a pair.
+
+        Empty when ready.
+        """
         missing = self.missing_role()
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         if missing is None:
-            return ""
+            leaving = (role for role in Role if all(w.load.draining for w in self.serving(role)))
+            return next((f"every {role.value} worker that is linked drains" for role in leaving), "")
         if not prefill or not decode:
             return f"no {missing.value} worker is linked"
         one, other = prefill[0].record, decode[0].record

@@ -182,7 +182,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
         lambda command, stack, folder: run([*DIPTYCH, *command.words[1:3], "--help"]) and None,
     ),
     (
-        r"diptych (drain|restart|run-batch|top)\b",
+        r"diptych (drain|role|restart|run-batch|top)\b",
         lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,
     ),
     (r"diptych bench\b", run_bench),

@@ -41,6 +41,9 @@ class ScriptedWorker:
         self.silent = False  # neither heartbeats nor answers, with the connection open
         self.stuck = False  # beats, but the step of its engine does not end
         self.replaces = ""  # ids of workers whose death its supervisor saw
+        self.roles = ""  # in which its supervisor could start it
+        self.busy_share, self.waiting_tokens = 0.0, 0
+        self.drains: work_pb2.Drain | None = None  # the order, once it has come
         self.keys: list[bytes] = []  # of cached blocks, for the directory
         self.max_loras = 8
         self.adapters: set[bytes] = set()  # in its memory
@@ -71,6 +74,7 @@ class ScriptedWorker:
             1,
             free_blocks=self.total_blocks,
             replaces=self.replaces,
+            roles=self.roles,
         )
         self.publisher = DirectoryPublisher(redis_url, record, lambda: self.keys)
         await self.publisher.start()
@@ -134,6 +138,10 @@ class ScriptedWorker:
             total_blocks=self.total_blocks,
             adapters=sorted(self.adapters),
             max_loras=self.max_loras,
+            busy_share=self.busy_share,
+            waiting_tokens=self.waiting_tokens,
+            draining=self.drains is not None,
+            becomes=self.drains.become if self.drains is not None else work_pb2.WORKER_ROLE_UNSPECIFIED,
         )
 
     def _on_adapter(self, kind: str, message: Any) -> None:
@@ -158,6 +166,8 @@ class ScriptedWorker:
             message = getattr(request, kind)
             self.sent.append((kind, message))
             self.told.set()
+            if kind == "drain":
+                self.drains = message
             if kind in ("load_adapter", "unload_adapter"):
                 self._on_adapter(kind, message)
             await self.on_message(kind, message)

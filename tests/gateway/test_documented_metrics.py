@@ -13,6 +13,7 @@ from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.adapters.registry import AdapterRegistry
 from gateway.model.served_model import ServedModel
 from gateway.vllm_metrics import VllmMetrics
+from gateway.worker_pool.auto_roles import RoleMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
@@ -22,6 +23,7 @@ def test_documented_metrics_equal_exported_metrics(bundled: ServedModel) -> None
     gateway, prefill, decode = new_registry(), CollectorRegistry(), CollectorRegistry()
     metrics = GatewayMetrics(gateway)
     gateway.register(LoadMetrics(list))
+    gateway.register(RoleMetrics(lambda role: 1, lambda role: 0))
     gateway.register(VllmMetrics(metrics, "m", list))
     gateway.register(AdapterMetrics(AdapterRegistry(bundled.card), list))
     gateway.register(VllmLoraMetrics(list, list))

@@ -321,6 +321,7 @@ def test_every_documented_error_has_a_condition() -> None:
     elsewhere |= {"UNKNOWN_OBJECT", "STORAGE_FULL"}  # of files and batches: test_batches.py
     elsewhere |= {"SHUTTING_DOWN"}  # comes after output only: test_generate.py
     elsewhere |= {"UNAUTHENTICATED", "PERMISSION_DENIED", "QUOTA_EXCEEDED", "GRAMMAR_NOT_CHECKED"}
+    elsewhere |= {"ROLE_CHANGE_REFUSED"}  # test_role_changes.py
     elsewhere |= {"IMAGE_MEMORY"}  # images/test_intake.py
     # test_adapters.py has those of adapters.
     elsewhere |= {"UNKNOWN_ADAPTER", "ADAPTER_EXISTS", "ADAPTER_REFUSED", "ADAPTER_NOT_LOADED"}

@@ -12,6 +12,7 @@ from typing import Any
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from diptych.engine.batch import SequenceStep
+from diptych.runtime.role_change import role_asked_by
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import DEFAULT_TENANT, Access
@@ -50,7 +51,12 @@ def served_model() -> ServedModel:
 @cache
 def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
     common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
-    worker = {**common, "block_size": model.BLOCK_SIZE, "worker_shutdown_timeout": 0.3}
+    worker = {
+        **common,
+        "block_size": model.BLOCK_SIZE,
+        "worker_shutdown_timeout": 0.3,
+        "role_changes": "cpu",
+    }
     return (
         GatewaySettings(**common, admin_port=0, shutdown_timeout=1.0),
         PrefillSettings(**worker),
@@ -63,6 +69,7 @@ class Machine:
     """The program on one host, and its pools."""
 
     host: Host
+    role: str
     program: Any = None
     stop: asyncio.Event | None = None
     calls: Calls | None = None
@@ -98,6 +105,7 @@ class Cluster:
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
         self.machines: dict[str, Machine] = {}
+        self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
         self.hosts: list[Host] = []
         self.restarting = 0
         self.deaths_by_poison = 0
@@ -117,8 +125,9 @@ class Cluster:
         if self.scenario.network % 3:  # else it keeps its id, as where an operator chose that
             host.worker_id = f"{name}-{host.incarnation}"
         self.hosts.append(host)
-        self.machines[name] = machine = Machine(host)
-        run = self._gateway if name[0] == "g" else self._prefill if name[0] == "p" else self._decode
+        role = self.roles.get(name) or self.roles[name[0]]
+        self.machines[name] = machine = Machine(host, role)
+        run = {"gateway": self._gateway, "prefill": self._prefill, "decode": self._decode}[role]
         self.loop.start(host, lambda: self._life(machine, run))
 
     async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
@@ -127,7 +136,10 @@ class Cluster:
         except Exception as error:
             self.report_violation(f"{machine.host} ended with {error!r}")
             raise
-        if status:
+        if (becomes := role_asked_by(status)) is not None:  # the supervisor starts it so from now on
+            self.note(machine.host.name, "becomes", becomes)
+            self.roles[machine.host.name] = becomes
+        elif status:
             self.report_violation(f"{machine.host} ended with status {status}")
         self.loop.call_soon(self.kill, machine.host, "it ended")
 
@@ -210,7 +222,7 @@ class Cluster:
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
     async def _decode(self, machine: Machine) -> int:
-        shape = self.scenario.decodes[int(machine.host.name[1:])]
+        shape = self.scenario.decodes[int(machine.host.name[1:]) % len(self.scenario.decodes)]
         settings = _settings()[2].model_copy(
             update={
                 "worker_id": machine.host.worker_id,
@@ -328,10 +340,10 @@ class Cluster:
                 machine.host.dead
                 or machine.host.stopped
                 or program is None
-                or (name[0] == "d" and machine.pool is None)
+                or (machine.role == "decode" and machine.pool is None)
             ):
                 continue
-            if name[0] == "g":
+            if machine.role == "gateway":
                 queue = program.gate.queue
                 counts = {
                     "live requests": len(program.live),

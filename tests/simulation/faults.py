@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from diptych.runtime.errors import RoleChangeRefused
 from tests.simulation.cluster import Cluster, Machine
 from tests.simulation.network import LinkConditions
 from tests.simulation.scenario import Fault
@@ -89,6 +90,23 @@ class Faults:
         machine.stop.set()
         self._cluster.network.loop.start(machine.host, self._wake)
         return True
+
+    def _role(self, fault: Fault) -> bool:
+        """Let a gateway order a worker to change its role, as an operator does."""
+        machine = self._cluster.alive(fault.target[0])
+        gateway = self._cluster.alive("g0")
+        if machine is None or gateway is None or gateway.program is None or gateway.host.stopped:
+            return False
+        self._cluster.loop.start(gateway.host, lambda: self._order(gateway, machine, fault))
+        return False  # it counts once it was ordered
+
+    async def _order(self, gateway: Machine, machine: Machine, fault: Fault) -> None:
+        try:
+            await gateway.program.roles.change(machine.host.worker_id)
+        except RoleChangeRefused as refused:
+            self._cluster.note("refused", refused)
+        else:
+            self.done.append(fault)
 
     async def _wake(self) -> None:
         """Wake the loop of the process, as a signal does."""

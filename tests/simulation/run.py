@@ -137,7 +137,9 @@ class Run:
             self.report_violation(f"{client.plan.name} ended with {end}, which the retry policy did not give")
         if end not in _LEGAL:
             self.report_violation(f"{client.plan.name} ended with {end}: {error}")
-        unprovoked = not (self.faults.done or self.cluster.deaths_by_poison)
+        # A change of role is no excuse: it must cost no request.
+        wrong = [fault for fault in self.faults.done if fault.kind != "role"]
+        unprovoked = not (wrong or self.cluster.deaths_by_poison)
         if unprovoked and end in _NEEDS_A_FAULT and not (end == "NO_READY_WORKER" and client.too_early):
             self.report_violation(f"{client.plan.name} ended with {end}, though nothing went wrong")
         if end == "DEADLINE_EXCEEDED" and client.plan.deadline_s is None:

@@ -204,7 +204,16 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
-    return replace(shape, requests=requests, faults=_faults(rng, replace(shape, requests=requests), theme))
+    faults = _faults(rng, replace(shape, requests=requests), theme)
+    faults = tuple(sorted((*faults, *_role_changes(shape)), key=lambda fault: fault.at))
+    return replace(shape, requests=requests, faults=faults)
+
+
+def _role_changes(shape: Scenario) -> list[Fault]:
+    """Return changes of workers' roles; where all but one of a role are gone they are refused."""
+    rng = random.Random(f"roles {shape.network}")
+    at = (round(rng.uniform(0.3, FAULTS_UNTIL_S), 4) for _ in range(rng.choice([0, 0, 1, 2, 3])))
+    return [Fault(one, "role", (rng.choice(shape.workers),)) for one in at]
 
 
 def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[RequestPlan, ...]:

@@ -33,9 +33,10 @@ class WorkerLoad:
 class WorkerRecord:
     """A worker as the router sees it. `address` is host:port of its gRPC services.
 
-    `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context`
-    is in tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks.
-    `replaces`: ids of dead workers, by comma, in whose place it was started.
+    `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context` is in
+    tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks. `replaces`:
+    ids of dead workers, by comma, in whose place it was started. `roles`: those, by comma, in which its
+    supervisor can start it; empty where it keeps its role.
     """
 
     worker_id: str
@@ -59,6 +60,7 @@ class WorkerRecord:
     replaces: str = ""
     memory_domain: str = ""
     draft_digest: str = ""
+    roles: str = ""
 
     @property
     def kept(self) -> str:
@@ -69,6 +71,11 @@ class WorkerRecord:
     def dead(self) -> list[str]:
         """The workers that it replaces: their supervisor saw them end."""
         return self.replaces.split(",") if self.replaces else []
+
+    @property
+    def other_roles(self) -> list[str]:
+        """The roles to which it can change."""
+        return [role for role in self.roles.split(",") if role and role != self.role]
 
     @property
     def identity(self) -> Identity:

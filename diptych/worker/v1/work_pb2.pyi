@@ -16,6 +16,12 @@ class LocalPrefill(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOCAL_PREFILL_SHORT: _ClassVar[LocalPrefill]
     LOCAL_PREFILL_FALLBACK: _ClassVar[LocalPrefill]
 
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -39,6 +45,9 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 LOCAL_PREFILL_UNSPECIFIED: LocalPrefill
 LOCAL_PREFILL_SHORT: LocalPrefill
 LOCAL_PREFILL_FALLBACK: LocalPrefill
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -278,10 +287,12 @@ class SampledToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., beam_logprob: _Optional[float] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("grace",)
+    __slots__ = ("grace", "become")
     GRACE_FIELD_NUMBER: _ClassVar[int]
+    BECOME_FIELD_NUMBER: _ClassVar[int]
     grace: _duration_pb2.Duration
-    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    become: WorkerRole
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., become: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("reason", "message")
@@ -366,7 +377,7 @@ class Rank(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., state: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras", "tier_token_s", "drafted_tokens", "accepted_draft_tokens", "ranks", "stages")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras", "tier_token_s", "drafted_tokens", "accepted_draft_tokens", "becomes", "busy_share", "ranks", "stages")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +397,8 @@ class Load(_message.Message):
     TIER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BECOMES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     running: int
@@ -407,9 +420,11 @@ class Load(_message.Message):
     tier_token_s: float
     drafted_tokens: int
     accepted_draft_tokens: int
+    becomes: WorkerRole
+    busy_share: float
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     stages: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_loras: _Optional[int] = ..., tier_token_s: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., stages: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ..., pull_cost: _Optional[float] = ..., max_local_prefill_tokens: _Optional[int] = ..., max_fallback_prefill_tokens: _Optional[int] = ..., local_prefill_chunk: _Optional[int] = ..., local_prefills: _Optional[int] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_loras: _Optional[int] = ..., tier_token_s: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., becomes: _Optional[_Union[WorkerRole, str]] = ..., busy_share: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median", "tokens")

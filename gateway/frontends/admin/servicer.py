@@ -32,6 +32,7 @@ from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, pla
 from gateway.model.served_model import ModelCard
 from gateway.session.live_requests import LiveRequests
 from gateway.worker_pool.registry import Worker
+from gateway.worker_pool.role_changes import RoleChanges
 from gateway.worker_pool.worker_pool import WorkerPool
 
 FLUSH_TIMEOUT_S = 5.0
@@ -39,6 +40,7 @@ DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 3600.0
 MAX_GRACE_S = 24 * 3600.0
+_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Operations:
 
     Args:
         adapters: operations on them.
+        roles: changes of the workers' roles.
         state: returns (ready, draining, directory connected) as they are now.
     """
 
@@ -69,8 +72,10 @@ class Operations:
         identity: Identity,
         state: Callable[[], tuple[bool, bool, bool]],
         adapters: AdapterService,
+        roles: RoleChanges,
     ) -> None:
         self._adapters = adapters
+        self._roles = roles
         self._fleet = fleet
         self._queue = queue
         self._live = live
@@ -124,6 +129,20 @@ class Operations:
             grace_s = _seconds("grace", request.grace, 0.0, MAX_GRACE_S)
         worker.link.send(worker.link.codec.build_drain(grace_s))
         return pb.DrainWorkerResponse()
+
+    async def change_worker_role(self, request: pb.ChangeWorkerRoleRequest) -> pb.ChangeWorkerRoleResponse:
+        """Let a worker be started in the other role; answer when it has the order."""
+        role = _ROLES.get(request.role)
+        if role is None:
+            raise InvalidParameter("role", "must be WORKER_ROLE_PREFILL or WORKER_ROLE_DECODE")
+        grace_s = None
+        if request.HasField("grace"):
+            grace_s = _seconds("grace", request.grace, 0.0, MAX_GRACE_S)
+        worker = self._find(request.worker_id)
+        if worker.record.role == role:
+            return pb.ChangeWorkerRoleResponse(changed=False)
+        await self._roles.change(self._linked(worker).record.worker_id, grace_s)
+        return pb.ChangeWorkerRoleResponse(changed=True)
 
     async def flush_prefix_cache(self, request: pb.FlushPrefixCacheRequest) -> pb.FlushPrefixCacheResponse:
         """Flush the cache of one worker, or of all that are linked, and count the blocks."""
@@ -249,6 +268,7 @@ def bodies(operations: Operations) -> dict[str, Body]:
         "ListWorkers": plain(operations.list_workers),
         "WatchLoad": operations.watch_load,
         "DrainWorker": _about("worker_id", operations.drain_worker),
+        "ChangeWorkerRole": _about("worker_id", operations.change_worker_role),
         "FlushPrefixCache": _about("worker_id", operations.flush_prefix_cache),
         "LoadAdapter": _about("name", operations.load_adapter),
         "UnloadAdapter": _about("name", operations.unload_adapter),

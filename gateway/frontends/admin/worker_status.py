@@ -65,7 +65,9 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
     if not worker.link.up:
         return pb.WORKER_STATE_CONNECTING, "no link to it at the moment"
     if worker.load.draining:
-        return pb.WORKER_STATE_DRAINING, "it takes nothing new"
+        becomes = worker.load.becomes
+        then = "" if becomes is None else f", and becomes a {becomes.value} worker"
+        return pb.WORKER_STATE_DRAINING, f"it takes nothing new{then}"
     if not worker.leased and any(_stands_in(other, worker) for other in others):
         return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
     if worker.link.suspected:

@@ -1,7 +1,8 @@
 """A small real program on diptych/runtime/process.py, for the supervisor's tests.
 
 program.py MODE [flags]      MODE: serve, fail, cannot, silent, garbage, stubborn, chatty, or
-once:PATH, which ends by a signal before it serves while there is a file at PATH, and removes it
+once:PATH, which ends by a signal before it serves while there is a file at PATH, and removes it, or
+becomes:ROLE, which serves, and at SIGHUP ends with the status by which it is started in that role
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.process import announce_ready, run_program
+from diptych.runtime.role_change import EXIT_STATUS
 from diptych.runtime.settings import ProgramSettings, StartupError
 
 
@@ -44,11 +46,19 @@ def main() -> int:
             print("after the long line", flush=True)
         if mode == "stubborn":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        changes = asyncio.Event()
+        if mode.startswith("becomes:"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changes.set)
         http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
         with closing(socket.create_server(("127.0.0.1", settings.grpc_port))) as listener:
             announce_ready(settings, {"grpc_port": listener.getsockname()[1], "http_port": http.port})
-            await stop.wait()
+            ends = [asyncio.ensure_future(event.wait()) for event in (stop, changes)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
         await http.close()
+        if changes.is_set():
+            return EXIT_STATUS["decode" if mode.endswith("decode") else "prefill"]
         print(f"{mode} stopped cleanly", flush=True)
         return 0
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.cli.stack import ThreadPlan, split_cores
+from diptych.cli.worker_specs import ThreadPlan, split_cores
 
 
 def test_split_cores_gives_one_each_of_two() -> None:

@@ -23,6 +23,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import TokenLogprob
 from diptych.runtime.process import ONE_SIGNAL_S
+from diptych.runtime.role_change import EXIT_STATUS
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.grpc_stream import GrpcCall
 from diptych.runtime.rpc_streams.method import DECODE
@@ -30,6 +31,7 @@ from diptych.runtime.rpc_streams.unix_stream import UnixStream
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.gateway_link import DrainOrder
 from tests.diptych.worker_process.both_workers import greedy, house, layout, model
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until
@@ -109,7 +111,9 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
 
 
 @asynccontextmanager
-async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorker, Any, asyncio.Event, Any]]:
+async def leaving(
+    carrier: type = UnixStream, *flags: str
+) -> AsyncIterator[tuple[DecodeWorker, Any, asyncio.Event, Any]]:
     """A decode worker that runs and has an attempt, a gateway's stream into it, its signal, and its run."""
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
@@ -119,6 +123,7 @@ async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorke
             "--worker-shutdown-timeout=0.2",
             "--redis-url=redis://127.0.0.1:1/0",
             f"--ready-fd={writing}",
+            *flags,
         ]
     )
     worker, stop = DecodeWorker(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
@@ -177,13 +182,45 @@ async def test_drain_waits_until_large_outputs_are_written():
             gateway.output(
                 over.key, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH, over.times_now()
             )
-        worker._server.drain(60)
+        worker._server.drain(DrainOrder(60))
         whole = 0
         while whole < 16:
             message = await stream.read()
             whole += len(message.step.ended)
             if message.WhichOneof("message") == "heartbeat":
                 await stream.write(Request(heartbeat=work_pb2.Heartbeat()))
+        assert await running == 0
+
+
+@pytest.mark.parametrize(
+    ("become", "flags", "signalled", "status"),
+    [
+        (work_pb2.WORKER_ROLE_PREFILL, ["--role-changes=cpu"], False, EXIT_STATUS["prefill"]),
+        (work_pb2.WORKER_ROLE_DECODE, ["--role-changes=any"], False, 0),
+        (work_pb2.WORKER_ROLE_PREFILL, ["--role-changes=cpu"], True, 0),
+    ],
+    ids=["other-role", "own-role", "stopped-meanwhile"],
+)
+async def test_drain_for_a_role_ends_with_its_status(become, flags, signalled, status):
+    async with leaving(UnixStream, *flags) as (worker, stream, stop, running):
+        await stream.write(Request(drain=work_pb2.Drain(become=become)))
+        await until(lambda: worker._loop.draining)
+        if signalled:
+            stop.set()
+        assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
+        assert await running == status
+
+
+async def test_worker_without_a_supervisor_passes_a_change_of_its_role_over():
+    async with leaving() as (worker, stream, stop, running):
+        await stream.write(Request(drain=work_pb2.Drain(become=work_pb2.WORKER_ROLE_PREFILL)))
+        await stream.write(Request(flush=work_pb2.FlushPrefixCache(id=7)))
+        while (message := await stream.read()) is not None and not message.HasField("flushed"):
+            assert not message.heartbeat.load.draining
+        assert not worker._loop.draining
+        assert worker._server._record("h:1").roles == ""
+        stop.set()
+        assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
         assert await running == 0
 
 

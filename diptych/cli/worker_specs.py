@@ -1,0 +1,114 @@
+"""Flags of the workers of `diptych up`, in each of the two roles that a worker may have.
+
+Memory for both roles is planned here, before anything starts: every worker but one may come to own a pool
+of KV blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diptych.cli.child import Slot
+from diptych.cli.stack_options import StackOptions
+from diptych.runtime.discovery.records import Role
+
+_GPU_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads of each prefill and each decode worker, in the order of their names."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    def homes(self, cores: int) -> tuple[tuple[range, ...], tuple[range, ...]] | None:
+        """Return the home cores of each worker, to be lent between them; None when there are too few."""
+        ends = list(itertools.accumulate((*self.prefill, *self.decode)))
+        if ends[-1] > cores:
+            return None
+        homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+        return homes[: len(self.prefill)], homes[len(self.prefill) :]
+
+
+def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:
+    """Deal the cores out, one after the other, prefill first (it is bound by arithmetic); at least one each.
+
+    Workers that shared cores would wait for one another inside every layer: their threads meet at
+    barriers, and a barrier is as late as its latest thread.
+    """
+    workers = prefill_workers + decode_workers
+    shares = [max(1, cores // workers + (1 if index < cores % workers else 0)) for index in range(workers)]
+    return ThreadPlan(tuple(shares[:prefill_workers]), tuple(shares[prefill_workers:]))
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker at the start: its name, its role, and what it has in either role."""
+
+    name: str
+    role: Role
+    threads: int
+    home: range | None
+    cores: int
+
+    def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
+        """Return the flags that set a program of `role` in this place apart from others of its kind."""
+        threads = options.prefill_threads if role == "prefill" else options.decode_threads
+        own: dict[str, object] = {"threads": threads or self.threads, **_share(self.home, self.cores)}
+        if role == "prefill":
+            return {**own, "prefill-chunk": options.prefill_chunk}
+        return {
+            **own,
+            "speculative-tokens": options.speculative_tokens,
+            "kv-memory-mib": options.kv_memory_mib,
+            "kv-blocks": options.kv_blocks,
+            "kv-tier": options.kv_tier,
+            "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
+        }
+
+
+def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
+    """Return the workers in the order of their start, decode first; `cores` are dealt out to them."""
+    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    # A chosen number of threads is that number: no core is lent.
+    chosen = options.prefill_threads or options.decode_threads
+    homes = None if chosen else plan.homes(cores)
+    prefill = [
+        WorkerPlace(f"prefill-{index}", "prefill", threads, homes and homes[0][index], cores)
+        for index, threads in enumerate(plan.prefill)
+    ]
+    decode = [
+        WorkerPlace(f"decode-{index}", "decode", threads, homes and homes[1][index], cores)
+        for index, threads in enumerate(plan.decode)
+    ]
+    return [*decode, *prefill]
+
+
+def role_changes(options: StackOptions) -> str:
+    """Return the devices on which workers may change their role: "any" where their memory was planned so.
+
+    On a GPU a worker takes its part of the memory when it starts, and a prefill worker's is small.
+    """
+    return "any" if options.auto_roles else "cpu"
+
+
+def _gpu_share(options: StackOptions) -> float | None:
+    """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
+
+    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter, unless it may
+    become a decode worker. To put workers on GPUs of their own, give what each may take.
+    """
+    if options.device == "cpu":
+        return None
+    prefill = options.prefill_workers / (1 if options.auto_roles else 4)
+    return round(_GPU_UTILIZATION / (options.decode_workers + prefill), 3)
+
+
+def _share(home: range | None, cores: int) -> Mapping[str, object]:
+    """Return the flags by which a worker lends its idle cores and borrows those of others."""
+    if home is None:
+        return {}
+    return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
