@@ -4,7 +4,7 @@ A tile of weights is the left operand of the matrix instructions, as in kernels/
 come from memory once, become numbers, and are rounded to the type of `x`. Up to FEW_ROWS rows are padded to
 sixteen columns; more rows are cut into tiles of MANY_ROWS. The matrix alone chooses the tiles and nothing is
 split along the depth, so that a row comes to the same bits whatever stands beside it, among few rows as among
-many. From LIBRARY_ROWS on it is worth writing the numbers out once (`unpack`) for the library's product.
+many. `unpack` writes the numbers out, for the library's products of whole prompts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from kernels.packed_matrix import PackedMatrix
 FEW_ROWS = 16
 """Rows of a step that are padded to as many columns of one tile."""
 MANY_ROWS = 64
-LIBRARY_ROWS = 512
-"""Rows from which writing and reading the numbers, 4 bytes each, is a small part of the product."""
 
 _INT, _TABLE, _FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CODES = {"int4": 0, "int8": 0, "table4": 1, "fp8": 2}
@@ -71,15 +69,16 @@ def _numbers(code, group, row, rows, scales, supers, zeros, super_least, table, 
 
 @triton.jit(do_not_specialize=["count"])
 def _packed_linear(
-    x, codes, scales, supers, zeros, super_least, table, order, bias, out, count, rows,
+    x, codes, scales, supers, zeros, super_least, table, order, bias, out, count, rows, stride,
     K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, FOUR: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, SUPERS: tl.constexpr, ZERO_AT: tl.constexpr, ORDERED: tl.constexpr,
     BIASED: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of ROWS rows, TILES tiles of the depth at a time.
 
-    `x [count, K]`, `codes [ceil(K / (2 RUN)), rows, bytes]`, `bias [rows]`, `out [count, rows]`; grid
-    `[ceil(rows / BN), ceil(count / ROWS)]`. `rows` are the matrix' rows, its outputs.
+    `x [count, K]`, `codes [ceil(K / (2 RUN)), rows, bytes]`, `bias [rows]`, `out [count, rows]` whose rows
+    begin `stride` numbers apart; grid `[ceil(rows / BN), ceil(count / ROWS)]`. `rows` are the matrix' rows,
+    its outputs.
     """
     STORED: tl.constexpr = x.dtype.element_ty
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -122,7 +121,7 @@ def _packed_linear(
                 )
     if BIASED:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
-    target = out + input.to(tl.int64)[None, :] * rows + lane[:, None]
+    target = out + input.to(tl.int64)[None, :] * stride + lane[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=real & (lane < rows)[:, None])
 
 
@@ -175,7 +174,7 @@ def packed_linear(
     """Multiply `x [T, columns]` with the transpose of `weight`, and add `bias [rows]`: `[T, rows]`.
 
     Numbers are rounded to the type of `x`, sums are float32 and rounded once, to the type of `out`. Any shape
-    is right. Raises ValueError for rows of another width.
+    is right, and `out` may be columns of a wider tensor. Raises ValueError for rows of another width.
     """
     if x.shape[1] != weight.columns:
         raise ValueError(f"rows of {x.shape[1]} numbers times weights of {weight.columns}")
@@ -184,10 +183,12 @@ def packed_linear(
         out = x.new_empty(len(x), rows)
     if len(x) == 0:
         return out
+    if out.stride(1) != 1:
+        raise ValueError("the outputs of a row lie apart")
     tiles = _FEW_TILE if len(x) <= FEW_ROWS else _MANY_TILE
     _packed_linear[(triton.cdiv(rows, tiles["BN"]), triton.cdiv(len(x), tiles["ROWS"]))](
         check_dense("x", x), *_tensors(weight), weight.codes if bias is None else bias,
-        check_dense("out", out), len(x), rows, BIASED=bias is not None, TYPE=operand_type(x.dtype),
+        out, len(x), rows, out.stride(0), BIASED=bias is not None, TYPE=operand_type(x.dtype),
         **_constants(weight), **tiles,
     )  # fmt: skip
     return out

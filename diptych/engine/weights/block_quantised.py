@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import gguf
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
+from kernels.packed_matrix import from_blocks
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
@@ -64,6 +65,8 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
     """Return blocks of the file as `precision` stores them, None where it makes full numbers of them."""
     if precision == "gguf":
         return blocks
+    if precision == "packed":
+        return from_blocks(blocks)
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
@@ -77,8 +80,8 @@ def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float
     """
     if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
         return tensor.to(torch.float32, copy=True)
-    if precision in PLAIN:
-        return tensor.to(PLAIN[precision], copy=True)
+    if (plain := plain_dtype(precision)) is not None:
+        return tensor.to(plain, copy=True)
     if is_matrix(name):
         if precision == "int8":
             return byte_linear.quantise_matrix(tensor)

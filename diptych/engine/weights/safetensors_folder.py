@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import Family, Stored, stored_at
 from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
@@ -30,6 +30,7 @@ from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_colu
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
+from kernels.packed_matrix import PackedMatrix
 
 
 def keeps_blocks(folder: Path) -> bool:
@@ -39,6 +40,15 @@ def keeps_blocks(folder: Path) -> bool:
     """
     scheme = scheme_of(_json_object(folder / "config.json"))
     return scheme is not None and scheme.keeps_codes
+
+
+def packs(folder: Path) -> bool:
+    """Return whether a GPU step can keep matrices of a folder in its codes.
+
+    Raises UnsupportedModel or BadModelFile.
+    """
+    scheme = scheme_of(_json_object(folder / "config.json"))
+    return scheme is not None and scheme.packs
 
 
 def weight_bytes(folder: Path) -> int:
@@ -83,7 +93,7 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
             tensor = tensor.float() + stored.plus
         return in_precision(name, tensor, precision, float32=bool(stored.plus) or stored.float32)
 
-    own_head = not tied or precision not in PLAIN
+    own_head = not tied or plain_dtype(precision) is None
     return OpenCheckpoint(shape, read, own_head, read_kv_scales(shape, tensors.has, tensors.read))
 
 
@@ -211,16 +221,19 @@ class _Matrices:
         if cut != WHOLE:
             raise UnsupportedModel(f"{matrix}: quantised matrices are not read in parts")
         try:
-            found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
+            read = self._scheme.read_packed if self._precision == "packed" else self._scheme.read
+            found = read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
         size = tuple(found.codes.shape if isinstance(found, Codes) else found.shape)
         if (rows := self._places.rows(name, stored, size)) is not None:
-            found = found.rows(rows) if isinstance(found, Codes) else found[rows]
+            found = found[rows] if isinstance(found, torch.Tensor) else found.rows(rows)
         if stored.make is not None:
-            if isinstance(found, Codes):
+            if not isinstance(found, torch.Tensor):
                 raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
             found = stored.make(found, _field(name), self._shape)
+        if isinstance(found, PackedMatrix):
+            return found
         if isinstance(found, Codes):
             return self._kept(name, found, self._scheme) or in_precision(
                 name, found.numbers(), self._precision
@@ -229,6 +242,8 @@ class _Matrices:
 
     def _kept(self, name: str, codes: Codes, scheme: Scheme) -> Matrix | None:
         """Return the file's own codes, if the precision has them and all that is multiplied together can."""
+        if self._precision == "packed":
+            return codes.packed()
         if self._precision in PLAIN or not scheme.keeps_codes:
             return None
         if not all(self._is_quantised(other, scheme) for other in self._places.together(name)):

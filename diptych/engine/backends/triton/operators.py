@@ -27,6 +27,8 @@ class Operators:
     skinny_linear: Operator
     skinny_swiglu: Operator
     swiglu: Operator
+    packed_linear: Operator
+    unpack: Operator
     router_logits: Operator
     route_experts: Callable[..., Any]
     """Returns the choices that the three operators of experts take."""
@@ -50,6 +52,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.adapted_linear import adapted_linear
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+        from kernels.gpu.packed_linear import packed_linear, unpack
         from kernels.gpu.paged_decode import paged_decode
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
@@ -70,6 +73,8 @@ def triton_operators() -> Operators:
         skinny_linear=skinny_linear,
         skinny_swiglu=skinny_swiglu,
         swiglu=swiglu,
+        packed_linear=packed_linear,
+        unpack=unpack,
         router_logits=router_logits,
         route_experts=route_experts,
         expert_swiglu=expert_swiglu,

@@ -35,6 +35,7 @@ class CompressedTensors(Scheme):
         }
     )
     marks = ("weight_scale",)
+    packs = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
