@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from kernels.packed_matrix import PackedMatrix, pack
+
 SQUARE = 128
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 PEAK = {FP8: 448.0, INT8: 127.0}
@@ -58,22 +60,37 @@ class ScaledMatrix:
         static = None if self.static is None else self.static.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), static=static)
 
-    def rows(self, rows: slice | torch.Tensor) -> ScaledMatrix:
-        """Return the chosen rows. Raises ValueError for squares that they would cut."""
+    def rows(self, rows: slice | torch.Tensor) -> ScaledMatrix | PackedMatrix:
+        """Return the chosen rows; of squares that they cut, packed codes for inputs that are not rounded."""
         if not self.squares:
             return replace(self, values=self.values[rows], scales=self.scales[rows]).contiguous()
         chosen = torch.arange(len(self.values))[rows]
-        whole = torch.equal(chosen, torch.arange(int(chosen[0]), int(chosen[0]) + len(chosen)))
-        if not whole or int(chosen[0]) % SQUARE or (int(chosen[-1]) + 1) % SQUARE:
-            raise ValueError("rows that end within squares of 128")
-        first, last = int(chosen[0]) // SQUARE, int(chosen[-1]) // SQUARE + 1
-        return replace(self, values=self.values[rows], scales=self.scales[first:last]).contiguous()
+        first, end = int(chosen[0]), int(chosen[-1]) + 1
+        ends = end % SQUARE == 0 or end == len(self.values)
+        if first % SQUARE or not ends or not torch.equal(chosen, torch.arange(first, end)):
+            return weights_only(self).rows(rows)
+        scales = self.scales[first // SQUARE : -(-end // SQUARE)]
+        return replace(self, values=self.values[rows], scales=scales).contiguous()
 
 
 def quantise(matrix: torch.Tensor, dtype: torch.dtype) -> ScaledMatrix:
     """Round `matrix [rows, columns]` to FP8 or int8, with the scale of each row's largest number."""
     values, scales = round_rows(matrix.float(), dtype)
     return ScaledMatrix(values, scales)
+
+
+def weights_only(matrix: ScaledMatrix) -> PackedMatrix:
+    """Return the same numbers in packed codes, whose products take inputs as they are."""
+    rows, columns = matrix.shape
+    scales, group = matrix.scales, SQUARE if matrix.squares else columns
+    if matrix.squares:
+        scales = scales.repeat_interleave(SQUARE, 0)[:rows]
+    if matrix.values.dtype == INT8:
+        found = pack("int8", (matrix.values.int() + 128).to(torch.uint8), scales, group, zero=128)
+    else:
+        found = pack("fp8", matrix.values.view(torch.uint8), scales, group)
+    assert found is not None, "128 columns are whole runs, and so is one group"
+    return found
 
 
 def dequantise(matrix: ScaledMatrix) -> torch.Tensor:
@@ -110,11 +127,16 @@ def scaled_linear(x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | No
 
     The reference: float32 `[T, rows]`.
     """
-    values, scales = round_rows(
-        x, weight.values.dtype, squares=weight.squares, static=weight.static
-    )
+    values, scales = round_rows(x, weight.values.dtype, squares=weight.squares, static=weight.static)
+    return product_of_rounded(values, scales, weight, bias)
+
+
+def product_of_rounded(
+    values: torch.Tensor, scales: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `scaled_linear` of rows that `round_rows` made `values [T, columns]` and `scales` of."""
     if weight.squares:
-        wide = scales.repeat_interleave(SQUARE, 1)[:, : x.shape[1]]
+        wide = scales.repeat_interleave(SQUARE, 1)[:, : weight.shape[1]]
         out = functional.linear(values.float() * wide, dequantise(weight))
     else:
         # float64 holds int32 sums, and those of FP8 to their last bit.

@@ -10,8 +10,12 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
 gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
        four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
        groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
-packed on GPUs: matrices in the codes of the file, whatever its format, unpacked in registers to bfloat16
-       (kernels/packed_matrix.py); the rest as in bf16
+packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
+       (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
+       (kernels/scaled_matrix.py); the rest as in bf16
+fp8    on GPUs: matrices of the layers in E4M3 with a scale for each output, inputs of their products with a
+       scale for each row; experts, the output matrix and the rest as in bf16
+w8a8   as fp8, in int8: what `--quantization int8` is on GPUs
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
 a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
@@ -30,7 +34,7 @@ import torch
 from diptych.engine.models.shape import ModelShape
 from kernels import fp8_cache
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed", "fp8", "w8a8"]
 KVCacheDtype = Literal["auto", "fp8"]
 
 PLAIN: dict[Precision, torch.dtype] = {
@@ -40,7 +44,7 @@ PLAIN: dict[Precision, torch.dtype] = {
 }
 """Precisions that store every number in one dtype."""
 
-ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed",)
+ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed", "fp8", "w8a8")
 """Precisions of the Triton step whose matrices are quantised; all else is bfloat16."""
 
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")

@@ -111,7 +111,7 @@ def load_model(
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
         made, name, where, why = _make_on_gpu(shape, weights, chosen, where, scales)
-        computed = describe_matrices(weights) if chosen in ON_GPU_QUANTISED else ""
+        computed = describe_matrices(weights, where) if chosen in ON_GPU_QUANTISED else ""
         return Model(shape, chosen, dtype, made, name, where, why, matrices=computed)
     made, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
     return Model(shape, chosen, dtype, made, name, where, why)

@@ -205,9 +205,9 @@ def _check_reads_images(settings: WorkerSettings) -> None:
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
-    if settings.engine_dtype != "auto":
-        return settings.engine_dtype
     on_gpu = device.type == "cuda" or settings.backend == "triton"
+    if settings.engine_dtype != "auto":
+        return "w8a8" if on_gpu and settings.engine_dtype == "int8" else settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
         native=settings.parts == 1 and settings.backend != "torch" and native_step_works(),

@@ -116,9 +116,7 @@ def _packed_linear(
                 else:
                     source = k
                 columns = tl.load(x_row + source[:, None], mask=real & inside[:, None], other=0.0)
-                acc = tl.dot(
-                    weight.to(STORED).to(TYPE), columns.to(TYPE), acc, input_precision="ieee"
-                )
+                acc = tl.dot(weight.to(STORED).to(TYPE), columns.to(TYPE), acc, input_precision="ieee")
     if BIASED:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     target = out + input.to(tl.int64)[None, :] * stride + lane[:, None]

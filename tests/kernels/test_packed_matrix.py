@@ -40,7 +40,9 @@ def drawn(
         values = codes.view(torch.float8_e4m3fn).float()
     if table is not None:
         values = table[codes.long()]
-    offsets = 8.0 if zero_of is None and code == "int4" else 0.0 if zero_of is None else zero_of[:, of].float()
+    offsets = (
+        8.0 if zero_of is None and code == "int4" else 0.0 if zero_of is None else zero_of[:, of].float()
+    )
     found = pack(
         code, codes, scales, group, table=table, zeros=zero_of, zero=8 if code == "int4" else 0,
         group_of=of if ordered else None,

@@ -11,6 +11,7 @@ from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
 from kernels.packed_matrix import from_blocks
+from kernels.scaled_matrix import FP8, INT8, quantise
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
@@ -73,6 +74,10 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
 _FLOAT32 = frozenset({"router", "router_bias", "correction_bias", "shared_router", "sinks"})
 
 
+_ROUNDED: dict[Precision, torch.dtype] = {"fp8": FP8, "w8a8": INT8}
+"""Precisions that round matrices of full numbers for a GPU."""
+
+
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float32: bool = False) -> Matrix:
     """Return a tensor of full numbers as `precision` stores it, or as `float32`, in memory of its own.
 
@@ -80,6 +85,8 @@ def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float
     """
     if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
         return tensor.to(torch.float32, copy=True)
+    if precision in _ROUNDED and is_matrix(name) and name != "head" and ".experts." not in name:
+        return quantise(tensor, _ROUNDED[precision])
     if (plain := plain_dtype(precision)) is not None:
         return tensor.to(plain, copy=True)
     if is_matrix(name):

@@ -19,13 +19,14 @@ from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.packed_matrix import PackedMatrix
 from kernels.quantised_linear import BlockMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 __all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matrix", "Storage", "Weights"]
 
-Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes | PackedMatrix
+Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes | PackedMatrix | ScaledMatrix
 
 Storage = Literal["dense", "blocks", "bytes", "packed"]
-"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or PackedMatrix."""
+"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or PackedMatrix and ScaledMatrix."""
 
 EXPERT = "experts.{}."
 """Beginning of the canonical names of an expert's tensors, below the layer's."""
@@ -115,7 +116,7 @@ class Weights:
                 return "blocks"
             case ByteMatrix() | CodedBytes():
                 return "bytes"
-            case PackedMatrix():
+            case PackedMatrix() | ScaledMatrix():
                 return "packed"
             case _:
                 return "dense"

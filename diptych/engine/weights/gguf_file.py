@@ -52,6 +52,8 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
     """Open a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile, as its reader
     does.
     """
+    if precision in ("fp8", "w8a8") and has_quantised_matrices(path):
+        raise UnsupportedModel(f"dtype {precision} rounds full numbers; this file is quantised already")
     header = read_header(path)
     tensors = header.tensors
     factors = {

@@ -31,6 +31,7 @@ from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
 from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 
 def keeps_blocks(folder: Path) -> bool:
@@ -62,6 +63,8 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     """
     config = read_config(folder)
     scheme = scheme_of(config)
+    if precision in ("fp8", "w8a8") and scheme is not None:
+        raise UnsupportedModel(f"dtype {precision} rounds full numbers; this folder is quantised already")
     if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
         raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")
     family = family_of(config["model_type"])
@@ -232,7 +235,7 @@ class _Matrices:
             if not isinstance(found, torch.Tensor):
                 raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
             found = stored.make(found, _field(name), self._shape)
-        if isinstance(found, PackedMatrix):
+        if isinstance(found, (PackedMatrix, ScaledMatrix)):
             return found
         if isinstance(found, Codes):
             return self._kept(name, found, self._scheme) or in_precision(

@@ -29,6 +29,8 @@ class Operators:
     swiglu: Operator
     packed_linear: Operator
     unpack: Operator
+    round_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    scaled_linear: Operator
     router_logits: Operator
     route_experts: Callable[..., Any]
     """Returns the choices that the three operators of experts take."""
@@ -57,9 +59,11 @@ def triton_operators() -> Operators:
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write
+        from kernels.gpu.round_rows import round_rows
         from kernels.gpu.route_experts import RoutedRows, route_experts, router_logits
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
+        from kernels.gpu.scaled_linear import scaled_linear
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
         from kernels.gpu.swiglu import swiglu
     except ImportError as error:
@@ -75,6 +79,8 @@ def triton_operators() -> Operators:
         swiglu=swiglu,
         packed_linear=packed_linear,
         unpack=unpack,
+        round_rows=round_rows,
+        scaled_linear=scaled_linear,
         router_logits=router_logits,
         route_experts=route_experts,
         expert_swiglu=expert_swiglu,

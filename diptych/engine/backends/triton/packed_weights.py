@@ -15,6 +15,7 @@ from diptych.engine.backends.triton.products.make import dense_matrix, quantised
 from diptych.engine.backends.triton.products.product import Product
 from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
 from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class PackedWeights:
     def products(self) -> Iterator[Product]:
         """Yield the matrices that are quantised."""
         for layer in self.layers:
-            experts = () if layer.experts is None else (layer.experts.shared_gate_up, layer.experts.shared_down)
+            experts = (
+                () if layer.experts is None else (layer.experts.shared_gate_up, layer.experts.shared_down)
+            )
             for found in (layer.qkv, layer.output, layer.gate_up, layer.down, *experts):
                 if found is not None and not isinstance(found, Linear):
                     yield found
@@ -114,7 +117,9 @@ def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
 
 
 def _experts(experts: ExpertWeights, device: torch.device) -> PackedExperts:
-    gate_up = [torch.cat([dense_matrix(g), dense_matrix(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)]
+    gate_up = [
+        torch.cat([dense_matrix(g), dense_matrix(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)
+    ]
     both = zip(experts.gate_biases, experts.up_biases, strict=True)
     return PackedExperts(
         router=experts.router.to(device),
@@ -148,8 +153,8 @@ def _optional(
 
 
 def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear | Product:
-    """Return matrices of one input as one: of full numbers, in packed codes, or kind after kind."""
-    if any(isinstance(weight, PackedMatrix) for weight, _ in parts):
+    """Return matrices of one input as one: of full numbers, quantised alike, or kind after kind."""
+    if any(isinstance(weight, (PackedMatrix, ScaledMatrix)) for weight, _ in parts):
         return quantised_product(device, parts)
     joined = torch.cat([dense_matrix(weight).to(device) for weight, _ in parts])
     biases = [bias.to(device) for _, bias in parts if bias is not None]

@@ -9,6 +9,10 @@ import torch
 
 from diptych.engine.weights.quantised.integer_codes import Codes
 from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
+
+Kept = PackedMatrix | ScaledMatrix
+"""Matrices as a GPU step multiplies them."""
 
 
 class Tensors(Protocol):
@@ -40,7 +44,7 @@ class Scheme(ABC):
         Raises BadModelFile where its parts do not fit together, and UnsupportedModel for what is not read.
         """
 
-    def read_packed(self, matrix: str, tensors: Tensors) -> Codes | PackedMatrix | torch.Tensor:
+    def read_packed(self, matrix: str, tensors: Tensors) -> Codes | Kept | torch.Tensor:
         """Read a quantised matrix for a GPU step: in codes that it keeps, or as `read` does."""
         return self.read(matrix, tensors)
 

@@ -30,9 +30,7 @@ class JoinedLinear:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            part.weight.nbytes if isinstance(part, Linear) else part.nbytes for part in self.parts
-        )
+        return sum(part.weight.nbytes if isinstance(part, Linear) else part.nbytes for part in self.parts)
 
     @property
     def room(self) -> int:

@@ -45,7 +45,7 @@ def test_codes_of_folders_are_kept_and_stand_for_their_numbers(tmp_path: Path, k
     for name, matrix in matrices(tmp_path, "packed").items():
         assert isinstance(matrix, PackedMatrix)
         assert torch.equal(dequantise(matrix), numbers[name]), name
-    described = describe_matrices(read_checkpoint(tmp_path, "packed").weights)
+    described = describe_matrices(read_checkpoint(tmp_path, "packed").weights, torch.device("cpu"))
     assert ("8-bit" if "8" in kind or "eight" in kind else "4-bit") in described
     assert described.endswith("1 in bfloat16"), "the output matrix"
 
