@@ -11,8 +11,8 @@ from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
 from kernels.packed_matrix import from_blocks
-from kernels.scaled_matrix import FP8, INT8, quantise
 from kernels.quantised_linear import BlockFormat, BlockMatrix
+from kernels.scaled_matrix import FP8, INT8, quantise
 
 _MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})

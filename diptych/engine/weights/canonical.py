@@ -26,7 +26,9 @@ __all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matri
 Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes | PackedMatrix | ScaledMatrix
 
 Storage = Literal["dense", "blocks", "bytes", "packed"]
-"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or PackedMatrix and ScaledMatrix."""
+"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or a GPU's PackedMatrix and
+ScaledMatrix.
+"""
 
 EXPERT = "experts.{}."
 """Beginning of the canonical names of an expert's tensors, below the layer's."""

@@ -39,7 +39,7 @@ def keeps_blocks(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"))
+    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
     return scheme is not None and scheme.keeps_codes
 
 
@@ -48,7 +48,7 @@ def packs(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"))
+    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
     return scheme is not None and scheme.packs
 
 
@@ -62,7 +62,8 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     read, never a pickle.
     """
     config = read_config(folder)
-    scheme = scheme_of(config)
+    modelopt = _json_object(folder / "hf_quant_config.json")
+    scheme = scheme_of(config, modelopt)
     if precision in ("fp8", "w8a8") and scheme is not None:
         raise UnsupportedModel(f"dtype {precision} rounds full numbers; this folder is quantised already")
     if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
@@ -71,7 +72,7 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     wrapped = _json_object(folder / "config.json").get("model_type") in WRAPPERS
     tensors = TensorFiles(folder, wrapped=wrapped)
     dtypes = tensors.dtypes()
-    refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
+    refuse_quantised(modelopt, dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
     shape = shape_from_config(config, tied=tied)
     behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu.packed_linear import FEW_ROWS, MANY_ROWS, packed_linear, unpack
-from kernels.packed_matrix import Code, PackedMatrix, dequantise, from_blocks
+from kernels.packed_matrix import PackedMatrix, dequantise, from_blocks
 from kernels.packed_matrix import packed_linear as meaning
 from kernels.quantised_linear import BlockMatrix
 from tests.kernels.gpu.paged import error

@@ -77,7 +77,7 @@ def kept(
     Raises BadModelFile as `scaled` does.
     """
     check_shapes(name, weight, scale, block)
-    rows, columns = weight.shape
+    rows = weight.shape[0]
     factors = scale.float()
     if block and scale.ndim == 2:
         if block == (SQUARE, SQUARE):

@@ -1,4 +1,4 @@
-"""Matrices in packed codes (kernels/packed_matrix.py): few rows and tiles by a kernel, prompts by the library."""
+"""Matrices in packed codes (kernels/packed_matrix.py): by a kernel, and for whole prompts by the library."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 | scales | torch's name | cards | sizes |
 |---|---|---|---|
 | a number for all of each matrix | TensorWise | 8.9 and later | K and N multiples of 16 |
-| one for each row of inputs and each output | RowWise | 9.0 and later; 8.9 from torch 2.7 on | the same; results bfloat16 |
-| 1 x 128 of inputs, squares of 128 of the matrix | BlockWise | 9.0 with CUDA 12.9 and later | multiples of 128 |
+| one for each row of inputs and each output | RowWise | 8.9 and later | the same; results bfloat16 |
+| 1 x 128 of inputs, squares of 128 of the matrix | BlockWise | 9.0, CUDA 12.9 and later | multiples of 128 |
 
 Inputs are row-major, the matrix column-major: `[N, K]` as it is stored, transposed. Only RowWise is taken
 here: a scale of a whole matrix is the same number for each output, and rows share no scale, so that no row

@@ -1,4 +1,4 @@
-"""Quantised files on the GPU step: their codes are kept, and the text is that of their dequantised weights."""
+"""Quantised files on the GPU step: codes are kept, and the text is that of their dequantised weights."""
 
 from __future__ import annotations
 
