@@ -13,15 +13,15 @@ last: a program multiplies two whole runs, and interleaves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
 from kernels import kquants
-from kernels.kquants import KQUANT_BYTES
+from kernels.kquants import KQUANT_BYTES, KQuantFormat
 from kernels.quantised_linear import BlockMatrix, block_of, codes_of
 
 Code = Literal["int4", "table4", "int8", "fp8"]
@@ -93,18 +93,19 @@ class PackedMatrix:
 
     def contiguous(self) -> PackedMatrix:
         """Return the matrix with every tensor in one piece."""
-        return replace(self, **{name: tensor.contiguous() for name, tensor in self._tensors().items()})
+        return self._with({name: tensor.contiguous() for name, tensor in self._tensors().items()})
 
     def to(self, device: torch.device) -> PackedMatrix:
         """Return the matrix on `device`."""
-        return replace(
-            self, **{name: tensor.to(device).contiguous() for name, tensor in self._tensors().items()}
-        )
+        return self._with({name: one.to(device).contiguous() for name, one in self._tensors().items()})
 
     def rows(self, rows: slice | torch.Tensor) -> PackedMatrix:
         """Return the chosen rows."""
         own = {name: tensor[:, rows] for name, tensor in self._tensors().items() if tensor.ndim > 1}
-        return replace(self, **own).contiguous()
+        return self._with(own).contiguous()
+
+    def _with(self, tensors: Mapping[str, Any]) -> PackedMatrix:
+        return replace(self, **tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -182,7 +183,7 @@ def from_blocks(matrix: BlockMatrix) -> PackedMatrix | None:
     if columns % numbers:
         return None
     if matrix.format in KQUANT_BYTES:
-        return _from_kquants(matrix, rows, columns)
+        return _from_kquants(matrix, matrix.format, rows, columns)
     blocks = matrix.blocks.contiguous().view(rows, -1, size)
     if matrix.format == "q8_0":
         codes = (blocks[..., 2:].view(torch.int8).int() + 128).to(torch.uint8).flatten(1)
@@ -211,9 +212,9 @@ _KQUANT_CODES: dict[str, tuple[Code, int]] = {
 """Code of each format, and what its reader takes off."""
 
 
-def _from_kquants(matrix: BlockMatrix, rows: int, columns: int) -> PackedMatrix:
-    code, zero = _KQUANT_CODES[matrix.format]
-    parts = kquants.parts_of(matrix.blocks.reshape(-1, block_of(matrix.format)[1]), matrix.format)
+def _from_kquants(matrix: BlockMatrix, name: KQuantFormat, rows: int, columns: int) -> PackedMatrix:
+    code, zero = _KQUANT_CODES[name]
+    parts = kquants.parts_of(matrix.blocks.reshape(-1, KQUANT_BYTES[name]), name)
     count = parts.scales.shape[1]
     group = kquants.SUPER // count
 
@@ -254,7 +255,7 @@ def join(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
         for name, tensor in parts[0]._tensors().items()
         if tensor.ndim > 1
     }
-    return replace(parts[0], **joined)
+    return parts[0]._with(joined)
 
 
 def _kind(matrix: PackedMatrix) -> tuple[object, ...]:

@@ -26,8 +26,8 @@ __all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matri
 Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes | PackedMatrix | ScaledMatrix
 
 Storage = Literal["dense", "blocks", "bytes", "packed"]
-"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or a GPU's PackedMatrix and
-ScaledMatrix.
+"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or a GPU's PackedMatrix
+and ScaledMatrix.
 """
 
 EXPERT = "experts.{}."

@@ -68,7 +68,7 @@ class Codes:
         return replace(self, codes=self.codes[rows], scales=scales, zeros=zeros)
 
     def packed(self) -> PackedMatrix | None:
-        """Return the codes as a GPU step reads them, with the same numbers; None for groups that it cannot."""
+        """Return the same numbers as a GPU step reads them; None for groups that it does not pack."""
         code: packed_matrix.Code = "int4" if int(self.codes.max()) < 16 else "int8"
         return packed_matrix.pack(
             code, self.codes, self.scales, self.group, zeros=self.zeros, group_of=self.group_of
