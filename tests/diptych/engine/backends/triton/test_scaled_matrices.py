@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.scaled import ScaledLinear
 from diptych.engine.gpu_precision import describe_matrices, packs_on_gpu
 from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights import BadModelFile
 from diptych.engine.weights.checkpoint import read_checkpoint
 from kernels import packed_matrix, scaled_matrix
 from kernels.packed_matrix import PackedMatrix
@@ -25,6 +27,7 @@ from kernels.scaled_matrix import FP8, INT8, ScaledMatrix, quantise
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.weights.quantised_folders import (
     Writer,
+    change,
     compressed,
     fp8,
     groups_of,
@@ -32,6 +35,7 @@ from tests.diptych.engine.weights.quantised_folders import (
     plain_folder,
     write,
 )
+from tests.diptych.engine.weights.quantised_folders import quantise as quantise_folder
 from tests.diptych.engine.weights.test_quantised_folders import FLOAT8, KINDS
 from tests.diptych.engine.weights.test_quantised_folders import INT8 as INT8_WEIGHTS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, tokens_of
@@ -81,6 +85,26 @@ def test_folders_keep_their_numbers_and_what_they_say_of_inputs(tmp_path: Path, 
         module = packed_matrix if isinstance(found, PackedMatrix) else scaled_matrix
         assert torch.equal(module.dequantise(found), numbers[matrix])
     assert describe_matrices(read_checkpoint(tmp_path, "packed").weights, CPU) == described
+
+
+def test_modelopts_fp8_has_a_scale_for_all_inputs_of_a_matrix(tmp_path: Path) -> None:
+    """As older exports are: the config says nothing, a file of ModelOpt's own does."""
+    plain_folder(tmp_path)
+    numbers = change(tmp_path, lambda tensors: quantise_folder(tensors, fp8("weight_scale", "matrix")))
+    scales = {f"{name}.input_scale": torch.tensor(0.01 * (i + 1)) for i, name in enumerate(numbers)}
+    change(tmp_path, lambda tensors: tensors.update(scales))
+    record = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(record))
+    assert packs_on_gpu(tmp_path)
+    for name, found in matrices(tmp_path, "packed").items():
+        assert isinstance(found, ScaledMatrix)
+        assert torch.equal(scaled_matrix.dequantise(found), numbers[name])
+        assert found.static is not None
+        assert found.static.item() == scales[f"{name}.input_scale"].item()
+    assert torch.equal(matrices(tmp_path, "fp32")[name], numbers[name])
+    change(tmp_path, lambda tensors: tensors.update({f"{name}.input_scale": torch.tensor(-1.0)}))
+    with pytest.raises(BadModelFile, match=r"input_scale is not a positive number"):
+        matrices(tmp_path, "packed")
 
 
 def tokens_by(folder: Path, precision: Any, operators: Operators | None, count: int = 4) -> list[int]:
