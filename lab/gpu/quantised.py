@@ -29,9 +29,9 @@ _SIZES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28_672, 4
 _DRY_SIZES = {"one": (40, 256)}
 _ROWS = (1, 16, 64, 2048)
 _FOUR_BIT_TARGET = 2.0
-"""Of the speed of bf16, at one row."""
+"""Speed over that of bf16, at one row."""
 _MOST_ERROR = 0.01
-"""Of the norm, beside the meaning: bf16 results and another order of sums."""
+"""Distance from the meaning over its norm: bf16 results and another order of sums."""
 
 
 def quantised(context: Context) -> Iterator[Figure]:
