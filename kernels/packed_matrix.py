@@ -47,7 +47,7 @@ class PackedMatrix:
     zeros: torch.Tensor | None = None
     """uint8 `[groups, rows]`."""
     least: torch.Tensor | None = None
-    """Added to `scale * value(code)` in place of a zero; typed as `scales`, or multipliers of `super_least`."""
+    """Added to `scale * value(code)` in place of a zero; as `scales`, or multipliers of `super_least`."""
     supers: torch.Tensor | None = None
     """float16 `[ceil(groups / supers_of), rows]`."""
     super_least: torch.Tensor | None = None
