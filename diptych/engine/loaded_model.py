@@ -53,6 +53,11 @@ class Model:
     make_memory: Callable[[KVLayout, int], KVMemory] | None = None
     """Makes the blocks of this process' own where other processes compute in them, too."""
 
+    @property
+    def computes(self) -> str:
+        """Precision, and the numbers of quantised matrices, in words."""
+        return f"{self.precision} ({self.matrices})" if self.matrices else self.precision
+
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape

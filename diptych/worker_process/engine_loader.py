@@ -166,7 +166,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
             "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
             name,
             time.monotonic() - started,
-            f"{one.precision} ({one.matrices})" if one.matrices else one.precision,
+            one.computes,
             one.backend_name,
             one.device,
             runner.threads,

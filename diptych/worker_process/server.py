@@ -102,6 +102,7 @@ class WorkerServer:
             alive=lambda: self._loop.watchdog.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
             config_digest=settings.digest,
+            computes=self._engine.model.computes,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")
