@@ -6,15 +6,14 @@ from pathlib import Path
 
 from gguf import GGUFReader
 
-from diptych.engine.dtype import ON_CPU
+from diptych.engine.dtype import ON_CPU, Precision
 from diptych.engine.loaded_model import Model, load_model
-from diptych.runtime.settings import DType
 
-PRECISIONS: tuple[DType, ...] = ON_CPU
+PRECISIONS: tuple[Precision, ...] = ON_CPU
 """Precisions that a CPU computes in; fp32 is what the others are judged by."""
 
 
-def load_precision(path: Path, name: DType) -> Model:
+def load_precision(path: Path, name: Precision) -> Model:
     """Load the model as a worker with `--dtype name` computes it. Raises as `load_model` does."""
     return load_model(path, name)
 

@@ -90,7 +90,8 @@ class StackOptions:
     quantization: Annotated[
         str,
         _option(
-            "Quantised computation instead of --dtype: int8, or gguf for the file's own blocks.", "Model"
+            "Quantised computation instead of --dtype: int8, gguf (own blocks, on CPUs), fp8 (on GPUs).",
+            "Model",
         ),
     ] = "auto"
     device: Annotated[

@@ -10,6 +10,12 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
 gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
        four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
        groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
+       (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
+       (kernels/scaled_matrix.py); the rest as in bf16
+fp8    on GPUs: matrices of the layers in E4M3 with a scale for each output, inputs of their products with a
+       scale for each row; experts, the output matrix and the rest as in bf16
+w8a8   as fp8, in int8: what `--quantization int8` is on GPUs
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
 a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
@@ -28,7 +34,7 @@ import torch
 from diptych.engine.models.shape import ModelShape
 from kernels import fp8_cache
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed", "fp8", "w8a8"]
 KVCacheDtype = Literal["auto", "fp8"]
 
 PLAIN: dict[Precision, torch.dtype] = {
@@ -38,13 +44,21 @@ PLAIN: dict[Precision, torch.dtype] = {
 }
 """Precisions that store every number in one dtype."""
 
+ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed", "fp8", "w8a8")
+"""Precisions of the Triton step whose matrices are quantised; all else is bfloat16."""
+
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")
-ON_GPU: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
+ON_GPU: tuple[Precision, ...] = (*PLAIN, *ON_GPU_QUANTISED)
 
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 _BYTE_FEATURES = frozenset({"avx512_vnni"})
 _SMALL_FILE = 1 << 30
 """Bytes of a file whose matrices may well take thirteen bits a number, in every worker."""
+
+
+def plain_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype of all that is not quantised in `precision`; None where that is not one dtype."""
+    return torch.bfloat16 if precision in ON_GPU_QUANTISED else PLAIN.get(precision)
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:
@@ -60,6 +74,7 @@ def choose_precision(
     on_gpu: bool = False,
     file_bytes: int = 0,
     kquants: bool = False,
+    packs: bool = False,
 ) -> Precision:
     """Return what `auto` means: the fastest precision whose perplexity is within 1% of the file's own
     numbers'.
@@ -71,10 +86,11 @@ def choose_precision(
     lab.quality). K-quants are always computed in their blocks: int8 keeps none of their codes, and takes
     twice the file. A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
     it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
-    would only imitate the blocks. A GPU computes in bf16, whatever the file.
+    would only imitate the blocks. A GPU computes in bf16, of a quantised file that it `packs` with the file's
+    codes.
     """
     if on_gpu:
-        return "bf16"
+        return "packed" if packs else "bf16"
     if quantised_file and native:
         small = file_bytes <= _SMALL_FILE and not kquants
         return "int8" if small and _BYTE_FEATURES.intersection(cpu_features) else "gguf"

@@ -12,7 +12,17 @@ import torch
 
 from diptych.engine.backend import Backend
 from diptych.engine.backends.torch.backend import TorchBackend
-from diptych.engine.dtype import ON_CPU, ON_GPU, PLAIN, KVCacheDtype, Precision, kept_dtype, kept_scales
+from diptych.engine.dtype import (
+    ON_CPU,
+    ON_GPU,
+    ON_GPU_QUANTISED,
+    PLAIN,
+    KVCacheDtype,
+    Precision,
+    kept_dtype,
+    kept_scales,
+)
+from diptych.engine.gpu_precision import describe_matrices
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights import Weights
@@ -38,8 +48,15 @@ class Model:
     device: torch.device = _CPU
     why_torch: str | None = None
     """Reason, in words, why torch computes; None where another backend does, or torch was asked for."""
+    matrices: str = ""
+    """Numbers in which quantised matrices are multiplied on a GPU, in words."""
     make_memory: Callable[[KVLayout, int], KVMemory] | None = None
     """Makes the blocks of this process' own where other processes compute in them, too."""
+
+    @property
+    def computes(self) -> str:
+        """Precision, and the numbers of quantised matrices, in words."""
+        return f"{self.precision} ({self.matrices})" if self.matrices else self.precision
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
@@ -98,8 +115,9 @@ def load_model(
         raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
-        made, name, where, why = _make_on_gpu(shape, weights, where, scales)
-        return Model(shape, chosen, dtype, made, name, where, why)
+        made, name, where, why = _make_on_gpu(shape, weights, chosen, where, scales)
+        computed = describe_matrices(weights, where) if chosen in ON_GPU_QUANTISED else ""
+        return Model(shape, chosen, dtype, made, name, where, why, matrices=computed)
     made, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
     return Model(shape, chosen, dtype, made, name, where, why)
 
@@ -142,7 +160,11 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
 
 
 def _make_on_gpu(
-    shape: ModelShape, weights: Weights, device: torch.device, kv_scales: torch.Tensor | None
+    shape: ModelShape,
+    weights: Weights,
+    precision: Precision,
+    device: torch.device,
+    kv_scales: torch.Tensor | None,
 ) -> tuple[Backend, BackendName, torch.device, str | None]:
     """Return a backend, its name, the device on which it computes, and why it is torch where it is."""
     # Imported here: Triton is not installed everywhere.
@@ -151,6 +173,8 @@ def _make_on_gpu(
 
     if (why := supports(shape)) is not None:
         why = f"the Triton step does not compute {why}"
+        if precision in ON_GPU_QUANTISED:
+            raise UnsupportedModel(f"dtype {precision}: {why}")
         _LOG.warning("torch computes, which is slower: %s", why)
         return TorchBackend(shape, weights, kv_scales, device), "torch", device, why
     made = TritonBackend(shape, weights, device, kv_scales=kv_scales)

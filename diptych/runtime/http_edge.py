@@ -59,6 +59,7 @@ class HttpEdge:
         gives_work: Callable[[str], bool] | None = None,
         certificates: bool = False,
         config_digest: str = "",
+        computes: str = "",
     ) -> None:
         self._registry = registry
         self._ready = ready
@@ -68,6 +69,7 @@ class HttpEdge:
         self._api = api
         self._certificates = certificates
         self._config_digest = config_digest
+        self._computes = computes
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
@@ -92,6 +94,7 @@ class HttpEdge:
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
         config_digest: str = "",
+        computes: str = "",
     ) -> "HttpEdge":
         """Listen on host:port (0 = any free port).
 
@@ -100,7 +103,8 @@ class HttpEdge:
 
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
         With `share_port` another process may listen there too, if it shares as well. Where `tls` wants
-        certificates of clients, the API does, and the paths of probes do not: they have none.
+        certificates of clients, the API does, and the paths of probes do not: they have none. GET /version
+        says what a worker `computes`.
         Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, CannotListen
         when the port is taken, BadTlsFiles.
         """
@@ -115,6 +119,7 @@ class HttpEdge:
             gives_work=gives_work,
             certificates=certificates,
             config_digest=config_digest,
+            computes=computes,
         )
         edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes, connection_limits())
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
@@ -214,8 +219,10 @@ class HttpEdge:
         )
 
     def _version(self, _: web.BaseRequest) -> web.Response:
-        body = json.dumps({"version": __version__, "config_digest": self._config_digest})
-        return web.Response(text=body, content_type="application/json")
+        said = {"version": __version__, "config_digest": self._config_digest}
+        if self._computes:
+            said["computes"] = self._computes
+        return web.Response(text=json.dumps(said), content_type="application/json")
 
 
 _OPERATOR: dict[str, Callable[[HttpEdge, web.BaseRequest], web.Response]] = {

@@ -43,7 +43,7 @@ class NoModel(StartupError, FileNotFoundError):
     """There are no files of a model."""
 
 
-DType = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
+DType = Literal["fp32", "fp16", "bf16", "int8", "gguf", "fp8"]
 """Computation types of the engine; the last two are quantised."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -104,9 +104,9 @@ class ProgramSettings(BaseModel):
         "Computation type; auto takes the fastest that keeps the quality of the files; fp16 is for GPUs.",
         section="Model",
     )
-    quantization: Literal["auto", "int8", "gguf"] = setting(
+    quantization: Literal["auto", "int8", "gguf", "fp8"] = setting(
         "auto",
-        "Quantised computation, instead of --dtype; gguf computes with the file's own blocks.",
+        "Quantised computation, instead of --dtype: int8, on CPUs gguf (the file's own blocks), on GPUs fp8.",
         section="Model",
     )
     host: str = setting("127.0.0.1", "Address to listen on.", section="Network", serving=False)

@@ -226,6 +226,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--backend triton needs a GPU, {here}"
     if settings.backend != "triton" and settings.dtype == "fp16":
         yield f"--dtype fp16 is computed on GPUs only, {here}"
+    if settings.backend != "triton" and settings.quantization == "fp8":
+        yield f"--quantization fp8 is computed on GPUs only, {here}"
     if settings.kv_cache_dtype == "fp8" and settings.backend in ("auto", "native"):
         yield (
             "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
@@ -241,8 +243,8 @@ def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):
         yield f"--backend {settings.backend} computes on CPUs, {here}"
-    if settings.quantization != "auto":
-        yield f"--quantization {settings.quantization} is computed on CPUs only, {here}"
+    if settings.quantization == "gguf":
+        yield f"--quantization gguf is computed on CPUs only, {here}: auto keeps a file's codes there"
     tokens = settings.block_size
     if tokens & (tokens - 1) or tokens > LARGEST_GPU_BLOCK:  # splits of a context are whole blocks
         yield f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_GPU_BLOCK}"

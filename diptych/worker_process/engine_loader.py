@@ -13,6 +13,7 @@ import torch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
@@ -165,7 +166,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
             "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
             name,
             time.monotonic() - started,
-            one.precision,
+            one.computes,
             one.backend_name,
             one.device,
             runner.threads,
@@ -216,13 +217,15 @@ def _check_reads_images(settings: WorkerSettings) -> None:
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
+    on_gpu = device.type == "cuda" or settings.backend == "triton"
     if settings.engine_dtype != "auto":
-        return settings.engine_dtype
+        return "w8a8" if on_gpu and settings.engine_dtype == "int8" else settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
         native=not settings.in_parts and settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
-        on_gpu=device.type == "cuda" or settings.backend == "triton",
+        on_gpu=on_gpu,
+        packs=on_gpu and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
     )

@@ -112,6 +112,7 @@ class WorkerServer:
             tls=None if tls is None else tls.http,
             insecure=settings.insecure,
             config_digest=settings.digest,
+            computes=self._engine.model.computes,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")

@@ -26,6 +26,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.handoff import handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
+    from lab.gpu.quantised import quantised
     from lab.gpu.service import service
     from lab.gpu.sharing import sharing
 
@@ -34,6 +35,7 @@ def sections() -> dict[str, Section]:
         "attention": attention,
         "operators": operators,
         "model step": model_step,
+        "quantised": quantised,
         "sharing": sharing,
         "handoff": handoff,
         "service": service,

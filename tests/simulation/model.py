@@ -89,6 +89,7 @@ class _Shape:
 class _Model:
     device: torch.device = CPU
     shape: _Shape = _Shape()
+    computes: str = "integers"
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Return memory of the process' own."""

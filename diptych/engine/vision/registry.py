@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
@@ -34,5 +34,5 @@ def load_encoder(
     if spec is None:
         return None
     config = json.loads((path / "config.json").read_bytes())
-    dtype = PLAIN.get(precision, torch.float32)
+    dtype = plain_dtype(precision) or torch.float32
     return _ENCODERS[spec.family](config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))

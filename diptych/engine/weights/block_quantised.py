@@ -7,10 +7,12 @@ from collections.abc import Iterable
 import gguf
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.weights.canonical import Matrix
 from kernels import byte_codes, byte_linear, quantised_linear
+from kernels.packed_matrix import from_blocks
 from kernels.quantised_linear import BlockFormat, BlockMatrix
+from kernels.scaled_matrix import FP8, INT8, quantise
 
 _MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
@@ -64,10 +66,16 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
     """Return blocks of the file as `precision` stores them, None where it makes full numbers of them."""
     if precision == "gguf":
         return blocks
+    if precision == "packed":
+        return from_blocks(blocks)
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
 _FLOAT32 = frozenset({"router", "router_bias", "correction_bias", "shared_router", "sinks"})
+
+
+_ROUNDED: dict[Precision, torch.dtype] = {"fp8": FP8, "w8a8": INT8}
+"""Precisions that round matrices of full numbers for a GPU."""
 
 
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float32: bool = False) -> Matrix:
@@ -77,8 +85,10 @@ def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float
     """
     if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
         return tensor.to(torch.float32, copy=True)
-    if precision in PLAIN:
-        return tensor.to(PLAIN[precision], copy=True)
+    if precision in _ROUNDED and is_matrix(name) and name != "head" and ".experts." not in name:
+        return quantise(tensor, _ROUNDED[precision])
+    if (plain := plain_dtype(precision)) is not None:
+        return tensor.to(plain, copy=True)
     if is_matrix(name):
         if precision == "int8":
             return byte_linear.quantise_matrix(tensor)

@@ -17,14 +17,18 @@ from diptych.engine.models.shape import (
 )
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
+from kernels.packed_matrix import PackedMatrix
 from kernels.quantised_linear import BlockMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 __all__ = ["BadModelFile", "Checkpoint", "ExpertWeights", "LayerWeights", "Matrix", "Storage", "Weights"]
 
-Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes
+Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes | PackedMatrix | ScaledMatrix
 
-Storage = Literal["dense", "blocks", "bytes"]
-"""Kind of all matrices of a model: plain tensors, BlockMatrix, or ByteMatrix and CodedBytes."""
+Storage = Literal["dense", "blocks", "bytes", "packed"]
+"""Kind of a model's matrices: plain tensors, BlockMatrix, ByteMatrix and CodedBytes, or a GPU's PackedMatrix
+and ScaledMatrix.
+"""
 
 EXPERT = "experts.{}."
 """Beginning of the canonical names of an expert's tensors, below the layer's."""
@@ -114,6 +118,8 @@ class Weights:
                 return "blocks"
             case ByteMatrix() | CodedBytes():
                 return "bytes"
+            case PackedMatrix() | ScaledMatrix():
+                return "packed"
             case _:
                 return "dense"
 

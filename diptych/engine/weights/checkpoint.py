@@ -27,6 +27,18 @@ def is_quantised(path: Path) -> bool:
     return has_quantised_matrices(path)
 
 
+def packs(path: Path) -> bool:
+    """Return whether a GPU step can keep a model's matrices in the file's own codes.
+
+    Raises FileNotFoundError, UnsupportedModel or BadModelFile.
+    """
+    if path.is_dir():
+        from diptych.engine.weights import safetensors_folder
+
+        return safetensors_folder.packs(path)
+    return is_quantised(path)
+
+
 def has_kquants(path: Path) -> bool:
     """Return whether any matrix is a K-quant that is computed in its blocks. Raises BadModelFile."""
     if path.is_dir() or path.suffix.lower() != ".gguf":

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import GgufFamily, Stored, stored_at
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
@@ -52,6 +52,8 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
     """Open a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile, as its reader
     does.
     """
+    if precision in ("fp8", "w8a8") and has_quantised_matrices(path):
+        raise UnsupportedModel(f"dtype {precision} rounds full numbers; this file is quantised already")
     header = read_header(path)
     tensors = header.tensors
     factors = {
@@ -79,6 +81,8 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         counts = {other: _rows(shape, other) for other in multiplied_together(name)}
         present = {other: count for other, count in counts.items() if count is not None}
         kinds = {find(other).kind for other in present}
+        if precision == "packed":  # matrices of several formats are multiplied one after another
+            return kept_format(find(name).kind)
         return kept_format(find(name).kind) if kept_together(name, kinds, present.values()) else None
 
     def part(name: str) -> GgufTensor:
@@ -111,7 +115,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
             numbers = numbers + stored.plus
         return in_precision(name, numbers, precision, float32=bool(stored.plus) or stored.float32)
 
-    own_head = not shape.tied_embeddings or precision not in PLAIN
+    own_head = not shape.tied_embeddings or plain_dtype(precision) is None
     return OpenCheckpoint(shape, read, own_head)
 
 

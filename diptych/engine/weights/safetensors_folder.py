@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import Family, Stored, stored_at
 from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
@@ -30,6 +30,8 @@ from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_colu
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
+from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 
 def keeps_blocks(folder: Path) -> bool:
@@ -37,8 +39,17 @@ def keeps_blocks(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"))
+    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
     return scheme is not None and scheme.keeps_codes
+
+
+def packs(folder: Path) -> bool:
+    """Return whether a GPU step can keep matrices of a folder in its codes.
+
+    Raises UnsupportedModel or BadModelFile.
+    """
+    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
+    return scheme is not None and scheme.packs
 
 
 def weight_bytes(folder: Path) -> int:
@@ -51,14 +62,17 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     read, never a pickle.
     """
     config = read_config(folder)
-    scheme = scheme_of(config)
+    modelopt = _json_object(folder / "hf_quant_config.json")
+    scheme = scheme_of(config, modelopt)
+    if precision in ("fp8", "w8a8") and scheme is not None:
+        raise UnsupportedModel(f"dtype {precision} rounds full numbers; this folder is quantised already")
     if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
         raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")
     family = family_of(config["model_type"])
     wrapped = _json_object(folder / "config.json").get("model_type") in WRAPPERS
     tensors = TensorFiles(folder, wrapped=wrapped)
     dtypes = tensors.dtypes()
-    refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
+    refuse_quantised(modelopt, dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
     shape = shape_from_config(config, tied=tied)
     behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0
@@ -85,7 +99,7 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
             tensor = tensor.float() + stored.plus
         return in_precision(name, tensor, precision, float32=bool(stored.plus) or stored.float32)
 
-    own_head = not tied or precision not in PLAIN
+    own_head = not tied or plain_dtype(precision) is None
     return OpenCheckpoint(shape, read, own_head, read_kv_scales(shape, tensors.has, tensors.read))
 
 
@@ -211,16 +225,19 @@ class _Matrices:
             return None
         stored, matrix = self._places.of(name), self._places.matrix(name)
         try:
-            found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
+            read = self._scheme.read_packed if self._precision == "packed" else self._scheme.read
+            found = read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
         size = tuple(found.codes.shape if isinstance(found, Codes) else found.shape)
         if (rows := self._places.rows(name, stored, size)) is not None:
-            found = found.rows(rows) if isinstance(found, Codes) else found[rows]
+            found = found[rows] if isinstance(found, torch.Tensor) else found.rows(rows)
         if stored.make is not None:
-            if isinstance(found, Codes):
+            if not isinstance(found, torch.Tensor):
                 raise UnsupportedModel(f"{matrix}: matrices of this kind are read of full numbers only")
             found = stored.make(found, _field(name), self._shape)
+        if isinstance(found, (PackedMatrix, ScaledMatrix)):
+            return found
         if isinstance(found, Codes):
             return self._kept(name, found, self._scheme) or in_precision(
                 name, found.numbers(), self._precision
@@ -229,6 +246,8 @@ class _Matrices:
 
     def _kept(self, name: str, codes: Codes, scheme: Scheme) -> Matrix | None:
         """Return the file's own codes, if the precision has them and all that is multiplied together can."""
+        if self._precision == "packed":
+            return codes.packed()
         if self._precision in PLAIN or not scheme.keeps_codes:
             return None
         if not all(self._is_quantised(other, scheme) for other in self._places.together(name)):

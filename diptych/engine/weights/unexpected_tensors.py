@@ -54,7 +54,8 @@ def refuse_quantised(
     cache are no weights (kv_scales.py). `modelopt` is what hf_quant_config.json holds, empty where there is
     none; `dtypes` the type of each tensor by name; `scheme` what the config means.
     """
-    if modelopt and not _only_the_cache(modelopt.get("quantization")):
+    is_read = scheme is not None and "F8_E4M3" in dtypes.values()
+    if modelopt and not is_read and not _only_the_cache(modelopt.get("quantization")):
         raise UnsupportedModel("hf_quant_config.json: what ModelOpt quantised is not read")
     for name, dtype in dtypes.items():
         if scheme is not None and (scheme.matrix_of(name) or scheme.is_quantised(_matrix(name), tensors)):

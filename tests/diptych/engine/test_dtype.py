@@ -36,12 +36,12 @@ def test_a_large_file_keeps_its_own_blocks(file_bytes: int, expected: Precision)
     assert chosen == expected
 
 
-def test_a_gpu_computes_in_bf16_whatever_the_file() -> None:
-    for quantised_file in (True, False):
+def test_a_gpu_computes_in_bf16_or_in_the_codes_of_a_file_that_it_packs() -> None:
+    for packs, expected in ((True, "packed"), (False, "bf16")):
         chosen = choose_precision(
-            quantised_file=quantised_file, native=True, cpu_features={"avx512_bf16"}, on_gpu=True
+            quantised_file=True, native=True, cpu_features={"avx512_bf16"}, on_gpu=True, packs=packs
         )
-        assert chosen == "bf16"
+        assert chosen == expected
 
 
 def test_quantised_models_keep_bf16_keys_and_values() -> None:

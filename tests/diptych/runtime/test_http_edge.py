@@ -240,6 +240,17 @@ async def test_version_has_the_digest_of_the_configuration() -> None:
     assert (status, json.loads(body)) == (200, {"version": version, "config_digest": "1a2b3c4d5e6f"})
 
 
+async def test_version_says_what_a_worker_computes() -> None:
+    http = await HttpEdge.start(
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, computes="bf16"
+    )
+    try:
+        _, body = await Edge(http).get("/version")
+    finally:
+        await http.close()
+    assert json.loads(body)["computes"] == "bf16"
+
+
 async def test_close_ends_open_connections() -> None:
     http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)

@@ -68,6 +68,7 @@ def test_a_startup_error_is_one_line(
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        (("--quantization=fp8",), "--quantization fp8 is computed on GPUs only"),
         (("--dtype=fp16",), "--dtype fp16 is computed on GPUs only, and this worker computes on the CPU"),
         (
             ("--transport=nccl",),
@@ -99,7 +100,7 @@ def test_settings_that_no_cpu_has_are_refused_as_flags(
         (("--transport=shared_memory",), "--transport shared_memory is for blocks of CPU workers"),
         (("--backend=native",), "--backend native computes on CPUs"),
         (("--backend=torch",), "--backend torch computes on CPUs"),
-        (("--quantization=int8",), "--quantization int8 is computed on CPUs only"),
+        (("--quantization=gguf",), "--quantization gguf is computed on CPUs only"),
         (("--block-size=48",), "--block-size 48: on a GPU it is a power of two"),
     ],
 )

@@ -98,14 +98,20 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+    from kernels.gpu.packed_linear import packed_linear, unpack
     from kernels.gpu.paged_decode import paged_decode
     from kernels.gpu.paged_prefill import paged_prefill
     from kernels.gpu.rms_norm import add_rms_norm, rms_norm
     from kernels.gpu.rotary_write import rotary_write
+    from kernels.gpu.round_rows import round_rows
     from kernels.gpu.route_experts import RoutedRows, route_experts
     from kernels.gpu.sample import sample
+    from kernels.gpu.scaled_linear import scaled_linear
     from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
     from kernels.gpu.swiglu import swiglu
+    from kernels.packed_matrix import from_blocks, pack
+    from kernels.quantised_linear import BlockMatrix
+    from kernels.scaled_matrix import ScaledMatrix
 
     made: list[tuple[str, Callable[[], object]]] = []
 
@@ -261,6 +267,41 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     if not quick:
         products(4096, 14336, fp16)
         products(18432, 1000, bf16, biased=True)
+
+    def quantised(rows: int, dtype: torch.dtype) -> None:
+        x, out = torch.zeros(rows, 4096, dtype=dtype), torch.empty(rows, 6144, dtype=dtype)
+        codes = torch.zeros(6144, 4096, dtype=torch.uint8)
+        codes[0, 0] = 1
+        groups = torch.ones(6144, 32).half()
+        of = torch.arange(4096).flip(0) // 128
+        for name, matrix in (
+            ("int4", pack("int4", codes, groups, 128, zero=8)),
+            ("int4 reordered", pack("int4", codes, groups, 128, zeros=codes[:, :32], group_of=of)),
+            ("table", pack("table4", codes, torch.ones(6144, 64), 64, table=torch.zeros(16))),
+            ("q4_k", from_blocks(BlockMatrix("q4_k", 4096, codes[:, : 16 * 144].contiguous()))),
+            ("q6_k", from_blocks(BlockMatrix("q6_k", 4096, codes[:, : 16 * 210].contiguous()))),
+            ("fp8", pack("fp8", codes, torch.ones(6144, 1), 4096)),
+        ):
+            assert matrix is not None
+            made.append((f"packed {name} {rows} {dtype}", lambda m=matrix: packed_linear(x, m, out=out)))
+            made.append((f"unpack {name}", lambda m=matrix: unpack(m, torch.empty(m.shape, dtype=dtype))))
+        squares = ScaledMatrix(codes.view(fp8), torch.ones(48, 32), squares=True)
+        whole = ScaledMatrix(codes.view(torch.int8), torch.ones(6144, 1))
+        for name, matrix in (("fp8 in squares", squares), ("int8", whole)):
+            kind, wide = matrix.values.dtype, matrix.squares
+            q, scales = torch.zeros(rows, 4096, dtype=kind), torch.zeros(rows, 32 if wide else 1)
+            made.append((f"round to {name}", lambda k=kind, w=wide: round_rows(x, k, squares=w)))
+            made.append(
+                (
+                    f"scaled {name} {rows} {dtype}",
+                    lambda m=matrix, q=q, s=scales: scaled_linear(q, s, m, out=out),
+                )
+            )
+
+    quantised(3, bf16)
+    quantised(100, bf16)
+    if not quick:
+        quantised(3, fp16)
     logits, ones, ids = torch.zeros(2, 128_256), torch.ones(2), torch.zeros(2, dtype=torch.int64)
     made.append(("sample", lambda: sample(logits, ones, ids.int(), ones.double(), ones, ids, ids)))
     small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))

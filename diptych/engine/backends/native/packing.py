@@ -228,8 +228,10 @@ def _native_parts(parts: Sequence[Part], dense: torch.dtype) -> _NativeParts:
             case CodedBytes():
                 part.format, part.data = native.I8_CODED, address(matrix.codes)
                 part.scales, part.slopes = address(matrix.scales), address(matrix.slopes)
-            case _:
+            case torch.Tensor():
                 part.data = address(stored(matrix, dense))
+            case _:
+                raise NativeError("matrices as a GPU step reads them are multiplied on GPUs only")
         if bias is not None:
             part.bias = address(bias.float())
     return _NativeParts(matrices, alive)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from diptych.engine.weights import LayerWeights, Matrix
-from kernels import byte_codes, byte_linear, quantised_linear
+from kernels import byte_codes, byte_linear, packed_matrix, quantised_linear, scaled_matrix
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
+from kernels.packed_matrix import PackedMatrix
 from kernels.quantised_linear import BlockMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ def dense(matrix: Matrix) -> torch.Tensor:
             return byte_linear.dequantise(matrix)
         case CodedBytes():
             return byte_linear.dequantise(byte_codes.as_bytes(matrix))
+        case PackedMatrix():
+            return packed_matrix.dequantise(matrix)
+        case ScaledMatrix():
+            return scaled_matrix.dequantise(matrix)
         case _:
             return matrix
 

@@ -48,7 +48,7 @@ class ExpertLayers:
         operators.expert_linear(own.inner, layer.down.weight, layer.down.bias, routed, out=own.parts)
         shared = switch = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
-            scratch, inner = buffers.feed_forward(layer.shared_down.weight.shape[1])
+            scratch, inner = buffers.feed_forward(layer.shared_down.inputs)
             self._products.gated(x, layer.shared_gate_up, scratch, out=inner)
             shared = self._products.linear(inner, layer.shared_down, out=buffers.added)
             if layer.shared_router is not None:

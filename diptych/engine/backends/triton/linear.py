@@ -2,7 +2,7 @@
 
 A library's kernels are made for many rows; up to sixteen, a step is the reading of the weights, and
 kernels/gpu/skinny_linear.py reads them faster. Among so few a row's bits are the same whatever stands beside
-it; from seventeen on the library rounds otherwise.
+it; from seventeen on the library rounds otherwise. Quantised matrices multiply by themselves (products/).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.backends.triton.packed_weights import Linear, PackedWeights
+from diptych.engine.backends.triton.packed_weights import PackedWeights
+from diptych.engine.backends.triton.products.dense import Linear, library_product
+from diptych.engine.backends.triton.products.product import Product
 from diptych.engine.models.shape import ModelShape
 
 FEW_ROWS = 16
@@ -35,37 +37,42 @@ class LinearOperators:
         self._short = weights.dtype.itemsize == 2
         self._weights = weights
         self._wide_head = choose_head_product(weights)
+        room = max((product.room for product in weights.products()), default=0)
+        self._room = torch.empty(room, dtype=weights.dtype, device=weights.device) if room else None
 
-    def linear(self, x: torch.Tensor, by: Linear, *, out: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
         """Multiply `x [T, in]` with the weight and add the bias, into `out [T, out]`."""
+        if not isinstance(by, Linear):
+            return by.multiply(self._operators, x, self._room, out=out)
         if self._few(x):
             return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
-        return _library(x, by, out)
+        return library_product(x, by, out)
 
-    def gated(self, x: torch.Tensor, by: Linear, scratch: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
+    ) -> torch.Tensor:
         """Write `act(gate) * up` into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 *
         n]`.
 
         `scratch [T, 2 * n]` has the latter afterwards, or nothing.
         """
+        if not isinstance(by, Linear):
+            return self._operators.swiglu(self.linear(x, by, out=scratch), out=out, **self.activation)
         if self._few(x):
             return self._operators.skinny_swiglu(x, by.weight, by.bias, out=out, **self.activation)
-        return self._operators.swiglu(_library(x, by, scratch), out=out, **self.activation)
+        return self._operators.swiglu(library_product(x, by, scratch), out=out, **self.activation)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """Write the logits of `hidden [rows, hidden]` into `out`, float32 `[rows, vocab]`."""
+        head = self._weights.head
+        if not isinstance(head, torch.Tensor):
+            return head.multiply(self._operators, hidden, None, out=out)
         if self._few(hidden):
-            return self._operators.skinny_linear(hidden, self._weights.head, None, out=out)
-        return self._wide_head(hidden, self._weights.head, out)
+            return self._operators.skinny_linear(hidden, head, None, out=out)
+        return self._wide_head(hidden, head, out)
 
     def _few(self, x: torch.Tensor) -> bool:
         return self._short and len(x) <= FEW_ROWS and x.shape[1] % _ALIGNED == 0
-
-
-def _library(x: torch.Tensor, by: Linear, out: torch.Tensor) -> torch.Tensor:
-    if by.bias is None:
-        return torch.mm(x, by.weight.t(), out=out)
-    return torch.addmm(by.bias, x, by.weight.t(), out=out)
 
 
 HeadProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -77,7 +84,7 @@ def choose_head_product(weights: PackedWeights) -> HeadProduct:
 
     Logits of 20 in bfloat16 lie an eighth apart: whole groups of tokens would be equally likely.
     """
-    if weights.dtype == torch.float32:
+    if weights.dtype == torch.float32 or not isinstance(weights.head, torch.Tensor):
         return _plain
     row = torch.zeros((1, weights.head.shape[1]), dtype=weights.dtype, device=weights.device)
     out = torch.empty((1, len(weights.head)), dtype=torch.float32, device=weights.device)

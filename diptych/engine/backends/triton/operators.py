@@ -27,6 +27,10 @@ class Operators:
     skinny_linear: Operator
     skinny_swiglu: Operator
     swiglu: Operator
+    packed_linear: Operator
+    unpack: Operator
+    round_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    scaled_linear: Operator
     router_logits: Operator
     route_experts: Callable[..., Any]
     """Returns the choices that the three operators of experts take."""
@@ -50,13 +54,16 @@ def triton_operators() -> Operators:
         from kernels.gpu.adapted_linear import adapted_linear
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+        from kernels.gpu.packed_linear import packed_linear, unpack
         from kernels.gpu.paged_decode import paged_decode
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write
+        from kernels.gpu.round_rows import round_rows
         from kernels.gpu.route_experts import RoutedRows, route_experts, router_logits
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
+        from kernels.gpu.scaled_linear import scaled_linear
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
         from kernels.gpu.swiglu import swiglu
     except ImportError as error:
@@ -70,6 +77,10 @@ def triton_operators() -> Operators:
         skinny_linear=skinny_linear,
         skinny_swiglu=skinny_swiglu,
         swiglu=swiglu,
+        packed_linear=packed_linear,
+        unpack=unpack,
+        round_rows=round_rows,
+        scaled_linear=scaled_linear,
         router_logits=router_logits,
         route_experts=route_experts,
         expert_swiglu=expert_swiglu,

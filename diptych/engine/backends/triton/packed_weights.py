@@ -5,23 +5,17 @@ Four products a layer instead of seven: at batch 1 a step is the reading of thes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.backends.triton.products.dense import Linear
+from diptych.engine.backends.triton.products.make import dense_matrix, quantised_product
+from diptych.engine.backends.triton.products.product import Product
 from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A matrix and a bias; diptych/engine/backends/triton/linear.py multiplies by them."""
-
-    weight: torch.Tensor
-    """`[out, in]`, row-major; of experts `[E, out, in]`."""
-    bias: torch.Tensor | None
-    """`[out]`; of experts `[E, out]`."""
+from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,8 @@ class PackedExperts:
     correction_bias: torch.Tensor | None
     gate_up: Linear
     down: Linear
-    shared_gate_up: Linear | None
-    shared_down: Linear | None
+    shared_gate_up: Linear | Product | None
+    shared_down: Linear | Product | None
     shared_router: torch.Tensor | None
     """float32 `[1, hidden]`."""
 
@@ -45,16 +39,16 @@ class PackedLayer:
     """Tensors of one layer on the device."""
 
     input_norm: torch.Tensor | None
-    qkv: Linear
+    qkv: Linear | Product
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
     """float32 `[heads]`."""
-    output: Linear
+    output: Linear | Product
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
-    gate_up: Linear | None
-    down: Linear | None
+    gate_up: Linear | Product | None
+    down: Linear | Product | None
     feed_forward_out_norm: torch.Tensor | None
     experts: PackedExperts | None
 
@@ -66,7 +60,7 @@ class PackedWeights:
     embed: torch.Tensor
     layers: tuple[PackedLayer, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: torch.Tensor | Product
     """`[vocab, hidden]`; the embedding itself where they are tied."""
 
     @property
@@ -77,16 +71,31 @@ class PackedWeights:
     def device(self) -> torch.device:
         return self.embed.device
 
+    def products(self) -> Iterator[Product]:
+        """Yield the matrices that are quantised."""
+        for layer in self.layers:
+            experts = (
+                () if layer.experts is None else (layer.experts.shared_gate_up, layer.experts.shared_down)
+            )
+            for found in (layer.qkv, layer.output, layer.gate_up, layer.down, *experts):
+                if found is not None and not isinstance(found, Linear):
+                    yield found
+        if not isinstance(self.head, torch.Tensor):
+            yield self.head
+
 
 def pack(weights: Weights, device: torch.device) -> PackedWeights:
-    """Put `weights` on `device`, a layer at a time. Raises UnsupportedModel for quantised matrices."""
+    """Put `weights` on `device`, a layer at a time.
+
+    Raises UnsupportedModel for matrices in the CPU's quantised forms.
+    """
     embed = weights.embed.to(device)
-    head = embed if weights.head is None else _dense(weights.head).to(device)
+    head = embed if weights.head is None else _linear(device, (weights.head, None))
     return PackedWeights(
         embed=embed,
         layers=tuple(_layer(layer, device) for layer in weights.layers),
         final_norm=weights.final_norm.to(device),
-        head=head,
+        head=head.weight if isinstance(head, Linear) else head,
     )
 
 
@@ -108,14 +117,16 @@ def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
 
 
 def _experts(experts: ExpertWeights, device: torch.device) -> PackedExperts:
-    gate_up = [torch.cat([_dense(g), _dense(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)]
+    gate_up = [
+        torch.cat([dense_matrix(g), dense_matrix(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)
+    ]
     both = zip(experts.gate_biases, experts.up_biases, strict=True)
     return PackedExperts(
         router=experts.router.to(device),
         router_bias=_moved(experts.router_bias, device),
         correction_bias=_moved(experts.correction_bias, device),
         gate_up=_stacked(gate_up, [torch.cat(pair) for pair in both], device),
-        down=_stacked([_dense(matrix) for matrix in experts.downs], experts.down_biases, device),
+        down=_stacked([dense_matrix(matrix) for matrix in experts.downs], experts.down_biases, device),
         shared_gate_up=_optional(device, (experts.shared_gate, None), (experts.shared_up, None)),
         shared_down=_optional(device, (experts.shared_down, None)),
         shared_router=_moved(experts.shared_router, device),
@@ -134,18 +145,17 @@ def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | 
     return None if tensor is None else tensor.to(device)
 
 
-def _optional(device: torch.device, *given: tuple[Matrix | None, torch.Tensor | None]) -> Linear | None:
+def _optional(
+    device: torch.device, *given: tuple[Matrix | None, torch.Tensor | None]
+) -> Linear | Product | None:
     parts = [(matrix, bias) for matrix, bias in given if matrix is not None]
     return _linear(device, *parts) if parts else None
 
 
-def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear:
-    joined = torch.cat([_dense(weight).to(device) for weight, _ in parts])
+def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear | Product:
+    """Return matrices of one input as one: of full numbers, quantised alike, or kind after kind."""
+    if any(isinstance(weight, (PackedMatrix, ScaledMatrix)) for weight, _ in parts):
+        return quantised_product(device, parts)
+    joined = torch.cat([dense_matrix(weight).to(device) for weight, _ in parts])
     biases = [bias.to(device) for _, bias in parts if bias is not None]
     return Linear(joined, torch.cat(biases) if biases else None)
-
-
-def _dense(matrix: Matrix) -> torch.Tensor:
-    if not isinstance(matrix, torch.Tensor):
-        raise UnsupportedModel("quantised matrices are multiplied on CPUs only")
-    return matrix

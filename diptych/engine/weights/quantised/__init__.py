@@ -4,6 +4,7 @@ gptq.py                GPTQ's packed whole numbers of 2, 4 or 8 bits (AutoGPTQ, 
 awq.py                 AWQ's four bits (AutoAWQ's GEMM layout)
 compressed_tensors.py  llm-compressor's whole numbers of 4 or 8 bits, packed or not, and FP8
 bitsandbytes.py        NF4, FP4 and LLM.int8()
+modelopt.py            NVIDIA Model Optimizer's FP8
 mxfp4.py               MXFP4 of experts' matrices (gpt-oss)
 fp8.py                 FP8 with a scale for each rectangle, or for a whole matrix (DeepSeek, Qwen3-FP8)
 

@@ -25,6 +25,7 @@ class Awq(Scheme):
 
     parts = frozenset({"qweight", "qzeros", "scales"})
     marks = ("qweight",)
+    packs = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits = int(config.get("bits") or config.get("w_bit") or _BITS)

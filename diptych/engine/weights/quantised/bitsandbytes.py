@@ -18,6 +18,7 @@ import torch
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+from kernels.packed_matrix import PackedMatrix, pack
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _BYTE_PEAK = 127.0
@@ -34,25 +35,38 @@ class BitsAndBytes(Scheme):
         }
     )
     marks = ("SCB", *_STATES)
+    packs = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if not config.get("load_in_4bit") and not config.get("load_in_8bit"):
             raise UnsupportedModel("quantization_config: neither load_in_4bit nor load_in_8bit")
 
+    def read_packed(self, matrix: str, tensors: Tensors) -> PackedMatrix | torch.Tensor:
+        """Keep four bits whose blocks are whole parts of a row, and LLM.int8()'s bytes.
+
+        The latter are multiplied with activations that are not rounded, outliers or not.
+        """
+        if tensors.has(f"{matrix}.SCB"):
+            weight, peaks = _checked_bytes(matrix, tensors)
+            codes, scales = (weight.int() + 128).to(torch.uint8), (peaks / _BYTE_PEAK)[:, None]
+            found = pack("int8", codes, scales, codes.shape[1], zero=128)
+            return self.read(matrix, tensors) if found is None else found
+        packed, places, peaks, state = _four_bits(matrix, tensors)
+        (rows, columns), size = state["shape"], state["blocksize"]
+        if columns % size:
+            return self.read(matrix, tensors)
+        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: rows * columns]
+        scales = peaks.view(rows, -1)
+        found = pack("table4", codes.view(rows, columns), scales, size, table=places)
+        return self.read(matrix, tensors) if found is None else found
+
     def read(self, matrix: str, tensors: Tensors) -> torch.Tensor:
         if tensors.has(f"{matrix}.SCB"):
-            return _bytes(matrix, tensors)
-        state = _state(matrix, tensors)
+            weight, peaks = _checked_bytes(matrix, tensors)
+            return weight.float() * (peaks / _BYTE_PEAK)[:, None]
+        packed, places, peaks, state = _four_bits(matrix, tensors)
         (rows, columns), size = state["shape"], state["blocksize"]
         count = rows * columns
-        # Bytes are also kept as numbers of the type that the rest has (bnb_4bit_quant_storage), for FSDP.
-        packed = tensors.read(f"{matrix}.weight").flatten().view(torch.uint8)
-        places = tensors.read(f"{matrix}.weight.quant_map").float()
-        if len(places) != 16 or len(packed) * 2 < count:
-            raise BadModelFile(f"weight does not hold {rows} times {columns} numbers of four bits")
-        peaks = _peaks(matrix, tensors, state)
-        if len(peaks) != -(-count // size):
-            raise BadModelFile(f"weight.absmax has {len(peaks)} peaks, not one a block")
         of_bytes = torch.cartesian_prod(places, places)
         numbers = of_bytes.index_select(0, packed.int()).flatten()[:count]
         whole = count // size
@@ -61,13 +75,32 @@ class BitsAndBytes(Scheme):
         return numbers.view(rows, columns)
 
 
-def _bytes(matrix: str, tensors: Tensors) -> torch.Tensor:
+def _four_bits(
+    matrix: str, tensors: Tensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any]]:
+    """Return the bytes of a matrix, the value of each code, the peak of each block, and the state."""
+    state = _state(matrix, tensors)
+    (rows, columns), size = state["shape"], state["blocksize"]
+    count = rows * columns
+    # Bytes are also kept as numbers of the type that the rest has (bnb_4bit_quant_storage), for FSDP.
+    packed = tensors.read(f"{matrix}.weight").flatten().view(torch.uint8)
+    places = tensors.read(f"{matrix}.weight.quant_map").float()
+    if len(places) != 16 or len(packed) * 2 < count:
+        raise BadModelFile(f"weight does not hold {rows} times {columns} numbers of four bits")
+    peaks = _peaks(matrix, tensors, state)
+    if len(peaks) != -(-count // size):
+        raise BadModelFile(f"weight.absmax has {len(peaks)} peaks, not one a block")
+    return packed, places, peaks, state
+
+
+def _checked_bytes(matrix: str, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the int8 numbers of a matrix and the float32 peak of each row."""
     weight, peaks = tensors.read(f"{matrix}.weight"), tensors.read(f"{matrix}.SCB").float()
     if tensors.has(name := f"{matrix}.weight_format") and bool(tensors.read(name).any()):
         raise UnsupportedModel(f"tensor {name}: only rows that lie one after another are read")
     if weight.dtype != torch.int8 or weight.ndim != 2 or peaks.shape != weight.shape[:1]:
         raise BadModelFile(f"weight is {weight.dtype} {tuple(weight.shape)} with {len(peaks)} scales")
-    return weight.float() * (peaks / _BYTE_PEAK)[:, None]
+    return weight, peaks
 
 
 def _state(matrix: str, tensors: Tensors) -> Mapping[str, Any]:

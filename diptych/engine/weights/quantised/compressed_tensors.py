@@ -16,9 +16,10 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
-from diptych.engine.weights.quantised.fp8 import rectangle, scaled
+from diptych.engine.weights.quantised.fp8 import kept, rectangle, scaled, static_scale
 from diptych.engine.weights.quantised.integer_codes import Codes, fit_blocks, unpacked
-from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+from diptych.engine.weights.quantised.scheme import Kept, Scheme, Tensors
+from kernels.scaled_matrix import ScaledMatrix
 
 _WORD = 32
 _BITS = {"int": (4, 8), "float": (8,)}
@@ -35,6 +36,7 @@ class CompressedTensors(Scheme):
         }
     )
     marks = ("weight_scale",)
+    packs = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
@@ -51,6 +53,7 @@ class CompressedTensors(Scheme):
         self._group = int(weights.get("group_size") or -1)
         self._rectangle = rectangle(weights.get("block_structure"))
         self._symmetric = bool(weights.get("symmetric", True))
+        self._rounds_inputs, self._static = _inputs(config, kind)
         self._ordered = str(weights.get("actorder")).lower() in _ORDERED
         fit = not self._floats and fit_blocks(bits=self._bits, group=self._group)
         self.keeps_codes = fit and not self._ordered
@@ -67,6 +70,26 @@ class CompressedTensors(Scheme):
             self._group if self._group > 0 else codes.shape[1],
             self._order(matrix, tensors),
         )
+
+    def read_packed(self, matrix: str, tensors: Tensors) -> Codes | Kept | torch.Tensor:
+        """Keep FP8 and int8; their inputs are rounded if the config says so, else multiplied as they are."""
+        static = static_scale(matrix, tensors) if self._static else None
+        if self._floats:
+            name, scales = f"{matrix}.weight", tensors.read(f"{matrix}.weight_scale")
+            weight, rounds = tensors.read(name), self._rounds_inputs
+            found = kept(name, weight, scales, self._rectangle, static, rounds_inputs=rounds)
+            return self.read(matrix, tensors) if found is None else found
+        codes = self.read(matrix, tensors)
+        if not isinstance(codes, Codes) or not self._rounds_inputs or not self._of_outputs(codes):
+            return codes
+        values = (codes.codes.int() - self._offset).to(torch.int8)
+        scales = codes.scales.float().expand(len(values), 1).contiguous()
+        return ScaledMatrix(values, scales, static=static)
+
+    def _of_outputs(self, codes: Codes) -> bool:
+        """Return whether codes are bytes with a scale for each output and no zeros."""
+        whole = self._bits == 8 and codes.scales.shape[1] == 1 and codes.group_of is None
+        return whole and bool((codes.zeros == self._offset).all())
 
     @property
     def _offset(self) -> int:
@@ -110,6 +133,16 @@ class CompressedTensors(Scheme):
 def _of_all(numbers: torch.Tensor) -> torch.Tensor:
     """Return a number of a whole matrix as `[1, 1]`; files have no shape, or a shape of ones."""
     return numbers.reshape(1, 1) if numbers.numel() == 1 else numbers
+
+
+def _inputs(config: Mapping[str, Any], kind: str) -> tuple[bool, bool]:
+    """Return whether inputs are rounded to eight bits of `kind`, as weights are, and with a fixed scale."""
+    said = [group.get("input_activations") for group in (config.get("config_groups") or {}).values()]
+    if not said or any(not one or one != said[0] for one in said):
+        return False, False
+    first = dict(said[0])
+    alike = (first.get("type", "int"), first.get("num_bits", 8), first.get("symmetric", True))
+    return alike == (kind, 8, True), not first.get("dynamic", False)
 
 
 def _only_kind(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ class Gptq(Scheme):
 
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     marks = ("qweight",)
+    packs = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._bits = int(config.get("bits", 4))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from diptych.engine.weights.canonical import BadModelFile
+from kernels import packed_matrix
+from kernels.packed_matrix import PackedMatrix
 from kernels.quantised_linear import GROUP, BlockMatrix
 
 _BITS_OF_A_WORD = 32
@@ -64,6 +66,13 @@ class Codes:
             for tensor in (self.scales, self.zeros)
         )
         return replace(self, codes=self.codes[rows], scales=scales, zeros=zeros)
+
+    def packed(self) -> PackedMatrix | None:
+        """Return the same numbers as a GPU step reads them; None for groups that it does not pack."""
+        code: packed_matrix.Code = "int4" if int(self.codes.max()) < 16 else "int8"
+        return packed_matrix.pack(
+            code, self.codes, self.scales, self.group, zeros=self.zeros, group_of=self.group_of
+        )
 
     def in_blocks(self) -> BlockMatrix:
         """Return the codes in blocks of q4_1, if `fit_blocks`.

@@ -8,6 +8,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from diptych.engine.weights.quantised.integer_codes import Codes
+from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
+
+Kept = PackedMatrix | ScaledMatrix
+"""Matrices as a GPU step multiplies them."""
 
 
 class Tensors(Protocol):
@@ -26,6 +31,9 @@ class Scheme(ABC):
     keeps_codes = False
     """True if its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
 
+    packs = False
+    """True if a GPU step can keep its codes (`read_packed`), where their groups allow it."""
+
     marks: ClassVar[tuple[str, ...]]
     """Parts that mark a quantised matrix: it has one of them."""
 
@@ -35,6 +43,10 @@ class Scheme(ABC):
 
         Raises BadModelFile where its parts do not fit together, and UnsupportedModel for what is not read.
         """
+
+    def read_packed(self, matrix: str, tensors: Tensors) -> Codes | Kept | torch.Tensor:
+        """Read a quantised matrix for a GPU step: in codes that it keeps, or as `read` does."""
+        return self.read(matrix, tensors)
 
     def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
         """Return whether `matrix` (a name without ``.weight``) is quantised: schemes leave some out."""

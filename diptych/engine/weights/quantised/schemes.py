@@ -12,6 +12,7 @@ from diptych.engine.weights.quantised.bitsandbytes import BitsAndBytes
 from diptych.engine.weights.quantised.compressed_tensors import CompressedTensors
 from diptych.engine.weights.quantised.fp8 import Fp8
 from diptych.engine.weights.quantised.gptq import Gptq
+from diptych.engine.weights.quantised.modelopt import ModelOpt, own_record
 from diptych.engine.weights.quantised.mxfp4 import Mxfp4
 from diptych.engine.weights.quantised.scheme import Scheme
 
@@ -22,17 +23,20 @@ _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": Fp8,
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
+    "modelopt": ModelOpt,
 }
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Scheme | None:
     """Return the scheme of a config's `quantization_config`, or its older name; None for full numbers.
+
+    `modelopt` is what ``hf_quant_config.json`` holds, which stands for a config that says nothing.
 
     Raises UnsupportedModel, naming the field, for what is not read.
     """
     # compressed-tensors began with the second name.
     key = "quantization_config" if config.get("quantization_config") else "compression_config"
-    quantization = config.get(key)
+    quantization = config.get(key) or own_record(modelopt or {})
     if not quantization:
         return None
     try:

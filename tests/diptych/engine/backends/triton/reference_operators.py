@@ -15,7 +15,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.models.shape import Activation
 from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
-from kernels import paged_attention, rms_norm, rotary
+from kernels import packed_matrix, paged_attention, rms_norm, rotary, scaled_matrix
 from kernels import paged_decode as decode
 from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
@@ -300,6 +300,27 @@ def _matrix_at(address: int, rows: int, columns: int, dtype: torch.dtype) -> tor
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
+def _packed_linear(
+    x: torch.Tensor,
+    weight: packed_matrix.PackedMatrix,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    return out.copy_(packed_matrix.packed_linear(x, weight, bias))
+
+
+def _scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: scaled_matrix.ScaledMatrix,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    return out.copy_(scaled_matrix.product_of_rounded(x, x_scales, weight, bias))
+
+
 REFERENCE_OPERATORS = Operators(
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
@@ -309,6 +330,10 @@ REFERENCE_OPERATORS = Operators(
     skinny_linear=_skinny_linear,
     skinny_swiglu=_skinny_swiglu,
     swiglu=_swiglu,
+    packed_linear=_packed_linear,
+    round_rows=scaled_matrix.round_rows,
+    scaled_linear=_scaled_linear,
+    unpack=lambda weight, out: out.copy_(packed_matrix.dequantise(weight)),
     router_logits=_router_logits,
     route_experts=_route_experts,
     expert_swiglu=_expert_swiglu,

@@ -1,0 +1,50 @@
+"""Matrices in packed codes (kernels/packed_matrix.py): by a kernel, and for whole prompts by the library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.products.dense import Linear, library_product
+from kernels.packed_matrix import PackedMatrix
+
+LIBRARY_ROWS = 512
+"""Rows from which the numbers are written out once for the library.
+
+By arithmetic: an 8B model's are written and read in 8 ms on an H200, and the products of 512 rows take 10.
+"""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A packed matrix and a bias."""
+
+    weight: PackedMatrix
+    bias: torch.Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def room(self) -> int:
+        return self.outputs * self.inputs
+
+    def multiply(
+        self, operators: Operators, x: torch.Tensor, room: torch.Tensor | None, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Product.multiply`."""
+        if room is None or len(x) < LIBRARY_ROWS or out.dtype != x.dtype:
+            return operators.packed_linear(x, self.weight, self.bias, out=out)
+        dense = operators.unpack(self.weight, room[: self.room].view(self.outputs, self.inputs))
+        return library_product(x, Linear(dense, self.bias), out)

@@ -1,0 +1,98 @@
+"""Products of rows and matrices that are both FP8 or int8 (kernels/scaled_matrix.py).
+
+FP8 numbers are multiplied as float16, which has all of them: Hopper's own sums of FP8 keep fewer bits than
+float32. That costs no time where rows are few and a step is the reading of the weights; of many rows the
+library's product is twice as fast, where there is one (products/scaled_mm.py). Tiles are chosen as in
+kernels/gpu/packed_linear.py: a row has the same bits whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import check_dense
+from kernels.scaled_matrix import INT8, SQUARE, ScaledMatrix
+
+FEW_ROWS = 16
+MANY_ROWS = 64
+# By arithmetic, not measured: as the tiles of packed_linear.py, of twice the bytes.
+_FEW_TILE = {"ROWS": FEW_ROWS, "BN": 32, "num_warps": 4, "num_stages": 3}
+_MANY_TILE = {"ROWS": MANY_ROWS, "BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scaled_linear(
+    x, x_scales, values, scales, bias, out, count, rows, stride,
+    K: tl.constexpr, BK: tl.constexpr, SQUARES: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Compute BN outputs of ROWS rows, BK of the depth at a time.
+
+    `x [count, K]`, `x_scales` float32 `[count, groups]`, `values [rows, K]`, `scales` float32, `bias [rows]`,
+    `out [count, rows]` whose rows begin `stride` numbers apart; grid `[ceil(rows / BN), ceil(count / ROWS)]`.
+    With SQUARES BK is a square's columns.
+    """
+    GROUPS: tl.constexpr = (K + BK - 1) // BK
+    SUM: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    lane = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(lane, rows - 1)
+    input = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = input < count
+    k = tl.arange(0, BK)
+    w_place = values + row.to(tl.int64)[:, None] * K + k[None, :]
+    x_place = x + input.to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros([BN, ROWS], SUM)
+    for start in range(0, K, BK):
+        inside = k < K - start
+        weight = tl.load(w_place + start, mask=inside[None, :], other=0.0)
+        columns = tl.load(x_place + start, mask=real[None, :] & inside[:, None], other=0.0)
+        if WHOLE:
+            acc = tl.dot(weight, columns, acc, out_dtype=tl.int32)
+        elif SQUARES:
+            part = tl.dot(weight.to(tl.float16), columns.to(tl.float16))
+            of_row = tl.load(scales + (row // BK) * GROUPS + start // BK)
+            of_input = tl.load(x_scales + input.to(tl.int64) * GROUPS + start // BK, mask=real, other=0.0)
+            acc += part * of_row[:, None] * of_input[None, :]
+        else:
+            acc = tl.dot(weight.to(tl.float16), columns.to(tl.float16), acc)
+    if SQUARES:
+        result = acc
+    else:
+        of_input = tl.load(x_scales + input, mask=real, other=0.0)
+        result = acc.to(tl.float32) * of_input[None, :] * tl.load(scales + row)[:, None]
+    if BIASED:
+        result += tl.load(bias + row).to(tl.float32)[:, None]
+    target = out + input.to(tl.int64)[None, :] * stride + lane[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=real[None, :] & (lane < rows)[:, None])
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: ScaledMatrix,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Multiply rows `x [T, columns]`, rounded by `round_rows`, with the transpose of `weight` and add `bias`.
+
+    Sums are rounded once, into `out [T, rows]`, which may be columns of a wider tensor. Raises ValueError for
+    rows of another width, TypeError for another format.
+    """
+    rows, columns = weight.shape
+    if x.dtype != weight.values.dtype:
+        raise TypeError(f"rows of {x.dtype} times a matrix of {weight.values.dtype}")
+    if x.shape[1] != columns or out.stride(1) != 1:
+        raise ValueError(f"rows of {x.shape[1]} numbers times weights of {columns}")
+    if len(x) == 0:
+        return out
+    tiles = _FEW_TILE if len(x) <= FEW_ROWS else _MANY_TILE
+    _scaled_linear[(triton.cdiv(rows, tiles["BN"]), triton.cdiv(len(x), tiles["ROWS"]))](
+        check_dense("x", x), check_dense("scales of x", x_scales), check_dense("values", weight.values),
+        check_dense("scales", weight.scales), weight.scales if bias is None else bias, out, len(x), rows,
+        out.stride(0), K=columns, BK=SQUARE, SQUARES=weight.squares, WHOLE=x.dtype == INT8,
+        BIASED=bias is not None, **tiles,
+    )  # fmt: skip
+    return out
