@@ -1,22 +1,28 @@
 """Images as a model wants them: tiles, sizes, normalisation and placeholder, read from its folder.
 
 The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below
-both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM) and LLaVA;
-what of them is not computed is refused by the field's name. Data and plain functions: imports nothing of
-Diptych.
+both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM), LLaVA and
+Qwen-VL; what of them is not computed is refused by the field's name. Data and plain functions: imports
+nothing of Diptych.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
-    {"idefics3": "idefics3", "smolvlm": "idefics3", "llava": "llava"}
+    {
+        "idefics3": "idefics3",
+        "smolvlm": "idefics3",
+        "llava": "llava",
+        "qwen2_vl": "qwen2_vl",
+        "qwen2_5_vl": "qwen2_vl",
+    }
 )
 """`model_type` of models whose images are read, and the family that says how."""
 _IMAGENET: Final = (0.5, 0.5, 0.5)
@@ -35,11 +41,11 @@ class UnreadableImages(ValueError):
 class ImageSpec:
     """Rules that make images into tiles and tokens. Sizes are in pixels."""
 
-    family: Literal["idefics3", "llava"]
+    family: Literal["idefics3", "llava", "qwen2_vl"]
     tile: tuple[int, int]
-    """Height and width of all tiles."""
+    """Height and width of all tiles; of the smallest ones where images keep sizes of their own."""
     rows_per_tile: int
-    """Tokens, and rows of embeddings, of a tile."""
+    """Tokens, and rows of embeddings, of such a tile."""
     token: str
     """Text of the token that stands for an image in the chat template, and for each of its rows in the
     prompt.
@@ -60,6 +66,28 @@ class ImageSpec:
     """LLaVA: else the shortest edge, before the centre is cut out."""
     pads: bool = False
     """LLaVA: an image is made a square first."""
+    unit: int = 0
+    """Qwen-VL: the side of the square that gives one row. An image is one tile of whole squares, of about its
+    own size, and its rows have positions on their grid."""
+    least_pixels: int = 0
+    """Qwen-VL: of an image as it is encoded."""
+    most_pixels: int = 0
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the tokens of an image of `shape` (tiles, channels, height, width); 0 for one that the model
+        does not take.
+        """
+        tiles, channels, height, width = shape
+        if channels != 3 or min(shape) < 1:
+            return 0
+        if not self.unit:
+            return tiles * self.rows_per_tile if (height, width) == self.tile else 0
+        whole = tiles == 1 and not height % self.unit and not width % self.unit
+        return (height // self.unit) * (width // self.unit) if whole else 0
+
+    def columns_of(self, shape: Sequence[int]) -> int:
+        """Return the columns of the grid on which an image's rows have their positions; 0: they have none."""
+        return shape[3] // self.unit if self.unit else 0
 
 
 def image_spec(folder: Path) -> ImageSpec | None:
@@ -84,7 +112,8 @@ def image_spec(folder: Path) -> ImageSpec | None:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")
-    return _idefics3(config, fields) if family == "idefics3" else _llava(config, fields)
+    readers = {"idefics3": _idefics3, "llava": _llava, "qwen2_vl": _qwen}
+    return readers[family](config, fields)
 
 
 def _idefics3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
@@ -139,6 +168,41 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     )
 
 
+def _qwen(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
+    vision = _inner(config, "vision_config")
+    patch, merge = fields.whole("patch_size", 14), fields.whole("merge_size", 2)
+    sizes = {"patch_size": (patch, 14), "spatial_merge_size": (merge, 2)}
+    for name, (used, default) in sizes.items():
+        if _size(vision, name, default) != used:
+            raise UnreadableImages(f"preprocessor_config.json: patches are not those of vision_config.{name}")
+    size = fields.values.get("size")
+    size = size if isinstance(size, dict) else {}
+    unit = patch * merge
+    least = _pixels(fields.values.get("min_pixels"), size.get("shortest_edge"), 4 * unit**2)
+    most = _pixels(fields.values.get("max_pixels"), size.get("longest_edge"), 1280 * unit**2)
+    if not unit**2 <= most or not least <= most:
+        raise UnreadableImages("preprocessor_config.json: max_pixels is below min_pixels or one row's")
+    return ImageSpec(
+        family="qwen2_vl",
+        tile=(unit, unit),
+        rows_per_tile=1,
+        token="<|image_pad|>",
+        token_id=_size(config, "image_token_id", 151655),
+        unit=unit,
+        least_pixels=least,
+        most_pixels=most,
+        **fields.shared(_BICUBIC, _CLIP_MEAN, _CLIP_STD),
+    )
+
+
+def _pixels(given: object, within: object, default: int) -> int:
+    """Return a bound on an image's pixels: by the older spelling, else as the edge that it is called."""
+    value = default if given is None and within is None else within if given is None else given
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST_EDGE**2:
+        raise UnreadableImages(f"preprocessor_config.json: size must be 1 to {_MOST_EDGE**2} pixels")
+    return value
+
+
 @dataclass(frozen=True)
 class _Fields:
     """Fields of an image processor."""
@@ -153,6 +217,13 @@ class _Fields:
             raise UnreadableImages(
                 f"preprocessor_config.json: {name}.{edge} must be 1 to {_MOST_EDGE} pixels"
             )
+        return value
+
+    def whole(self, name: str, default: int) -> int:
+        """Return a whole number above 0."""
+        value = self.values.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST_EDGE:
+            raise UnreadableImages(f"preprocessor_config.json: {name} must be a whole number above 0")
         return value
 
     def shared(self, resample: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 
+AXES = 3
+"""Positions of a token that is a row of an image's grid: time, height, width."""
+
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingRows:
@@ -53,6 +56,10 @@ class SequenceStep:
     """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of tokens that stand for an image; they do not overlap."""
+    shift: int = 0
+    """Rotary positions of the tokens less their places `start`, `start + 1`, ...: 0 or less."""
+    grid: npt.NDArray[np.int64] | None = None
+    """Rotary positions `[3, tokens]` by time, height and width, where they are no places shifted alike."""
 
     @property
     def logit_rows(self) -> int:
@@ -112,6 +119,23 @@ def given_embeddings(
     return torch.cat(places), torch.cat([rows for _, rows in given])
 
 
+def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:
+    """Return the positions by which the step's tokens are rotated, in a row: `[T]`, or `[3, T]` where some
+    are those of a grid.
+    """
+    plain = [
+        np.arange(step.start + step.shift, step.start + step.shift + len(step.token_ids))
+        for step in sequences
+    ]
+    if all(step.grid is None for step in sequences):
+        return np.concatenate(plain)
+    wide = [
+        np.tile(places, (AXES, 1)) if step.grid is None else step.grid
+        for places, step in zip(plain, sequences, strict=True)
+    ]
+    return np.concatenate(wide, axis=1)
+
+
 def check_batch(
     sequences: Sequence[SequenceStep], vocab_size: int, adapter_slots: Collection[int] = ()
 ) -> None:
@@ -125,6 +149,10 @@ def check_batch(
             raise BatchError(f"row {row}: no tokens to compute")
         if step.start < 0:
             raise BatchError(f"row {row}: starts before position 0")
+        if not -step.start <= step.shift <= 0:
+            raise BatchError(f"row {row}: positions shifted by {step.shift}")
+        if step.grid is not None and step.grid.shape != (AXES, len(step.token_ids)):
+            raise BatchError(f"row {row}: {step.grid.shape} positions of {len(step.token_ids)} tokens")
         if not 0 <= step.logit_rows <= len(step.token_ids):
             raise BatchError(f"row {row}: {step.trailing} rows of logits of {len(step.token_ids)} tokens")
         blocks = layout.blocks_for(end)

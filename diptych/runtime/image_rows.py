@@ -25,6 +25,8 @@ class ImageRows(NamedTuple):
     """Digest of the image: `keyed_digest`."""
     first_row: int = 0
     """Number of the first of them among the image's rows."""
+    columns: int = 0
+    """Of the grid that they form, where their positions are those of a grid (image_positions.py); else 0."""
 
     @property
     def end(self) -> int:

@@ -50,6 +50,8 @@ class ImagePlace:
     rows: int
     image: int
     first_row: int
+    columns: int = 0
+    """Of the grid on which the rows have their positions; 0: they have their places'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ class PromptImages:
     def image_rows(self, namespace: bytes) -> tuple[ImageRows, ...]:
         """Return where the images' rows are, as block hashes and workers take it."""
         digests = self.digests(namespace)
-        return tuple(ImageRows(at.first, at.rows, digests[at.image], at.first_row) for at in self.places)
+        return tuple(
+            ImageRows(at.first, at.rows, digests[at.image], at.first_row, at.columns) for at in self.places
+        )
 
 
 @dataclass(frozen=True)
@@ -128,29 +132,35 @@ class ImageSupport:
 
         Raises ValueError if these are not as many as the images have.
         """
-        rows = [image.shape[0] * self.spec.rows_per_tile for image in images]
+        rows = [self.spec.rows_of(image.shape) for image in images]
         owners = [(number, row) for number, count in enumerate(rows) for row in range(count)]
         at = [place for place, token in enumerate(token_ids) if token == self.spec.token_id]
         if len(at) != len(owners):
             raise ValueError(f"{len(at)} tokens for {len(owners)} rows of images")
-        return PromptImages(images, tuple(_joined(at, owners)))
+        columns = [self.spec.columns_of(image.shape) for image in images]
+        places = tuple(_joined(at, owners, columns))
+        if any(columns) and len(places) != len(images):
+            raise ValueError("an image whose rows form a grid is not in one piece")
+        return PromptImages(images, places)
 
 
-def _joined(at: Sequence[int], owners: Sequence[tuple[int, int]]) -> Iterator[ImagePlace]:
+def _joined(
+    at: Sequence[int], owners: Sequence[tuple[int, int]], columns: Sequence[int]
+) -> Iterator[ImagePlace]:
     """Yield the stretches of positions that follow one another and are of one image."""
     begin = 0
     for index in range(1, len(at) + 1):
         if index < len(at) and at[index] == at[index - 1] + 1 and owners[index][0] == owners[begin][0]:
             continue
         image, row = owners[begin]
-        yield ImagePlace(at[begin], index - begin, image, row)
+        yield ImagePlace(at[begin], index - begin, image, row, columns[image])
         begin = index
 
 
 def _text_of(image: PreparedImage, spec: ImageSpec) -> str:
+    if spec.family != "idefics3":
+        return spec.token * spec.rows_of(image.shape)
     tile = spec.token * spec.rows_per_tile
-    if spec.family == "llava":
-        return tile
     whole = f"{_AROUND}{_WHOLE}{tile}{_AROUND}"
     if not image.rows:
         return whole

@@ -86,6 +86,10 @@ class Rotation:
     width: int
     """Lanes of a head that are rotated, even, at most head_dim."""
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
+    """Which of a token's three positions (time, height, width) turns each pair of lanes, `width / 2` of them;
+    empty: tokens have one position.
+    """
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,10 @@ class ModelShape:
         for rotation in self.rotations:
             if rotation.width % 2 or not 0 < rotation.width <= self.head_dim:
                 raise UnsupportedModel(f"{rotation.width} rotated lanes of a head of {self.head_dim}")
+            if rotation.axes and len(rotation.axes) != rotation.width // 2:
+                raise UnsupportedModel(
+                    f"axes of {len(rotation.axes)} of {rotation.width // 2} pairs of lanes"
+                )
         for layer in self.layers:
             if layer.window is not None and layer.window < 1:
                 raise UnsupportedModel("an attention window is below 1")

@@ -13,10 +13,15 @@ from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
 from diptych.engine.vision.llava import LlavaEncoder
+from diptych.engine.vision.qwen2_vl import QwenEncoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
 
-_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {"idefics3": Idefics3Encoder, "llava": LlavaEncoder}
+_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {
+    "idefics3": Idefics3Encoder,
+    "llava": LlavaEncoder,
+    "qwen2_vl": QwenEncoder,
+}
 
 
 def load_encoder(

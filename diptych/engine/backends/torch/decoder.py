@@ -71,9 +71,10 @@ class Decoder:
     ) -> torch.Tensor | None:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
-        `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no. `adapters` are those of rows that have one. `given` are embeddings `[rows, H]` in place of
-        those of the tokens at the first of the pair; they are not scaled.
+        `tokens` and `positions` are int64 `[T]`, these `[3, T]` where images lie on grids. `wanted` is asked
+        before every layer; None is returned once it says no. `adapters` are those of rows that have one.
+        `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair; they are
+        not scaled.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
@@ -96,7 +97,7 @@ class Decoder:
         return x_TH * torch.tensor(self.shape.embedding_scale, dtype=self.dtype)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """Return cos and sin of each rotation at `positions [T]`."""
+        """Return cos and sin of each rotation at `positions`, `[T]` or `[3, T]`."""
         tables = (
             (number, cos_sin(self.shape, number, positions)) for number in range(len(self.shape.rotations))
         )

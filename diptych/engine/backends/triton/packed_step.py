@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AXES, AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 
@@ -69,7 +69,7 @@ class PackedStep:
     tokens: torch.Tensor
     """int64 `[T]`."""
     positions: torch.Tensor
-    """int64 `[T]`."""
+    """int64 `[T]`, by which queries and keys are rotated; `[3, T]` where images lie on grids."""
     block_ids: torch.Tensor
     """int64 `[T]`: where each token's keys and values go; NO_BLOCK is nowhere."""
     lanes: torch.Tensor
@@ -129,7 +129,7 @@ def pack_step(
     return PlacedStep(
         PackedStep(
             tokens,
-            positions,
+            positions.view(AXES, -1) if len(positions) > total else positions,
             block_ids,
             lanes.int(),
             tuple(group.on(found) for group in groups),
@@ -167,13 +167,15 @@ def _token_columns(
     abort: AbortWords | None,
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Token, position, block and lane of each row."""
-    tokens, positions, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
-    lanes = np.empty(total, dtype=np.int64)
+    tokens, lanes, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
+    grids = any(step.grid is not None for step in sequences)
+    positions = np.empty((AXES, total) if grids else total, dtype=np.int64)
     for i in order:
         step, span = sequences[i], spans[i]
         size = step.memory.layout.block_size
         at = np.arange(step.start, step.start + len(step.token_ids))
-        tokens[span], positions[span], lanes[span] = step.token_ids, at, at % size
+        tokens[span], lanes[span] = step.token_ids, at % size
+        positions[..., span] = at + step.shift if step.grid is None else step.grid
         if abort is not None and abort.is_aborted(i):
             block_ids[span] = NO_BLOCK
         else:
