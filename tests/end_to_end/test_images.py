@@ -1,6 +1,6 @@
 """Images through the whole system, of both families: the answers are transformers' own, whatever happens.
 
-LLaVA, over tcp, is part of the long form.
+Qwen2.5-VL goes over tcp; LLaVA is part of the long form.
 """
 
 from __future__ import annotations
@@ -51,18 +51,12 @@ class Served:
         images = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         messages = [{"role": role, "content": [_as_part(part) for part in parts]} for role, parts in turns]
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
-        given = {"images": [images] if self.family == "idefics3" else images} if images else {}
-        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
-        kept = {
-            name: inputs[name]
-            for name in inputs
-            if name in ("input_ids", "pixel_values", "pixel_attention_mask")
-        }
+        kept = vision_models.inputs_of(self.processor, self.family, text, images)
         with torch.inference_mode():
             found = self.model.generate(
                 **kept, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
             )
-        prompt: list[int] = inputs["input_ids"][0].tolist()
+        prompt: list[int] = kept["input_ids"][0].tolist()
         answer: list[int] = found[0].tolist()
         return prompt, answer[len(prompt) :] if len(answer) > count else answer
 
@@ -104,7 +98,9 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     return list(answer.outputs[index].token_ids)
 
 
-@pytest.fixture(scope="module", params=["idefics3", pytest.param("llava", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["idefics3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.full)]
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
