@@ -26,7 +26,7 @@ class ImageRows(NamedTuple):
     first_row: int = 0
     """Number of the first of them among the image's rows."""
     columns: int = 0
-    """Of the grid that they form, where their positions are those of a grid (image_positions.py); else 0."""
+    """Columns of the grid that gives them their positions (image_positions.py); 0: positions are places."""
 
     @property
     def end(self) -> int:

@@ -60,7 +60,7 @@ class Attempt:
 
     @property
     def output_shift(self) -> int:
-        """What is added to the places of output tokens for their positions (image_positions.py)."""
+        """Return what is added to the places of output tokens for their positions (image_positions.py)."""
         return position_shift(self.images, len(self.prompt_ids)) if self.images else 0
 
     @property

@@ -51,7 +51,7 @@ class ImagePlace:
     image: int
     first_row: int
     columns: int = 0
-    """Of the grid on which the rows have their positions; 0: they have their places'."""
+    """Columns of the grid on which the rows have their positions; 0: they have their places'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Rotation:
     """Lanes of a head that are rotated, even, at most head_dim."""
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
-    """Which of a token's three positions (time, height, width) turns each pair of lanes, `width / 2` of them;
+    """Axes (0 time, 1 height, 2 width) of the position that turns each pair of lanes, `width / 2` of them;
     empty: tokens have one position.
     """
 

@@ -1,4 +1,4 @@
-"""Where the patches of Qwen's encoders are: their order, their angles and their windows.
+"""Places of the patches of Qwen's encoders: their order, their angles and their windows.
 
 Patches lie square by square: the `merge` x `merge` of them that make one row of embeddings follow one
 another, and squares go line by line. Names carry shapes: P patches, S squares.
