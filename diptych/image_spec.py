@@ -1,9 +1,9 @@
 """Images as a model wants them: tiles, sizes, normalisation and placeholder, read from its folder.
 
 The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below
-both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM), LLaVA and
-Qwen-VL; what of them is not computed is refused by the field's name. Data and plain functions: imports
-nothing of Diptych.
+both. Its fields are those of transformers' image processors of the families Gemma 3, Idefics3 (SmolVLM),
+LLaVA and Qwen-VL; what of them is not computed is refused by the field's name. Data and plain functions:
+imports nothing of Diptych.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "gemma3": "gemma3",
         "idefics3": "idefics3",
         "smolvlm": "idefics3",
         "llava": "llava",
@@ -28,7 +29,7 @@ FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
 _IMAGENET: Final = (0.5, 0.5, 0.5)
 _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
-_LANCZOS, _BICUBIC = 1, 3
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _MOST_RESAMPLE: Final = 5  # Pillow's filters are 0 to 5
 _MOST_EDGE: Final = 8192
 
@@ -41,15 +42,13 @@ class UnreadableImages(ValueError):
 class ImageSpec:
     """Rules that make images into tiles and tokens. Sizes are in pixels."""
 
-    family: Literal["idefics3", "llava", "qwen2_vl"]
+    family: Literal["gemma3", "idefics3", "llava", "qwen2_vl"]
     tile: tuple[int, int]
     """Height and width of all tiles; of the smallest ones where images keep sizes of their own."""
     rows_per_tile: int
     """Tokens, and rows of embeddings, of such a tile."""
     token: str
-    """Text of the token that stands for an image in the chat template, and for each of its rows in the
-    prompt.
-    """
+    """Text of the token that stands for each of an image's rows in the prompt."""
     token_id: int
     resample: int
     """Filter of a resize, as Pillow numbers them."""
@@ -66,6 +65,10 @@ class ImageSpec:
     """LLaVA: else the shortest edge, before the centre is cut out."""
     pads: bool = False
     """LLaVA: an image is made a square first."""
+    shown: str = ""
+    """Text of the token that stands for an image in the chat template, where that is another one."""
+    whole: bool = False
+    """Gemma 3: rows of an image see one another, also those behind them."""
     unit: int = 0
     """Qwen-VL: the side of the square that gives one row. An image is one tile of whole squares, of about its
     own size, and its rows have positions on their grid."""
@@ -107,12 +110,14 @@ def image_spec(folder: Path) -> ImageSpec | None:
     fields = (
         _Fields(inner) if isinstance(inner, dict) else _Fields(_object(folder / "preprocessor_config.json"))
     )
+    if not fields.values and family == "gemma3":
+        return None  # its text model is published with and without the encoder's files
     if not fields.values:
         raise UnreadableImages("it has no preprocessor_config.json, which says how images are prepared")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")
-    readers = {"idefics3": _idefics3, "llava": _llava, "qwen2_vl": _qwen}
+    readers = {"gemma3": _gemma3, "idefics3": _idefics3, "llava": _llava, "qwen2_vl": _qwen}
     return readers[family](config, fields)
 
 
@@ -165,6 +170,28 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
         shortest_edge=0 if exact else fields.edge("size", "shortest_edge", 224),
         pads=fields.values.get("do_pad") is True,
         **fields.shared(_BICUBIC, _CLIP_MEAN, _CLIP_STD),
+    )
+
+
+def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
+    vision = _inner(config, "vision_config")
+    edge = _size(vision, "image_size", 224)
+    tile = fields.edge("size", "height", 224), fields.edge("size", "width", 224)
+    if tile != (edge, edge):
+        raise UnreadableImages(f"preprocessor_config.json: size is not the encoder's {edge} x {edge}")
+    if fields.values.get("do_pan_and_scan") not in (None, False):
+        raise UnreadableImages("preprocessor_config.json: do_pan_and_scan is not computed")
+    named = "image_token_id" if "image_token_id" in config else "image_token_index"
+    return ImageSpec(
+        family="gemma3",
+        tile=tile,
+        rows_per_tile=_size(config, "mm_tokens_per_image", 256),
+        token="<image_soft_token>",
+        token_id=_size(config, named, 262144),
+        resize_to=tile,
+        shown="<start_of_image>",
+        whole=True,
+        **fields.shared(_BILINEAR, _IMAGENET, _IMAGENET),
     )
 
 

@@ -68,7 +68,7 @@ class ImageEncoding:
         states = {digest: ImageState(digest, tiles) for digest, tiles in pixels.items()}
         for digest, state in states.items():
             self._take_cached(digest, state)
-        return RequestImages(attempt.images, states)
+        return RequestImages(attempt.images, states, spec.whole)
 
     def next_waiting(self, requests: Iterable[PrefillRequest]) -> tuple[PrefillRequest, ImageState] | None:
         """Return the first prompt with blocks that waits for an image, and that image; None without one."""

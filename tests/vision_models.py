@@ -26,13 +26,13 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 
-from tests import qwen_vision_models
+from tests import gemma_vision_models, qwen_vision_models
 from tests.diptych.runtime.tokenizer.small_models import byte_level
 
-FAMILIES = ("idefics3", "llava", "qwen2_5_vl")
+FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "gemma3")
 CONTEXT = 1024
 PIXELS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-INPUTS = ("input_ids", "mm_token_type_ids", *PIXELS)
+INPUTS = ("input_ids", "mm_token_type_ids", "token_type_ids", *PIXELS)
 """What transformers' models read of what its processors make."""
 IDEFICS3_TOKENS = (
     "<image>",
@@ -61,12 +61,14 @@ def write(family: str, folder: Path) -> Path:
     """Write a model of `family` with tokenizer, chat template and processor; return the folder."""
     if family in qwen_vision_models.FAMILIES:
         return qwen_vision_models.write(family, folder)
+    if family == "gemma3":
+        return gemma_vision_models.write(folder)
     return _write_idefics3(folder) if family == "idefics3" else _write_llava(folder)
 
 
 def inputs_of(processor: Any, family: str, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
     """Return transformers' inputs of a rendered conversation about pictures."""
-    images = [list(pictures)] if family == "idefics3" else list(pictures)
+    images = [list(pictures)] if family in ("idefics3", "gemma3") else list(pictures)
     given = {"images": images} if pictures else {}
     found = processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)
     return {name: found[name] for name in INPUTS if name in found}
@@ -171,6 +173,8 @@ def oracle(family: str, folder: Path) -> Any:
     """Return transformers' model, in float32."""
     if family in qwen_vision_models.FAMILIES:
         return qwen_vision_models.oracle(family, folder)
+    if family == "gemma3":
+        return gemma_vision_models.oracle(folder)
     kind = Idefics3ForConditionalGeneration if family == "idefics3" else LlavaForConditionalGeneration
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -179,6 +183,8 @@ def processor(family: str, folder: Path) -> Any:
     """Return transformers' processor with Pillow."""
     if family in qwen_vision_models.FAMILIES:
         return qwen_vision_models.processor(folder)
+    if family == "gemma3":
+        return gemma_vision_models.processor(folder)
     fast = PreTrainedTokenizerFast.from_pretrained(folder)
     saved = json.loads((folder / "processor_config.json").read_bytes())
     fields = {key: value for key, value in saved["image_processor"].items() if key != "image_processor_type"}

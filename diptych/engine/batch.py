@@ -29,6 +29,8 @@ class EmbeddingRows:
     at: int
     rows: torch.Tensor
     """`[tokens, hidden]`, of any floating type, on any device."""
+    whole: bool = False
+    """The tokens see one another, also those behind them: all that is left of an image (Gemma 3)."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,19 @@ def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]
         for places, step in zip(plain, sequences, strict=True)
     ]
     return np.concatenate(wide, axis=1)
+
+
+def visible_ends(step: SequenceStep) -> npt.NDArray[np.int64] | None:
+    """Return for each token of a chunk the first position that it does not see, `[tokens]`; None where that
+    is the one after its own for all.
+    """
+    if not any(one.whole for one in step.embeddings):
+        return None
+    ends = np.arange(step.start + 1, step.start + 1 + len(step.token_ids))
+    for one in step.embeddings:
+        if one.whole:
+            ends[one.at : one.at + len(one.rows)] = step.start + one.at + len(one.rows)
+    return ends
 
 
 def check_batch(

@@ -15,6 +15,7 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_ENDS: Final = "<end_of_image>"
 _AROUND: Final = "<fake_token_around_image>"
 _WHOLE: Final = "<global-img>"
 TEXT, IMAGE = "text", "image"
@@ -84,6 +85,8 @@ class ImageSupport:
 
     spec: ImageSpec
     control_tokens: ControlTokens
+    shown_id: int
+    """Id of the token that stands for an image in the chat template."""
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer) -> ImageSupport | None:
@@ -99,7 +102,10 @@ class ImageSupport:
             return None
         if tokenizer.id_of(spec.token) != spec.token_id:
             raise UnusableImages(f"the tokenizer's {spec.token} is not the config's token {spec.token_id}")
-        return cls(spec, tokenizer.control_tokens)
+        shown = tokenizer.id_of(spec.shown or spec.token)
+        if shown is None:
+            raise UnusableImages(f"the tokenizer has no {spec.shown}, which stands for an image")
+        return cls(spec, tokenizer.control_tokens, shown)
 
     def tokens_of(self, image: PreparedImage) -> tuple[ControlToken | str, ...]:
         """Return what stands for an image in the prompt."""
@@ -125,7 +131,7 @@ class ImageSupport:
         return tuple(made) if next(waiting, None) is None else None
 
     def _stands_for_image(self, part: ControlToken | str) -> bool:
-        return isinstance(part, ControlToken) and part.token_id == self.spec.token_id
+        return isinstance(part, ControlToken) and part.token_id == self.shown_id
 
     def locate(self, token_ids: Sequence[int], images: tuple[PreparedImage, ...]) -> PromptImages:
         """Return where the rows of images are among the tokens of their prompt.
@@ -158,6 +164,8 @@ def _joined(
 
 
 def _text_of(image: PreparedImage, spec: ImageSpec) -> str:
+    if spec.family == "gemma3":
+        return f"\n\n{spec.shown}{spec.token * spec.rows_of(image.shape)}{_ENDS}\n\n"
     if spec.family != "idefics3":
         return spec.token * spec.rows_of(image.shape)
     tile = spec.token * spec.rows_per_tile

@@ -39,6 +39,8 @@ def prepare(image: Pixels, spec: ImageSpec) -> Prepared:
     """Return the tiles of an RGB image `[3, height, width]`. Raises Unpreparable."""
     if spec.family == "llava":
         return Prepared(_cropped(image, spec)[None], 0, 0)
+    if spec.family == "gemma3":
+        return Prepared(resize(image, spec.tile, spec.resample)[None], 0, 0)
     if spec.unit:
         return Prepared(resize(image, _whole_squares(*image.shape[1:], spec), spec.resample)[None], 0, 0)
     image = resize(image, _longest_edge(image.shape[1], image.shape[2], spec.longest_edge), spec.resample)

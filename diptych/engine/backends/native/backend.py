@@ -26,6 +26,7 @@ from diptych.engine.batch import (
     StepOutput,
     given_embeddings,
     rotary_positions,
+    visible_ends,
 )
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
@@ -227,20 +228,29 @@ class NativeBackend:
             begin = end
         self._check(self._library.diptych_set_embedding(self._model, own.data_ptr()))
         try:
-            return self._step_of_ids(numbered, greedy, abort)
+            return self._step_of_ids(numbered, greedy, abort, _ends(sequences))
         finally:
             self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
 
     def _step_of_ids(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        ends: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, Sequence[int]]:
         if any(step.grid is not None for step in sequences):
-            return self._step_on_grids(sequences, greedy, abort)
+            return self._step_on_grids(sequences, greedy, abort, ends)
         self._reach(positions_of(sequences))
-        return self._run(native_batch(sequences, greedy, abort, self._dtype, _turns(sequences)), greedy)
+        turns = _turns(sequences)
+        return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
 
     def _step_on_grids(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        ends: Sequence[int] | None,
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """Compute a step some of whose tokens have three positions: by rotary tables of its own, a row a
         token. It is no launched step, so that no other reads tables meanwhile.
@@ -252,7 +262,7 @@ class NativeBackend:
         turns = np.arange(positions.shape[-1])
         self._set_rotations(own, len(turns))
         try:
-            return self._run(native_batch(sequences, greedy, abort, self._dtype, turns), greedy)
+            return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
         finally:
             self._set_rotations(self._rotary, self._positions)
 
@@ -294,6 +304,15 @@ class NativeBackend:
 def _turns(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
     """Return the rotary positions of a batch's tokens, where some are not their places."""
     return rotary_positions(sequences) if any(step.shift for step in sequences) else None
+
+
+def _ends(sequences: Sequence[SequenceStep]) -> Sequence[int] | None:
+    """Return the first positions that a batch's tokens do not see, where these are not those after theirs."""
+    if not any(one.whole for step in sequences for one in step.embeddings):
+        return None
+    plain = (range(step.start + 1, step.start + 1 + len(step.token_ids)) for step in sequences)
+    found = ((visible_ends(step), other) for step, other in zip(sequences, plain, strict=True))
+    return [end for own, other in found for end in (other if own is None else own.tolist())]
 
 
 def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:

@@ -36,9 +36,11 @@ def native_batch(
     abort: AbortWords | None,
     dtype: torch.dtype,
     turns: npt.NDArray[np.int64] | None = None,
+    ends: Sequence[int] | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
-    the row of the rotary tables, by default its position.
+    the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
+    see, by default those after their own.
 
     It is 1 where the row's likeliest token is wanted and not the logits. Raises NativeError for memories that
     are not of the model's layout.
@@ -69,6 +71,8 @@ def native_batch(
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
     if turns is not None:
         arrays["turns"] = array("i", turns.tolist())
+    if ends is not None:
+        arrays["ends"] = array("i", ends)
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,

@@ -19,9 +19,10 @@ from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.backends.triton.packed_step import Group, PackedStep
+from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.models.shape import ModelShape
+from kernels.paged_attention import paged_attention
 
 
 def always() -> bool:
@@ -187,6 +188,8 @@ class Layers:
             buffers.queries.mul_(growth)
         for group in step.groups:
             self._attend(index, layer, group, buffers, scratch)
+        for seeing in step.seeing:
+            self._attend_beyond(index, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
         self._products.linear(mixed, layer.output, out=buffers.added)
         self._change(index, "output", mixed, buffers.added, step)
@@ -223,6 +226,26 @@ class Layers:
             eps=shape.rms_eps,
             scales=self._scales,
             out=buffers.queries[rows],
+        )
+
+    def _attend_beyond(
+        self, index: int, layer: PackedLayer, seeing: SeeingRows, buffers: Activations
+    ) -> None:
+        """Compute the attention of a chunk whose tokens see beyond their own position, by torch: the kernel
+        of chunks is causal.
+        """
+        buffers.mixed[seeing.rows] = paged_attention(
+            buffers.queries[seeing.rows],
+            seeing.blocks,
+            index,
+            seeing.table,
+            seeing.start,
+            self.shape.window(index),
+            self._scales,
+            scale=self.shape.score_scale,
+            cap=self.shape.score_cap,
+            sinks=layer.sinks,
+            ends=seeing.ends,
         )
 
     def _attend(

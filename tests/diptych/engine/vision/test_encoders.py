@@ -118,10 +118,24 @@ def _of_chunk(
     """Return the embeddings of a chunk, a row at a time."""
     at = [place for place, token in enumerate(ids) if token == vision.spec.token_id]
     assert len(at) == len(rows)
+    if vision.spec.whole:
+        return _whole_images(vision, at, rows, start, end)
     return tuple(
         EmbeddingRows(place - start, rows[row : row + 1])
         for row, place in enumerate(at)
         if start <= place < end
+    )
+
+
+def _whole_images(
+    vision: Vision, at: Sequence[int], rows: torch.Tensor, start: int, end: int
+) -> tuple[EmbeddingRows, ...]:
+    """Return the embeddings of a chunk, an image at a time."""
+    count = vision.spec.rows_per_tile
+    return tuple(
+        EmbeddingRows(at[row] - start, rows[row : row + count], whole=True)
+        for row in range(0, len(rows), count)
+        if start <= at[row] < end
     )
 
 
@@ -141,8 +155,13 @@ def _prefill(
 ) -> tuple[torch.Tensor, KVMemory]:
     memory = KVMemory(runner.model.kv_layout(16), BLOCKS)
     found = []
-    for start in range(0, len(ids), chunk):
+    end = 0
+    while (start := end) < len(ids):
         end = min(start + chunk, len(ids))
+        if vision.spec.whole:  # no chunk ends within an image
+            inside = [n for n, token in enumerate(ids) if token == vision.spec.token_id]
+            while end in inside and end - 1 in inside:
+                end += 1
         given = _of_chunk(vision, ids, rows, start, end)
         step = _placed(
             SequenceStep(
