@@ -1,6 +1,6 @@
 """Images through the whole system, of both families: the answers are transformers' own, whatever happens.
 
-Qwen2.5-VL goes over tcp; LLaVA is part of the long form.
+Qwen2.5-VL goes over tcp; Idefics3 and LLaVA are part of the long form.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class Served:
     stack: Stack
     model: Any
     processor: Any
+
+    @property
+    def image_token(self) -> int:
+        """Id of the token that stands for a row of an image."""
+        found: int = self.model.config.image_token_id
+        return found
 
     def expected(
         self, turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT
@@ -99,13 +105,19 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
 
 
 @pytest.fixture(
-    scope="module", params=["idefics3", "qwen2_5_vl", pytest.param("llava", marks=pytest.mark.full)]
+    scope="module",
+    params=[
+        pytest.param("idefics3", marks=pytest.mark.full),
+        "qwen2_5_vl",
+        "gemma3",
+        pytest.param("llava", marks=pytest.mark.full),
+    ],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    transport = "shared_memory" if family == "idefics3" else "tcp"
+    transport = "shared_memory" if family in ("idefics3", "gemma3") else "tcp"
     with running_stack(
         *flags, "--kv-blocks", "256", "--transport", transport, "--set", "gateway.max-images=4"
     ) as stack:
@@ -154,7 +166,7 @@ def test_the_same_image_is_cached_and_another_one_shares_no_token(served: Served
     other_turns = [("user", [b, "What is it?"])]
     (other,) = ask(served.stack, request(other_turns))
     assert ids(other) == served.expected(other_turns)[1] != ids(first)
-    before_image = list(other.prompt.token_ids).index(served.processor.image_token_id)
+    before_image = list(other.prompt.token_ids).index(served.image_token)
     assert other.usage.cached_prompt_tokens <= before_image // 16 * 16
     more = [*turns, ("assistant", ["This."]), ("user", ["And now?"])]
     (later,) = ask(served.stack, request(more))

@@ -25,6 +25,7 @@ _QWEN2_VL = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "max_window_layers": 80,
+    "eos_token_id": 151645,
 }
 _QWEN3_VL = {
     **QWEN2_DEFAULTS,

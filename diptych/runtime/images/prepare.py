@@ -42,7 +42,9 @@ def prepare(image: Pixels, spec: ImageSpec) -> Prepared:
     if spec.family == "gemma3":
         return Prepared(resize(image, spec.tile, spec.resample)[None], 0, 0)
     if spec.unit:
-        return Prepared(resize(image, _whole_squares(*image.shape[1:], spec), spec.resample)[None], 0, 0)
+        return Prepared(
+            resize(image, _whole_squares(image.shape[1], image.shape[2], spec), spec.resample)[None], 0, 0
+        )
     image = resize(image, _longest_edge(image.shape[1], image.shape[2], spec.longest_edge), spec.resample)
     if not spec.splits:
         return Prepared(resize(image, spec.tile, spec.resample)[None], 0, 0)
