@@ -216,7 +216,7 @@ def chat_body(*urls: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": OUTPUT, "min_tokens": OUTPUT}
 
 
-def test_openai_clients_get_the_same_answers(served: Served) -> None:
+def test_clients_of_openais_and_anthropics_get_the_same_answers(served: Served) -> None:
     image = vision_models.picture(0, *SIZES["square"])
     prompt, answer = served.expected([("user", ["What is this? ", image])])
     file = vision_models.png(image)
@@ -236,6 +236,18 @@ def test_openai_clients_get_the_same_answers(served: Served) -> None:
     status, responses = over_http(served, "/v1/responses", body)
     assert status == 200
     assert responses["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file).decode()}
+    blocks = [{"type": "text", "text": "What is this? "}, {"type": "image", "source": source}]
+    body = {
+        "messages": [{"role": "user", "content": blocks}],
+        "max_tokens": OUTPUT,
+        "min_tokens": OUTPUT,
+    }
+    status, messages = over_http(served, "/v1/messages", body)
+    assert status == 200
+    assert messages["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    usage = messages["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     with urllib.request.urlopen(http_root(served.stack) + "/v1/models", timeout=60) as listed:
         assert json.load(listed)["data"][0]["input_modalities"] == ["text", "image"]
 
