@@ -175,6 +175,8 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
 
 def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     vision = _inner(config, "vision_config")
+    if (kind := vision.get("model_type", "siglip_vision_model")) != "siglip_vision_model":
+        raise UnreadableImages(f"config.json: vision_config.model_type {kind!r}; siglip_vision_model is read")
     edge = _size(vision, "image_size", 224)
     tile = fields.edge("size", "height", 224), fields.edge("size", "width", 224)
     if tile != (edge, edge):

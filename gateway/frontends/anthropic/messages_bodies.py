@@ -121,7 +121,7 @@ Block = Annotated[
     Discriminator(
         _kind_of,
         custom_error_type="rule",
-        custom_error_message=f"must be a {TEXT}, {IMAGE}, {THINKING}, {CALL} or {RESULT} block: no other is read",
+        custom_error_message=f"must be a {TEXT}, {IMAGE}, {THINKING}, {CALL} or {RESULT} block",
     ),
 ]
 _Blocks = Annotated[list[Block], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]
