@@ -23,6 +23,7 @@ FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
         "llava": "llava",
         "qwen2_vl": "qwen2_vl",
         "qwen2_5_vl": "qwen2_vl",
+        "qwen3_vl": "qwen3_vl",
     }
 )
 """`model_type` of models whose images are read, and the family that says how."""
@@ -42,7 +43,7 @@ class UnreadableImages(ValueError):
 class ImageSpec:
     """Rules that make images into tiles and tokens. Sizes are in pixels."""
 
-    family: Literal["gemma3", "idefics3", "llava", "qwen2_vl"]
+    family: Literal["gemma3", "idefics3", "llava", "qwen2_vl", "qwen3_vl"]
     tile: tuple[int, int]
     """Height and width of all tiles; of the smallest ones where images keep sizes of their own."""
     rows_per_tile: int
@@ -117,7 +118,13 @@ def image_spec(folder: Path) -> ImageSpec | None:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")
-    readers = {"gemma3": _gemma3, "idefics3": _idefics3, "llava": _llava, "qwen2_vl": _qwen}
+    readers = {
+        "gemma3": _gemma3,
+        "idefics3": _idefics3,
+        "llava": _llava,
+        "qwen2_vl": _qwen,
+        "qwen3_vl": _qwen,
+    }
     return readers[family](config, fields)
 
 
@@ -199,8 +206,9 @@ def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
 
 def _qwen(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     vision = _inner(config, "vision_config")
+    usual = 16 if config["model_type"] == "qwen3_vl" else 14
     patch, merge = fields.whole("patch_size", 14), fields.whole("merge_size", 2)
-    sizes = {"patch_size": (patch, 14), "spatial_merge_size": (merge, 2)}
+    sizes = {"patch_size": (patch, usual), "spatial_merge_size": (merge, 2)}
     for name, (used, default) in sizes.items():
         if _size(vision, name, default) != used:
             raise UnreadableImages(f"preprocessor_config.json: patches are not those of vision_config.{name}")
@@ -212,7 +220,7 @@ def _qwen(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     if not unit**2 <= most or not least <= most:
         raise UnreadableImages("preprocessor_config.json: max_pixels is below min_pixels or one row's")
     return ImageSpec(
-        family="qwen2_vl",
+        family="qwen3_vl" if config["model_type"] == "qwen3_vl" else "qwen2_vl",
         tile=(unit, unit),
         rows_per_tile=1,
         token="<|image_pad|>",

@@ -52,6 +52,7 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "qwen3_moe": "qwen3_moe",
         "qwen2_vl_text": "qwen_vl",
         "qwen2_5_vl_text": "qwen_vl",
+        "qwen3_vl_text": "qwen_vl",
     }
 )
 """`model_type` of a config.json, and the module in diptych/engine/models whose `FAMILIES` have it."""
@@ -94,7 +95,8 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
-        ("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl"), "text_config"
+        ("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        "text_config",
     )
 )
 """`model_type` of a model with images around a text model, and the config's key of the latter."""
@@ -145,6 +147,7 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "qwen3_moe": (151_936, 32_768),
         "qwen2_vl_text": (152_064, 32_768),
         "qwen2_5_vl_text": (152_064, 32_768),
+        "qwen3_vl_text": (151_936, 128_000),
     }
 )
 """`vocab_size` and `max_position_embeddings` of configs that leave them out, by `model_type`."""
@@ -175,7 +178,7 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     )
     | dict.fromkeys(
         (
-            *("qwen3_vl", "qwen3_vl_moe", "mllama", "llava_next", "llava_onevision"),
+            *("qwen3_vl_moe", "mllama", "llava_next", "llava_onevision"),
             *("paligemma", "idefics2", "internvl", "gemma3n", "kimi_vl", "glm4v", "glm4v_moe", "llama4"),
         ),
         _IMAGES,

@@ -13,13 +13,15 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from tests.diptych.runtime.tokenizer.small_models import byte_level
 
-FAMILIES = ("qwen2_5_vl", "qwen2_vl")
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 _TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -40,12 +42,16 @@ _VISION = {"depth": 3, "num_heads": 5, "patch_size": _PATCH, "out_hidden_size": 
 _KINDS: dict[str, Any] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 
 
 def _vision(family: str) -> dict[str, Any]:
     if family == "qwen2_vl":
         return {**_VISION, "embed_dim": 40, "mlp_ratio": 2, "hidden_size": 72}
+    if family == "qwen3_vl":
+        deep = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+        return {**_VISION, "hidden_size": 40, "intermediate_size": 56, **deep}
     return {
         **_VISION,
         "hidden_size": 40,
@@ -60,7 +66,7 @@ def write(family: str, folder: Path) -> Path:
     tokenizer = byte_level(vocab_size=700)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _TOKENS])
     end = tokenizer.token_to_id("<|im_end|>")
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size() + 3,
         "hidden_size": 72,
         "intermediate_size": 104,
@@ -73,6 +79,9 @@ def write(family: str, folder: Path) -> Path:
         "eos_token_id": end,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 3]},
     }
+    if family == "qwen3_vl":
+        text["head_dim"] = 12
+        text["rope_parameters"]["mrope_section"] = [2, 2, 2]
     torch.manual_seed(7)
     kind, model = _KINDS[family]
     config = kind(

@@ -28,7 +28,9 @@ class EmbeddingRows:
 
     at: int
     rows: torch.Tensor
-    """`[tokens, hidden]`, of any floating type, on any device."""
+    """`[tokens, hidden]`, of any floating type, on any device; `[tokens, (1 + n) * hidden]` where as many
+    rows follow each, of which the residual takes one after each of the first n layers (Qwen3-VL).
+    """
     whole: bool = False
     """The tokens see one another, also those behind them: all that is left of an image (Gemma 3)."""
 
@@ -119,6 +121,18 @@ def given_embeddings(
     ]
     places = [torch.arange(begin, begin + len(rows)) for begin, rows in given]
     return torch.cat(places), torch.cat([rows for _, rows in given])
+
+
+def rows_after(
+    given: tuple[torch.Tensor, torch.Tensor] | None, layer: int, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return places and rows `[rows, hidden]` of `given_embeddings` that the residual takes after a layer;
+    None if there are none.
+    """
+    begin = (layer + 1) * hidden
+    if given is None or begin >= given[1].shape[1]:
+        return None
+    return given[0], given[1][:, begin : begin + hidden]
 
 
 def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:

@@ -73,7 +73,7 @@ def _shape3(config: Config, tied: bool) -> ModelShape:
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
-    return _with_axes(llama_shape(config, tied, qk_norm="head"), axes)
+    return _with_axes(llama_shape(config, tied, qk_norm="head", deep_images=True), axes)
 
 
 def _family(name: str) -> Family:

@@ -256,6 +256,8 @@ class ModelShape:
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     """Attention is over latents, in every layer."""
+    deep_images: bool = False
+    """The residual takes rows of images after early layers, too (`EmbeddingRows.rows`)."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")

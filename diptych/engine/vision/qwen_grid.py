@@ -41,3 +41,22 @@ def windows(height: int, width: int, edge: int) -> tuple[torch.Tensor, Sequence[
         for left in range(0, width, edge)
     ]
     return torch.cat(cut), [len(window) for window in cut]
+
+
+def between_places(height: int, width: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each patch of a grid, line by line, four places of a learned grid of `side` x `side` and
+    their shares, both `[P, 4]`: the learned grid is stretched over the image's, corners on corners.
+    """
+    (lines, line_shares), (columns, column_shares) = _between(height, side), _between(width, side)
+    places = lines[:, None, :, None] * side + columns[None, :, None, :]
+    shares = line_shares[:, None, :, None] * column_shares[None, :, None, :]
+    return places.reshape(-1, 4), shares.reshape(-1, 4)
+
+
+def _between(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two neighbours among `side` of each of `count` places of an axis, and their shares."""
+    at = torch.arange(count, dtype=torch.float32) * (side - 1) / max(count - 1, 1)
+    first = at.floor()
+    neighbours = torch.stack([first, first + 1], dim=1).long().clamp(max=side - 1)
+    rest = at - first
+    return neighbours, torch.stack([1 - rest, rest], dim=1)

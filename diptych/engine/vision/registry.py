@@ -15,6 +15,7 @@ from diptych.engine.vision.gemma3 import Gemma3Encoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
 from diptych.engine.vision.llava import LlavaEncoder
 from diptych.engine.vision.qwen2_vl import QwenEncoder
+from diptych.engine.vision.qwen3_vl import Qwen3Encoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
 
@@ -23,6 +24,7 @@ _ENCODERS: dict[str, Callable[..., ImageEncoder]] = {
     "idefics3": Idefics3Encoder,
     "llava": LlavaEncoder,
     "qwen2_vl": QwenEncoder,
+    "qwen3_vl": Qwen3Encoder,
 }
 
 

@@ -21,6 +21,7 @@ from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.batch import rows_after
 from diptych.engine.models.shape import ModelShape
 from kernels.paged_attention import paged_attention
 
@@ -85,7 +86,8 @@ class Layers:
         if self._embedding_scale != 1.0:
             buffers.residual.mul_(self._embedding_scale)
         if given is not None:
-            buffers.residual[given[0].to(buffers.residual.device)] = given[1].to(buffers.residual)
+            rows = given[1][:, : buffers.residual.shape[1]]
+            buffers.residual[given[0].to(buffers.residual.device)] = rows.to(buffers.residual)
         self.rotary.gather(step.positions, buffers.angles)
         x = self._normed(weights.layers[0].input_norm, buffers)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
@@ -95,6 +97,8 @@ class Layers:
             self._attention(index, layer, x, step, buffers, scratch, growth)
             x = self._add(layer.attention_out_norm, layer.post_norm, buffers)
             self._feed_forward(index, layer, x, step, buffers)
+            if (deep := rows_after(given, index, buffers.residual.shape[1])) is not None:
+                buffers.added[deep[0].to(buffers.added.device)] += deep[1].to(buffers.added)
             x = self._add(layer.feed_forward_out_norm, next_norm, buffers)
         return x
 

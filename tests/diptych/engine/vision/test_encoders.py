@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diptych.engine.backends.native.backend import NativeUnavailable
 from diptych.engine.batch import BatchError, EmbeddingRows, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import BackendChoice, load_model
@@ -22,6 +23,8 @@ from diptych.runtime.image_rows import ImageRows
 from tests import vision_models
 from tests.diptych.engine.vision.conftest import TEXT_HIDDEN, Vision
 
+IN_TORCH = ("qwen3_vl",)
+"""Families that the native step leaves to torch."""
 CLOSE, GREEDY, BLOCKS = 1e-4, 64, 40
 PICTURES = [vision_models.picture(1, 50, 40), vision_models.picture(2, 20, 70)]
 FOUR = [*PICTURES, vision_models.picture(3, 97, 31), vision_models.picture(4, 110, 120)]
@@ -33,6 +36,8 @@ def test_embeddings_equal_transformers_and_do_not_depend_on_the_neighbours(visio
         given = {name: pixels[name] for name in vision_models.PIXELS if name in pixels}
         found = vision.model.get_image_features(**given)
     expected = torch.cat(list(found.pooler_output)).reshape(-1, TEXT_HIDDEN)
+    if (deep := getattr(found, "deepstack_features", None)) is not None:
+        expected = torch.cat([expected, *(torch.cat(list(layer)) for layer in deep)], dim=1)
     mine = vision.embeddings(*FOUR)
     assert torch.allclose(mine, expected, rtol=0, atol=CLOSE)
     assert torch.equal(mine, torch.cat([vision.embeddings(one) for one in FOUR]))
@@ -43,6 +48,10 @@ def test_embeddings_equal_transformers_and_do_not_depend_on_the_neighbours(visio
     "backend", ["torch", "native", pytest.param("triton", marks=pytest.mark.full)]
 )  # triton runs in its interpreter where there is no GPU: minutes
 def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: BackendChoice) -> None:
+    if backend == "native" and vision.family in IN_TORCH:
+        with pytest.raises(NativeUnavailable, match="early layers"):
+            load_model(vision.folder, torch.float32, backend="native")
+        return
     inputs = vision.inputs(PICTURES)
     ids = inputs["input_ids"][0].tolist()
     with torch.inference_mode():
@@ -72,6 +81,8 @@ def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: Ba
 
 
 def test_a_prompt_with_images_has_the_same_logits_beside_text(vision: Vision) -> None:
+    if vision.family in IN_TORCH:
+        pytest.skip("only the native step gives a row the same bits beside any other")
     ids = vision.inputs(PICTURES)["input_ids"][0].tolist()
     rows = vision.embeddings(*PICTURES)
     runner = Runner(load_model(vision.folder, torch.float32, backend="native"), 1)
