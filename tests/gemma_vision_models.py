@@ -72,6 +72,7 @@ def write(folder: Path) -> Path:
         text_config=text,
         vision_config=vision,
         mm_tokens_per_image=_ROWS,
+        tie_word_embeddings=False,  # tied, a random model repeats its last token
         boi_token_index=tokenizer.token_to_id("<start_of_image>"),
         eoi_token_index=tokenizer.token_to_id("<end_of_image>"),
         image_token_index=tokenizer.token_to_id("<image_soft_token>"),

@@ -128,7 +128,7 @@ class ImageSupport:
             if image is None:
                 return None
             made += self.tokens_of(image)
-        return tuple(made) if next(waiting, None) is None else None
+        return _neighbours_joined(made) if next(waiting, None) is None else None
 
     def _stands_for_image(self, part: ControlToken | str) -> bool:
         return isinstance(part, ControlToken) and part.token_id == self.shown_id
@@ -148,6 +148,19 @@ class ImageSupport:
         if any(columns) and len(places) != len(images):
             raise ValueError("an image whose rows form a grid is not in one piece")
         return PromptImages(images, places)
+
+
+def _neighbours_joined(parts: Sequence[ControlToken | str]) -> tuple[ControlToken | str, ...]:
+    """Return parts with neighbouring texts as one: what stands around an image is tokenized with the text
+    before it.
+    """
+    made: list[ControlToken | str] = []
+    for part in parts:
+        if isinstance(part, str) and made and isinstance(made[-1], str):
+            made[-1] += part
+        else:
+            made.append(part)
+    return tuple(made)
 
 
 def _joined(
