@@ -80,6 +80,7 @@ def write(folder: Path) -> Path:
     model = shaken(Gemma3ForConditionalGeneration(config))
     with torch.no_grad():
         model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.3)
+        model.model.language_model.embed_tokens.weight *= 0.3  # else a token outweighs all images before it
     model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(
