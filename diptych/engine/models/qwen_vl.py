@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diptych.engine.models.config_fields import llama_shape, unreadable
+from diptych.engine.models.config_fields import COMMON, llama_shape, unreadable
 from diptych.engine.models.family import Config, Family
 from diptych.engine.models.qwen2 import QWEN2_DEFAULTS
 from diptych.engine.models.shape import ModelShape
@@ -28,7 +28,10 @@ _QWEN2_VL = {
     "eos_token_id": 151645,
 }
 _QWEN3_VL = {
-    **QWEN2_DEFAULTS,
+    **COMMON,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
     "head_dim": 128,
     "max_position_embeddings": 128000,
 }
