@@ -1,6 +1,6 @@
-"""Images through the whole system, of both families: the answers are transformers' own, whatever happens.
+"""Images through the whole system, of several families: the answers are transformers' own, whatever happens.
 
-Qwen2.5-VL goes over tcp; Idefics3 and LLaVA are part of the long form.
+All but Idefics3 and Gemma 3 go over tcp. Idefics3, LLaVA and Qwen3-VL are part of the long form.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
         "qwen2_5_vl",
         "gemma3",
         pytest.param("llava", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", marks=pytest.mark.full),
     ],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
