@@ -52,7 +52,12 @@ class Beams(StepGroup):
         attempt = self.request.attempt
         row = attempt.sample_row(attempt.params, [])
         root = DecodeSequence(
-            len(attempt.prompt_ids), [], row, self.request.grammar, adapter=self.request.adapter_slot
+            len(attempt.prompt_ids),
+            [],
+            row,
+            self.request.grammar,
+            adapter=self.request.adapter_slot,
+            shift=attempt.output_shift,
         )
         self.request.blocks.start(root)
         self.rows = [root]
@@ -94,7 +99,9 @@ class Beams(StepGroup):
         if grammar is not None:
             grammar.accept(token_id)
         row = attempt.sample_row(attempt.params, output, grammar)
-        child = DecodeSequence(len(attempt.prompt_ids), output, row, grammar, adapter=parent.adapter)
+        child = DecodeSequence(
+            len(attempt.prompt_ids), output, row, grammar, adapter=parent.adapter, shift=parent.shift
+        )
         self.request.blocks.fork(parent, child)
         return child
 

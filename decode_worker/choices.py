@@ -64,7 +64,13 @@ class Choice(StepGroup):
         grammar = None if request.grammar is None else request.grammar.copy()
         row = attempt.sample_row(attempt.choices[self._choice], output, grammar)
         sequence = DecodeSequence(
-            len(attempt.prompt_ids), output, row, grammar, attempt=attempt, adapter=request.adapter_slot
+            len(attempt.prompt_ids),
+            output,
+            row,
+            grammar,
+            attempt=attempt,
+            adapter=request.adapter_slot,
+            shift=attempt.output_shift,
         )
         request.blocks.start(sequence)
         self.rows = [sequence]

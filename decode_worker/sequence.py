@@ -46,6 +46,8 @@ class DecodeSequence:
     """Leading tokens whose keys and values of the draft model are there; None: it drafts no more for this."""
     adapter: int | None = None
     """Slot of the attempt's adapter; None: the base model."""
+    shift: int = 0
+    """Rotary positions of its output less their places (`Attempt.output_shift`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +70,7 @@ class DecodeSequence:
             trailing=1 + len(self.draft),
             follows=follows,
             adapter=self.adapter,
+            shift=self.shift,
         )
 
     def sample_rows(self) -> Sequence[SampleRow]:

@@ -1,28 +1,36 @@
 """Images as a model wants them: tiles, sizes, normalisation and placeholder, read from its folder.
 
 The gateway resizes and splits images by it and the prefill worker normalises them, so that it stands below
-both. Its fields are those of transformers' image processors of the families Idefics3 (SmolVLM) and LLaVA;
-what of them is not computed is refused by the field's name. Data and plain functions: imports nothing of
-Diptych.
+both. Its fields are those of transformers' image processors of the families Gemma 3, Idefics3 (SmolVLM),
+LLaVA and Qwen-VL; what of them is not computed is refused by the field's name. Data and plain functions:
+imports nothing of Diptych.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
-    {"idefics3": "idefics3", "smolvlm": "idefics3", "llava": "llava"}
+    {
+        "gemma3": "gemma3",
+        "idefics3": "idefics3",
+        "smolvlm": "idefics3",
+        "llava": "llava",
+        "qwen2_vl": "qwen2_vl",
+        "qwen2_5_vl": "qwen2_vl",
+        "qwen3_vl": "qwen3_vl",
+    }
 )
 """`model_type` of models whose images are read, and the family that says how."""
 _IMAGENET: Final = (0.5, 0.5, 0.5)
 _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
-_LANCZOS, _BICUBIC = 1, 3
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _MOST_RESAMPLE: Final = 5  # Pillow's filters are 0 to 5
 _MOST_EDGE: Final = 8192
 
@@ -35,15 +43,13 @@ class UnreadableImages(ValueError):
 class ImageSpec:
     """Rules that make images into tiles and tokens. Sizes are in pixels."""
 
-    family: Literal["idefics3", "llava"]
+    family: Literal["gemma3", "idefics3", "llava", "qwen2_vl", "qwen3_vl"]
     tile: tuple[int, int]
-    """Height and width of all tiles."""
+    """Height and width of all tiles; of the smallest ones where images keep sizes of their own."""
     rows_per_tile: int
-    """Tokens, and rows of embeddings, of a tile."""
+    """Tokens, and rows of embeddings, of such a tile."""
     token: str
-    """Text of the token that stands for an image in the chat template, and for each of its rows in the
-    prompt.
-    """
+    """Text of the token that stands for each of an image's rows in the prompt."""
     token_id: int
     resample: int
     """Filter of a resize, as Pillow numbers them."""
@@ -60,6 +66,32 @@ class ImageSpec:
     """LLaVA: else the shortest edge, before the centre is cut out."""
     pads: bool = False
     """LLaVA: an image is made a square first."""
+    shown: str = ""
+    """Text of the token that stands for an image in the chat template, where that is another one."""
+    whole: bool = False
+    """Gemma 3: rows of an image see one another, also those behind them."""
+    unit: int = 0
+    """Qwen-VL: the side of the square that gives one row. An image is one tile of whole squares, of about its
+    own size, and its rows have positions on their grid."""
+    least_pixels: int = 0
+    """Qwen-VL: of an image as it is encoded."""
+    most_pixels: int = 0
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the tokens of an image of `shape` (tiles, channels, height, width); 0 for one that the model
+        does not take.
+        """
+        tiles, channels, height, width = shape
+        if channels != 3 or min(shape) < 1:
+            return 0
+        if not self.unit:
+            return tiles * self.rows_per_tile if (height, width) == self.tile else 0
+        whole = tiles == 1 and not height % self.unit and not width % self.unit
+        return (height // self.unit) * (width // self.unit) if whole else 0
+
+    def columns_of(self, shape: Sequence[int]) -> int:
+        """Return the columns of the grid on which an image's rows have their positions; 0: they have none."""
+        return shape[3] // self.unit if self.unit else 0
 
 
 def image_spec(folder: Path) -> ImageSpec | None:
@@ -79,12 +111,21 @@ def image_spec(folder: Path) -> ImageSpec | None:
     fields = (
         _Fields(inner) if isinstance(inner, dict) else _Fields(_object(folder / "preprocessor_config.json"))
     )
+    if not fields.values and family == "gemma3":
+        return None  # its text model is published with and without the encoder's files
     if not fields.values:
         raise UnreadableImages("it has no preprocessor_config.json, which says how images are prepared")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")
-    return _idefics3(config, fields) if family == "idefics3" else _llava(config, fields)
+    readers = {
+        "gemma3": _gemma3,
+        "idefics3": _idefics3,
+        "llava": _llava,
+        "qwen2_vl": _qwen,
+        "qwen3_vl": _qwen,
+    }
+    return readers[family](config, fields)
 
 
 def _idefics3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
@@ -139,6 +180,66 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
     )
 
 
+def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
+    vision = _inner(config, "vision_config")
+    if (kind := vision.get("model_type", "siglip_vision_model")) != "siglip_vision_model":
+        raise UnreadableImages(f"config.json: vision_config.model_type {kind!r}; siglip_vision_model is read")
+    edge = _size(vision, "image_size", 224)
+    tile = fields.edge("size", "height", 224), fields.edge("size", "width", 224)
+    if tile != (edge, edge):
+        raise UnreadableImages(f"preprocessor_config.json: size is not the encoder's {edge} x {edge}")
+    if fields.values.get("do_pan_and_scan") not in (None, False):
+        raise UnreadableImages("preprocessor_config.json: do_pan_and_scan is not computed")
+    named = "image_token_id" if "image_token_id" in config else "image_token_index"
+    return ImageSpec(
+        family="gemma3",
+        tile=tile,
+        rows_per_tile=_size(config, "mm_tokens_per_image", 256),
+        token="<image_soft_token>",
+        token_id=_size(config, named, 262144),
+        resize_to=tile,
+        shown="<start_of_image>",
+        whole=True,
+        **fields.shared(_BILINEAR, _IMAGENET, _IMAGENET),
+    )
+
+
+def _qwen(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
+    vision = _inner(config, "vision_config")
+    usual = 16 if config["model_type"] == "qwen3_vl" else 14
+    patch, merge = fields.whole("patch_size", 14), fields.whole("merge_size", 2)
+    sizes = {"patch_size": (patch, usual), "spatial_merge_size": (merge, 2)}
+    for name, (used, default) in sizes.items():
+        if _size(vision, name, default) != used:
+            raise UnreadableImages(f"preprocessor_config.json: patches are not those of vision_config.{name}")
+    size = fields.values.get("size")
+    size = size if isinstance(size, dict) else {}
+    unit = patch * merge
+    least = _pixels(fields.values.get("min_pixels"), size.get("shortest_edge"), 4 * unit**2)
+    most = _pixels(fields.values.get("max_pixels"), size.get("longest_edge"), 1280 * unit**2)
+    if not unit**2 <= most or not least <= most:
+        raise UnreadableImages("preprocessor_config.json: max_pixels is below min_pixels or one row's")
+    return ImageSpec(
+        family="qwen3_vl" if config["model_type"] == "qwen3_vl" else "qwen2_vl",
+        tile=(unit, unit),
+        rows_per_tile=1,
+        token="<|image_pad|>",
+        token_id=_size(config, "image_token_id", 151655),
+        unit=unit,
+        least_pixels=least,
+        most_pixels=most,
+        **fields.shared(_BICUBIC, _CLIP_MEAN, _CLIP_STD),
+    )
+
+
+def _pixels(given: object, within: object, default: int) -> int:
+    """Return a bound on an image's pixels: by the older spelling, else as the edge that it is called."""
+    value = default if given is None and within is None else within if given is None else given
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST_EDGE**2:
+        raise UnreadableImages(f"preprocessor_config.json: size must be 1 to {_MOST_EDGE**2} pixels")
+    return value
+
+
 @dataclass(frozen=True)
 class _Fields:
     """Fields of an image processor."""
@@ -153,6 +254,13 @@ class _Fields:
             raise UnreadableImages(
                 f"preprocessor_config.json: {name}.{edge} must be 1 to {_MOST_EDGE} pixels"
             )
+        return value
+
+    def whole(self, name: str, default: int) -> int:
+        """Return a whole number above 0."""
+        value = self.values.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST_EDGE:
+            raise UnreadableImages(f"preprocessor_config.json: {name} must be a whole number above 0")
         return value
 
     def shared(self, resample: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:

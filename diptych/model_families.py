@@ -50,6 +50,9 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "olmoe": "olmoe",
         "qwen2_moe": "qwen3_moe",
         "qwen3_moe": "qwen3_moe",
+        "qwen2_vl_text": "qwen_vl",
+        "qwen2_5_vl_text": "qwen_vl",
+        "qwen3_vl_text": "qwen_vl",
     }
 )
 """`model_type` of a config.json, and the module in diptych/engine/models whose `FAMILIES` have it."""
@@ -91,9 +94,15 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 """`general.architecture` of a GGUF file, and the module whose `GGUF_FAMILIES` have it."""
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
-    dict.fromkeys(("gemma3", "mistral3", "idefics3", "smolvlm", "llava"), "text_config")
+    dict.fromkeys(
+        ("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        "text_config",
+    )
 )
 """`model_type` of a model with images around a text model, and the config's key of the latter."""
+
+_FLAT: Final = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Wrappers whose older files have the text model's fields beside the encoder's."""
 
 DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {
@@ -136,6 +145,9 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "olmoe": (50_304, 4_096),
         "qwen2_moe": (151_936, 32_768),
         "qwen3_moe": (151_936, 32_768),
+        "qwen2_vl_text": (152_064, 32_768),
+        "qwen2_5_vl_text": (152_064, 32_768),
+        "qwen3_vl_text": (151_936, 128_000),
     }
 )
 """`vocab_size` and `max_position_embeddings` of configs that leave them out, by `model_type`."""
@@ -166,21 +178,24 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     )
     | dict.fromkeys(
         (
-            *(
-                "qwen2_vl",
-                "qwen2_5_vl",
-                "qwen3_vl",
-                "qwen3_vl_moe",
-                "mllama",
-                "llava_next",
-                "llava_onevision",
-            ),
+            *("qwen3_vl_moe", "mllama", "llava_next", "llava_onevision"),
             *("paligemma", "idefics2", "internvl", "gemma3n", "kimi_vl", "glm4v", "glm4v_moe", "llama4"),
         ),
         _IMAGES,
     )
 )
 """Names of either table's kind that are known and refused, and why."""
+
+
+def wrapped_text(config: Mapping[str, Any]) -> object:
+    """Return the fields of a wrapper's text model as they stand in its config; of no use if no mapping."""
+    kind = str(config.get("model_type"))
+    inner = config.get(WRAPPERS[kind])
+    if inner is None and kind in _FLAT:
+        left_out = ("vision_config", "architectures")
+        inner = {name: value for name, value in config.items() if name not in left_out}
+        inner["model_type"] = f"{kind}_text"
+    return inner
 
 
 def text_model(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -190,7 +205,7 @@ def text_model(config: Mapping[str, Any]) -> dict[str, Any] | None:
     key = WRAPPERS.get(str(config.get("model_type")))
     text = dict(config)
     if key is not None:
-        inner = config.get(key)
+        inner = wrapped_text(config)
         if not isinstance(inner, dict):
             return None
         beside = ("eos_token_id", "quantization_config", "compression_config")

@@ -50,6 +50,7 @@ def paged_attention(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...`.
 
@@ -58,7 +59,8 @@ def paged_attention(
     token sees that many last tokens, itself included. `scales` are those of a cache in FP8. Scores and sums
     are float32. Scores are multiplied by
     `scale` (None: `head_dim ** -0.5`), then capped, and `sinks` float32 `[heads]` are a logit more beside a
-    head's scores (score_rule.py). Returns `[tokens, heads, head_dim]`.
+    head's scores (score_rule.py). `ends` int64 `[tokens]` are the first positions that tokens do not see, by
+    default those after their own. Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
@@ -83,7 +85,7 @@ def paged_attention(
     if tokens > 1 or window is not None:
         at = torch.arange(start, end, device=query.device).unsqueeze(1)
         seen = torch.arange(first, end, device=query.device).unsqueeze(0)
-        hidden = seen > at
+        hidden = seen > at if ends is None else seen >= ends.unsqueeze(1)
         if window is not None:
             hidden |= seen <= at - window
         scores.masked_fill_(hidden, -torch.inf)

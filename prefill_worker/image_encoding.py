@@ -57,16 +57,18 @@ class ImageEncoding:
         """
         if not attempt.images:
             return None
-        pixels = self._store.take(attempt, self._encoder.tile_shape)
-        for digest, tiles in pixels.items():
-            rows = len(tiles) * self._encoder.rows_per_tile
-            for span in attempt.images:
-                if span.digest == digest and span.first_row + span.rows > rows:
-                    raise BadImages("an image has fewer rows than its tokens")
+        spec = self._encoder.spec
+        pixels = self._store.take(attempt, spec)
+        for span in attempt.images:
+            shape = pixels[span.digest].shape
+            if span.first_row + span.rows > spec.rows_of(shape):
+                raise BadImages("an image has fewer rows than its tokens")
+            if span.columns != spec.columns_of(shape):
+                raise BadImages("an image's grid is another one than its tokens'")
         states = {digest: ImageState(digest, tiles) for digest, tiles in pixels.items()}
         for digest, state in states.items():
             self._take_cached(digest, state)
-        return RequestImages(attempt.images, states)
+        return RequestImages(attempt.images, states, spec.whole)
 
     def next_waiting(self, requests: Iterable[PrefillRequest]) -> tuple[PrefillRequest, ImageState] | None:
         """Return the first prompt with blocks that waits for an image, and that image; None without one."""

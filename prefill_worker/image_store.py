@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import prefill_pb2
 from diptych.worker_process.attempt import Attempt
@@ -62,11 +63,11 @@ class ImageStore:
         image.data += part.data
         self._bytes += len(part.data)
 
-    def take(self, attempt: Attempt, tile_shape: tuple[int, ...]) -> dict[bytes, torch.Tensor]:
+    def take(self, attempt: Attempt, spec: ImageSpec) -> dict[bytes, torch.Tensor]:
         """Return the pixels `[tiles, channels, height, width]` of a dispatched attempt, by digest; forget
         them here.
 
-        Raises BadImages unless all images of its spans are there, whole and of tiles of `tile_shape`.
+        Raises BadImages unless all images of its spans are there, whole and as `spec` wants them.
         """
         images = self._attempts.get(attempt.key, {})
         self.drop(attempt.key)
@@ -75,8 +76,8 @@ class ImageStore:
             image = images.get(digest)
             if image is None or len(image.data) != image.size:
                 raise BadImages("pixels of an image are missing")
-            if image.shape[1:] != tile_shape or image.shape[0] < 1:
-                raise BadImages(f"tiles of an image are {image.shape[1:]}, the encoder's are {tile_shape}")
+            if not spec.rows_of(image.shape):
+                raise BadImages(f"the encoder takes no image of {image.shape} tiles, channels and pixels")
             if keyed_digest(attempt.cache_namespace, pixels_digest(image.shape, image.data)) != digest:
                 raise BadImages("pixels of an image are not those of its digest")
             found[digest] = torch.frombuffer(image.data, dtype=torch.uint8).view(image.shape)

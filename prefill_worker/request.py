@@ -155,7 +155,9 @@ class PrefillRequest:
     def plan_entry(self) -> Prompt:
         attempt = self.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
-        return Prompt(self.key, self.remaining, self.asks_in_line, attempt.priority, self.arrived, limit)
+        unbroken = () if self.images is None else self.images.unbroken(self.computed)
+        line = self.asks_in_line
+        return Prompt(self.key, self.remaining, line, attempt.priority, self.arrived, limit, unbroken)
 
     def times(self) -> work_pb2.PhaseTimes:
         """Return the phases so far, as durations on this worker's clock."""

@@ -52,6 +52,18 @@ class RequestImages:
 
     spans: Sequence[ImageRows]
     states: Mapping[bytes, ImageState]
+    whole: bool = False
+    """Rows of an image see one another: no chunk ends among them."""
+
+    def unbroken(self, computed: int) -> tuple[tuple[int, int], ...]:
+        """Return begin and end of the stretches after the first `computed` tokens within which no chunk may
+        end; counted from there.
+        """
+        if not self.whole:
+            return ()
+        return tuple(
+            (span.first - computed, span.end - computed) for span in self.spans if span.end > computed
+        )
 
     def ready(self, computed: int) -> bool:
         """Return whether all images are encoded that have rows after the first `computed` tokens."""
@@ -80,5 +92,5 @@ class RequestImages:
             if rows is None:
                 raise RuntimeError("a chunk needs an image that is not encoded")
             row = span.first_row + first - span.first
-            found.append(EmbeddingRows(first - start, rows[row : row + end - first]))
+            found.append(EmbeddingRows(first - start, rows[row : row + end - first], self.whole))
         return found

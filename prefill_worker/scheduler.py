@@ -26,6 +26,19 @@ class Prompt:
     arrived: int
     chunk_limit: int | None = None
     """Most tokens of a chunk: logits of every token, where they are wanted, take memory and time."""
+    unbroken: tuple[tuple[int, int], ...] = ()
+    """Begin and end of stretches of its tokens within which no chunk may end: images whose rows see one
+    another.
+    """
+
+    def cut(self, tokens: int) -> int:
+        """Return where a chunk of about `tokens` may end: before a stretch, or behind one that it begins with
+        and that is longer.
+        """
+        for begin, end in self.unbroken:
+            if begin < tokens < end:
+                return begin if begin > 0 else end
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,8 @@ def plan_chunks(granted: Sequence[Prompt], budget: int, enough: int) -> list[Chu
     All prompts of a step have their first tokens when it ends. Where more prompts only make the step longer,
     the first ones need not wait for later ones.
 
-    Only its last chunk may leave a prompt unfinished, and those whose chunks are limited.
+    Only its last chunk may leave a prompt unfinished, and those whose chunks are limited or end before an
+    image. An image that goes whole may take the step beyond its budget, if that is how it begins.
     """
     chunks = []
     enough = min(enough, budget)
@@ -58,6 +72,8 @@ def plan_chunks(granted: Sequence[Prompt], budget: int, enough: int) -> list[Chu
         tokens = min(prompt.tokens, budget - filled)
         if prompt.chunk_limit is not None:
             tokens = min(tokens, prompt.chunk_limit)
+        if (tokens := prompt.cut(tokens)) > budget - filled and filled:
+            break
         chunks.append(Chunk(prompt.key, tokens, last=tokens == prompt.tokens))
         filled += tokens
     return chunks

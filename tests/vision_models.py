@@ -26,10 +26,14 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 
+from tests import gemma_vision_models, qwen_vision_models
 from tests.diptych.runtime.tokenizer.small_models import byte_level
 
-FAMILIES = ("idefics3", "llava")
+FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "gemma3")
 CONTEXT = 1024
+PIXELS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+INPUTS = ("input_ids", "mm_token_type_ids", "token_type_ids", *PIXELS)
+"""What transformers' models read of what its processors make."""
 IDEFICS3_TOKENS = (
     "<image>",
     "<fake_token_around_image>",
@@ -55,7 +59,19 @@ LLAVA_TEMPLATE = (
 
 def write(family: str, folder: Path) -> Path:
     """Write a model of `family` with tokenizer, chat template and processor; return the folder."""
+    if family in qwen_vision_models.FAMILIES:
+        return qwen_vision_models.write(family, folder)
+    if family == "gemma3":
+        return gemma_vision_models.write(folder)
     return _write_idefics3(folder) if family == "idefics3" else _write_llava(folder)
+
+
+def inputs_of(processor: Any, family: str, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    """Return transformers' inputs of a rendered conversation about pictures."""
+    images = [list(pictures)] if family in ("idefics3", "gemma3") else list(pictures)
+    given = {"images": images} if pictures else {}
+    found = processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)
+    return {name: found[name] for name in INPUTS if name in found}
 
 
 def _text(vocabulary: int, **more: Any) -> LlamaConfig:
@@ -109,7 +125,7 @@ def _write_idefics3(folder: Path) -> Path:
         scale_factor=2,
         image_token_id=tokenizer.token_to_id("<image>"),
     )
-    _shaken(Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
+    qwen_vision_models.shaken(Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
     fast = _save(folder, tokenizer, IDEFICS3_TEMPLATE)
     processor = Idefics3ImageProcessorPil(size={"longest_edge": 108}, max_image_size={"longest_edge": 36})
     Idefics3Processor(processor, fast, image_seq_len=9, chat_template=IDEFICS3_TEMPLATE).save_pretrained(
@@ -139,7 +155,7 @@ def _write_llava(folder: Path) -> Path:
         image_token_index=tokenizer.token_to_id("<image>"),
         image_seq_length=25,
     )
-    _shaken(LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    qwen_vision_models.shaken(LlavaForConditionalGeneration(config)).save_pretrained(folder)
     fast = _save(folder, tokenizer, LLAVA_TEMPLATE)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 35}, crop_size={"height": 35, "width": 35})
     LlavaProcessor(
@@ -153,25 +169,22 @@ def _write_llava(folder: Path) -> Path:
     return folder
 
 
-def _shaken(model: Any) -> Any:
-    """Give biases and norms values that no reader may leave out."""
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if value.dim() == 1:
-                value += 0.3 * torch.randn_like(value)
-            elif "vision" in name or "connector" in name or "projector" in name:
-                value += 0.15 * torch.randn_like(value)
-    return model
-
-
 def oracle(family: str, folder: Path) -> Any:
     """Return transformers' model, in float32."""
+    if family in qwen_vision_models.FAMILIES:
+        return qwen_vision_models.oracle(family, folder)
+    if family == "gemma3":
+        return gemma_vision_models.oracle(folder)
     kind = Idefics3ForConditionalGeneration if family == "idefics3" else LlavaForConditionalGeneration
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def processor(family: str, folder: Path) -> Any:
     """Return transformers' processor with Pillow."""
+    if family in qwen_vision_models.FAMILIES:
+        return qwen_vision_models.processor(folder)
+    if family == "gemma3":
+        return gemma_vision_models.processor(folder)
     fast = PreTrainedTokenizerFast.from_pretrained(folder)
     saved = json.loads((folder / "processor_config.json").read_bytes())
     fields = {key: value for key, value in saved["image_processor"].items() if key != "image_processor_type"}

@@ -90,7 +90,8 @@ def given_model(model: str) -> Finding:
         f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
     )
     if spec is not None:
-        size += f"; images, {spec.rows_per_tile} tokens a tile of {spec.tile[0]} x {spec.tile[1]} pixels"
+        what = "square" if spec.unit else "tile"
+        size += f"; images, {spec.rows_per_tile} tokens a {what} of {spec.tile[0]} x {spec.tile[1]} pixels"
         if find_spec("PIL") is None:
             return Finding("note", f"{size}, which need pip install 'diptych[vision]'")
     on_gpu = triton.supports(shape)

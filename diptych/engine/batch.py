@@ -18,6 +18,9 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 
+AXES = 3
+"""Positions of a token that is a row of an image's grid: time, height, width."""
+
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingRows:
@@ -25,7 +28,11 @@ class EmbeddingRows:
 
     at: int
     rows: torch.Tensor
-    """`[tokens, hidden]`, of any floating type, on any device."""
+    """`[tokens, hidden]`, of any floating type, on any device; `[tokens, (1 + n) * hidden]` where as many
+    rows follow each, of which the residual takes one after each of the first n layers (Qwen3-VL).
+    """
+    whole: bool = False
+    """The tokens see one another, also those behind them: all that is left of an image (Gemma 3)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,10 @@ class SequenceStep:
     """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of tokens that stand for an image; they do not overlap."""
+    shift: int = 0
+    """Rotary positions of the tokens less their places `start`, `start + 1`, ...: 0 or less."""
+    grid: npt.NDArray[np.int64] | None = None
+    """Rotary positions `[3, tokens]` by time, height and width, where they are no places shifted alike."""
 
     @property
     def logit_rows(self) -> int:
@@ -112,6 +123,48 @@ def given_embeddings(
     return torch.cat(places), torch.cat([rows for _, rows in given])
 
 
+def rows_after(
+    given: tuple[torch.Tensor, torch.Tensor] | None, layer: int, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return places and rows `[rows, hidden]` of `given_embeddings` that the residual takes after a layer;
+    None if there are none.
+    """
+    begin = (layer + 1) * hidden
+    if given is None or begin >= given[1].shape[1]:
+        return None
+    return given[0], given[1][:, begin : begin + hidden]
+
+
+def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:
+    """Return the positions by which the step's tokens are rotated, in a row: `[T]`, or `[3, T]` where some
+    are those of a grid.
+    """
+    plain = [
+        np.arange(step.start + step.shift, step.start + step.shift + len(step.token_ids))
+        for step in sequences
+    ]
+    if all(step.grid is None for step in sequences):
+        return np.concatenate(plain)
+    wide = [
+        np.tile(places, (AXES, 1)) if step.grid is None else step.grid
+        for places, step in zip(plain, sequences, strict=True)
+    ]
+    return np.concatenate(wide, axis=1)
+
+
+def visible_ends(step: SequenceStep) -> npt.NDArray[np.int64] | None:
+    """Return for each token of a chunk the first position that it does not see, `[tokens]`; None where that
+    is the one after its own for all.
+    """
+    if not any(one.whole for one in step.embeddings):
+        return None
+    ends = np.arange(step.start + 1, step.start + 1 + len(step.token_ids))
+    for one in step.embeddings:
+        if one.whole:
+            ends[one.at : one.at + len(one.rows)] = step.start + one.at + len(one.rows)
+    return ends
+
+
 def check_batch(
     sequences: Sequence[SequenceStep], vocab_size: int, adapter_slots: Collection[int] = ()
 ) -> None:
@@ -125,6 +178,10 @@ def check_batch(
             raise BatchError(f"row {row}: no tokens to compute")
         if step.start < 0:
             raise BatchError(f"row {row}: starts before position 0")
+        if not -step.start <= step.shift <= 0:
+            raise BatchError(f"row {row}: positions shifted by {step.shift}")
+        if step.grid is not None and step.grid.shape != (AXES, len(step.token_ids)):
+            raise BatchError(f"row {row}: {step.grid.shape} positions of {len(step.token_ids)} tokens")
         if not 0 <= step.logit_rows <= len(step.token_ids):
             raise BatchError(f"row {row}: {step.trailing} rows of logits of {len(step.token_ids)} tokens")
         blocks = layout.blocks_for(end)

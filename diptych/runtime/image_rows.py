@@ -25,6 +25,8 @@ class ImageRows(NamedTuple):
     """Digest of the image: `keyed_digest`."""
     first_row: int = 0
     """Number of the first of them among the image's rows."""
+    columns: int = 0
+    """Columns of the grid that gives them their positions (image_positions.py); 0: positions are places."""
 
     @property
     def end(self) -> int:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from diptych.image_spec import UnreadableImages, image_spec
-from diptych.model_families import GGUF_ARCHITECTURES, MODEL_TYPES, NOT_COMPUTED, OWN_CODE, WRAPPERS
+from diptych.model_families import (
+    GGUF_ARCHITECTURES,
+    MODEL_TYPES,
+    NOT_COMPUTED,
+    OWN_CODE,
+    WRAPPERS,
+    wrapped_text,
+)
 from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
@@ -179,7 +186,7 @@ def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
             "get a version in the form of a supported family, or a GGUF file of one"
         )
     if kind in WRAPPERS:
-        _check_text_model(folder, str(kind), config.get(WRAPPERS[str(kind)]))
+        _check_text_model(folder, str(kind), wrapped_text(config))
         return
     supported = NOT_COMPUTED.get(str(kind), f"supported are {', '.join(MODEL_TYPES)}")
     if kind not in MODEL_TYPES:

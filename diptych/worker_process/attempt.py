@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from diptych.engine.sampling import SampleRow, SamplingParams, choice_seed
 from diptych.parameters import SAMPLING_NUMBERS
+from diptych.runtime.image_positions import position_shift
 from diptych.runtime.image_rows import ImageRows, last_image_position
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.grammar_masks import GrammarState
@@ -56,6 +57,11 @@ class Attempt:
     def needs_images(self, computed: int) -> bool:
         """Return whether rows of images come after the first `computed` tokens."""
         return bool(self.images) and last_image_position(self.images) > computed
+
+    @property
+    def output_shift(self) -> int:
+        """Return what is added to the places of output tokens for their positions (image_positions.py)."""
+        return position_shift(self.images, len(self.prompt_ids)) if self.images else 0
 
     @property
     def prefill_span(self) -> str:
@@ -121,9 +127,13 @@ class Attempt:
             reserve_worst_case=work.reserve_worst_case,
             deadline=None if time_left is None else time.monotonic() + time_left,
             trace=(work.traceparent, work.tracestate) if work.traceparent else None,
-            images=tuple(ImageRows(i.first_position, i.rows, i.digest, i.first_row) for i in work.images),
+            images=tuple(_image_rows(i) for i in work.images),
             adapter=work.adapter,
         )
+
+
+def _image_rows(span: work_pb2.ImageSpan) -> ImageRows:
+    return ImageRows(span.first_position, span.rows, span.digest, span.first_row, span.columns)
 
 
 def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:

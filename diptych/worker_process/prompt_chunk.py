@@ -15,6 +15,7 @@ from diptych.engine.batch import EmbeddingRows, SequenceStep, can_sample_on_devi
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
+from diptych.runtime.image_positions import grid_positions, position_shift
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
@@ -64,7 +65,8 @@ class PromptChunk:
 
     def sequence(self) -> SequenceStep:
         """Return its share of a step."""
-        scored = self.tokens_to_score > 0
+        scored, images = self.tokens_to_score > 0, self.attempt.images
+        grid = grid_positions(images, self.start, self.tokens) if images else None
         return SequenceStep(
             memory=self.memory,
             block_table=self.block_table,
@@ -74,6 +76,8 @@ class PromptChunk:
             trailing=self.tokens if scored else 1,
             adapter=self.adapter,
             embeddings=self.embeddings,
+            shift=position_shift(images, self.start) if images and grid is None else 0,
+            grid=grid,
         )
 
     def device_rows(self) -> Sequence[SampleRow | None]:

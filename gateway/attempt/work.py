@@ -116,7 +116,11 @@ def build_work(
     if request.images is not None:
         for rows in request.images.image_rows(cache_namespace):
             work.images.add(
-                first_position=rows.first, rows=rows.rows, digest=rows.digest, first_row=rows.first_row
+                first_position=rows.first,
+                rows=rows.rows,
+                digest=rows.digest,
+                first_row=rows.first_row,
+                columns=rows.columns,
             )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))

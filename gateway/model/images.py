@@ -15,6 +15,7 @@ from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_ENDS: Final = "<end_of_image>"
 _AROUND: Final = "<fake_token_around_image>"
 _WHOLE: Final = "<global-img>"
 TEXT, IMAGE = "text", "image"
@@ -50,6 +51,8 @@ class ImagePlace:
     rows: int
     image: int
     first_row: int
+    columns: int = 0
+    """Columns of the grid on which the rows have their positions; 0: they have their places'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ class PromptImages:
     def image_rows(self, namespace: bytes) -> tuple[ImageRows, ...]:
         """Return where the images' rows are, as block hashes and workers take it."""
         digests = self.digests(namespace)
-        return tuple(ImageRows(at.first, at.rows, digests[at.image], at.first_row) for at in self.places)
+        return tuple(
+            ImageRows(at.first, at.rows, digests[at.image], at.first_row, at.columns) for at in self.places
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class ImageSupport:
 
     spec: ImageSpec
     control_tokens: ControlTokens
+    shown_id: int
+    """Id of the token that stands for an image in the chat template."""
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer) -> ImageSupport | None:
@@ -95,7 +102,10 @@ class ImageSupport:
             return None
         if tokenizer.id_of(spec.token) != spec.token_id:
             raise UnusableImages(f"the tokenizer's {spec.token} is not the config's token {spec.token_id}")
-        return cls(spec, tokenizer.control_tokens)
+        shown = tokenizer.id_of(spec.shown or spec.token)
+        if shown is None:
+            raise UnusableImages(f"the tokenizer has no {spec.shown}, which stands for an image")
+        return cls(spec, tokenizer.control_tokens, shown)
 
     def tokens_of(self, image: PreparedImage) -> tuple[ControlToken | str, ...]:
         """Return what stands for an image in the prompt."""
@@ -118,39 +128,60 @@ class ImageSupport:
             if image is None:
                 return None
             made += self.tokens_of(image)
-        return tuple(made) if next(waiting, None) is None else None
+        return _neighbours_joined(made) if next(waiting, None) is None else None
 
     def _stands_for_image(self, part: ControlToken | str) -> bool:
-        return isinstance(part, ControlToken) and part.token_id == self.spec.token_id
+        return isinstance(part, ControlToken) and part.token_id == self.shown_id
 
     def locate(self, token_ids: Sequence[int], images: tuple[PreparedImage, ...]) -> PromptImages:
         """Return where the rows of images are among the tokens of their prompt.
 
         Raises ValueError if these are not as many as the images have.
         """
-        rows = [image.shape[0] * self.spec.rows_per_tile for image in images]
+        rows = [self.spec.rows_of(image.shape) for image in images]
         owners = [(number, row) for number, count in enumerate(rows) for row in range(count)]
         at = [place for place, token in enumerate(token_ids) if token == self.spec.token_id]
         if len(at) != len(owners):
             raise ValueError(f"{len(at)} tokens for {len(owners)} rows of images")
-        return PromptImages(images, tuple(_joined(at, owners)))
+        columns = [self.spec.columns_of(image.shape) for image in images]
+        places = tuple(_joined(at, owners, columns))
+        if any(columns) and len(places) != len(images):
+            raise ValueError("an image whose rows form a grid is not in one piece")
+        return PromptImages(images, places)
 
 
-def _joined(at: Sequence[int], owners: Sequence[tuple[int, int]]) -> Iterator[ImagePlace]:
+def _neighbours_joined(parts: Sequence[ControlToken | str]) -> tuple[ControlToken | str, ...]:
+    """Return parts with neighbouring texts as one: what stands around an image is tokenized with the text
+    before it.
+    """
+    made: list[ControlToken | str] = []
+    for part in parts:
+        if isinstance(part, str) and made and isinstance(made[-1], str):
+            made[-1] += part
+        else:
+            made.append(part)
+    return tuple(made)
+
+
+def _joined(
+    at: Sequence[int], owners: Sequence[tuple[int, int]], columns: Sequence[int]
+) -> Iterator[ImagePlace]:
     """Yield the stretches of positions that follow one another and are of one image."""
     begin = 0
     for index in range(1, len(at) + 1):
         if index < len(at) and at[index] == at[index - 1] + 1 and owners[index][0] == owners[begin][0]:
             continue
         image, row = owners[begin]
-        yield ImagePlace(at[begin], index - begin, image, row)
+        yield ImagePlace(at[begin], index - begin, image, row, columns[image])
         begin = index
 
 
 def _text_of(image: PreparedImage, spec: ImageSpec) -> str:
+    if spec.family == "gemma3":
+        return f"\n\n{spec.shown}{spec.token * spec.rows_of(image.shape)}{_ENDS}\n\n"
+    if spec.family != "idefics3":
+        return spec.token * spec.rows_of(image.shape)
     tile = spec.token * spec.rows_per_tile
-    if spec.family == "llava":
-        return tile
     whole = f"{_AROUND}{_WHOLE}{tile}{_AROUND}"
     if not image.rows:
         return whole

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 14
+#define DIPTYCH_ABI_VERSION 15
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -157,6 +157,9 @@ struct DiptychBatch {
     const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
     int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
                                    // else 0
+    const int32_t *turns;          // [sum of counts] row of the rotary tables for each token; null: its position
+    const int32_t *ends;           // [sum of counts] the first position that a token does not see, at most the end of
+                                   // its chunk; null: the one after its own
 };
 
 // A part of a change, for one of the matrices that a product joins.

@@ -53,7 +53,7 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
     for (int p = 0; p < Pairs; p++) {
         int place = (first + p) / group, row = task.row(place), head = task.kv_head * group + (first + p) % group;
         sight.begin[p] = task.begin(step, row);
-        sight.end[p] = step.rows[row].position + 1;
+        sight.end[p] = step.rows[row].end;
         rules.sink[p] = rules.sinks ? task.layer->sinks[static_cast<size_t>(head)] : 0.0f;
         query[p] = step.qkv_row(row) + head * width;
         out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) +

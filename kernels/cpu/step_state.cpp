@@ -19,7 +19,7 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
                              const int32_t *tokens, const int32_t *table) {
     int64_t end = static_cast<int64_t>(batch.starts[s]) + batch.counts[s];
     if (batch.starts[s] < 0) return at(s, "starts before position 0");
-    if (end > model.positions) {
+    if (batch.turns == nullptr && end > model.positions) {
         return at(s, std::to_string(end) + " tokens, rotary tables reach " + std::to_string(model.positions));
     }
     if (batch.memories[s] == 0) return at(s, "has no memory");
@@ -38,6 +38,25 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
             return at(s, "token " + std::to_string(tokens[i]) + " outside the vocabulary of " +
                              std::to_string(model.shape.vocab));
         }
+    }
+    return "";
+}
+
+// Turns must be rows of the tables; what a token sees ends behind it, and where its chunk ends at the latest.
+std::string refused_places(const DiptychModel &model, const DiptychBatch &batch) {
+    const int32_t *turns = batch.turns, *ends = batch.ends;
+    for (int32_t s = 0; s < batch.sequences; s++) {
+        int32_t start = batch.starts[s], count = batch.counts[s];
+        for (int32_t i = 0; i < count; i++) {
+            if (turns != nullptr && (turns[i] < 0 || turns[i] >= model.positions)) {
+                return at(s, "turn " + std::to_string(turns[i]) + " of " + std::to_string(model.positions));
+            }
+            if (ends != nullptr && (ends[i] <= start + i || ends[i] > start + count)) {
+                return at(s, "a token sees up to " + std::to_string(ends[i]));
+            }
+        }
+        if (turns != nullptr) turns += count;
+        if (ends != nullptr) ends += count;
     }
     return "";
 }
@@ -182,7 +201,8 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
     }
-    return refused_adapters(model, batch);
+    std::string found = refused_places(model, batch);
+    return found.empty() ? refused_adapters(model, batch) : found;
 }
 
 void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, int32_t threads, float *logits) {
@@ -200,11 +220,14 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     step.wanted.clear();
     step.peaks.clear();
     step.live.assign(static_cast<size_t>(batch.sequences), 1);
-    const int32_t *tokens = batch.tokens, *table = batch.tables;
+    const int32_t *tokens = batch.tokens, *table = batch.tables, *turns = batch.turns, *ends = batch.ends;
     int64_t blocks = 0;
     for (int32_t s = 0; s < batch.sequences; s++) {
         int32_t first = static_cast<int32_t>(step.rows.size()), count = batch.counts[s];
-        for (int32_t i = 0; i < count; i++) step.rows.push_back({s, batch.starts[s] + i, tokens[i]});
+        for (int32_t i = 0; i < count; i++) {
+            int32_t position = batch.starts[s] + i, turn = turns == nullptr ? position : turns[i];
+            step.rows.push_back({s, position, tokens[i], turn, ends == nullptr ? position + 1 : ends[i]});
+        }
         add_rows(step.all, model, first, count);
         add_rows(step.closing, model, first + count - batch.logit_rows[s], batch.logit_rows[s]);
         add_places(step, first, batch.starts[s], count);
@@ -213,6 +236,8 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         int64_t end = static_cast<int64_t>(batch.starts[s]) + count;
         blocks = std::max(blocks, (end + batch.block_size - 1) / batch.block_size);
         tokens += count;
+        if (turns != nullptr) turns += count;
+        if (ends != nullptr) ends += count;
         table += batch.table_lengths[s];
     }
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));

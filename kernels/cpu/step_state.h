@@ -19,6 +19,8 @@ constexpr int kPlaceRows = 16;
 
 struct Row {
     int32_t sequence, position, token;
+    int32_t turn;  // row of the rotary tables
+    int32_t end;   // the first position that it does not see
 };
 
 // Neighbouring rows of one sequence.

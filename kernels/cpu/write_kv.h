@@ -32,7 +32,7 @@ struct HeadRules {
         query_scale = shape.query_scale * query_growth(shape, position);
         if (layer.own.rotation < 0) return;
         const DiptychRotation &table = step.model->rotations[static_cast<size_t>(layer.own.rotation)];
-        int64_t turn = static_cast<int64_t>(position) * (shape.head_dim / 2);
+        int64_t turn = static_cast<int64_t>(step.rows[static_cast<size_t>(row)].turn) * (shape.head_dim / 2);
         cosines = table.cosines + turn;
         sines = table.sines + turn;
     }

@@ -1,6 +1,6 @@
-"""Images through the whole system, of both families: the answers are transformers' own, whatever happens.
+"""Images through the whole system, of several families: the answers are transformers' own, whatever happens.
 
-LLaVA, over tcp, is part of the long form.
+All but Idefics3 and Gemma 3 go over tcp. Idefics3, LLaVA and Qwen3-VL are part of the long form.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class Served:
     model: Any
     processor: Any
 
+    @property
+    def image_token(self) -> int:
+        """Id of the token that stands for a row of an image."""
+        found: int = self.model.config.image_token_id
+        return found
+
     def expected(
         self, turns: Sequence[tuple[str, Sequence[Part]]], count: int = OUTPUT
     ) -> tuple[list[int], list[int]]:
@@ -51,18 +57,12 @@ class Served:
         images = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         messages = [{"role": role, "content": [_as_part(part) for part in parts]} for role, parts in turns]
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
-        given = {"images": [images] if self.family == "idefics3" else images} if images else {}
-        inputs = self.processor(text=text, return_tensors="pt", add_special_tokens=False, **given)
-        kept = {
-            name: inputs[name]
-            for name in inputs
-            if name in ("input_ids", "pixel_values", "pixel_attention_mask")
-        }
+        kept = vision_models.inputs_of(self.processor, self.family, text, images)
         with torch.inference_mode():
             found = self.model.generate(
                 **kept, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
             )
-        prompt: list[int] = inputs["input_ids"][0].tolist()
+        prompt: list[int] = kept["input_ids"][0].tolist()
         answer: list[int] = found[0].tolist()
         return prompt, answer[len(prompt) :] if len(answer) > count else answer
 
@@ -104,12 +104,21 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     return list(answer.outputs[index].token_ids)
 
 
-@pytest.fixture(scope="module", params=["idefics3", pytest.param("llava", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("idefics3", marks=pytest.mark.full),
+        "qwen2_5_vl",
+        "gemma3",
+        pytest.param("llava", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", marks=pytest.mark.full),
+    ],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    transport = "shared_memory" if family == "idefics3" else "tcp"
+    transport = "shared_memory" if family in ("idefics3", "gemma3") else "tcp"
     with running_stack(
         *flags, "--kv-blocks", "256", "--transport", transport, "--set", "gateway.max-images=4"
     ) as stack:
@@ -158,7 +167,7 @@ def test_the_same_image_is_cached_and_another_one_shares_no_token(served: Served
     other_turns = [("user", [b, "What is it?"])]
     (other,) = ask(served.stack, request(other_turns))
     assert ids(other) == served.expected(other_turns)[1] != ids(first)
-    before_image = list(other.prompt.token_ids).index(served.processor.image_token_id)
+    before_image = list(other.prompt.token_ids).index(served.image_token)
     assert other.usage.cached_prompt_tokens <= before_image // 16 * 16
     more = [*turns, ("assistant", ["This."]), ("user", ["And now?"])]
     (later,) = ask(served.stack, request(more))
@@ -208,7 +217,7 @@ def chat_body(*urls: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": OUTPUT, "min_tokens": OUTPUT}
 
 
-def test_openai_clients_get_the_same_answers(served: Served) -> None:
+def test_clients_of_openais_and_anthropics_get_the_same_answers(served: Served) -> None:
     image = vision_models.picture(0, *SIZES["square"])
     prompt, answer = served.expected([("user", ["What is this? ", image])])
     file = vision_models.png(image)
@@ -228,6 +237,18 @@ def test_openai_clients_get_the_same_answers(served: Served) -> None:
     status, responses = over_http(served, "/v1/responses", body)
     assert status == 200
     assert responses["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file).decode()}
+    blocks = [{"type": "text", "text": "What is this? "}, {"type": "image", "source": source}]
+    body = {
+        "messages": [{"role": "user", "content": blocks}],
+        "max_tokens": OUTPUT,
+        "min_tokens": OUTPUT,
+    }
+    status, messages = over_http(served, "/v1/messages", body)
+    assert status == 200
+    assert messages["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    usage = messages["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     with urllib.request.urlopen(http_root(served.stack) + "/v1/models", timeout=60) as listed:
         assert json.load(listed)["data"][0]["input_modalities"] == ["text", "image"]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.attempt import Attempt
@@ -15,13 +18,14 @@ from prefill_worker.image_store import BadImages, ImageStore
 NAMESPACE = bytes(range(32))
 SHAPE = (2, 3, 4, 4)
 ROWS = 5  # of a tile
+HALF = (0.5, 0.5, 0.5)
+SPEC = ImageSpec("llava", (4, 4), ROWS, "<image>", 1, 3, 1 / 255, HALF, HALF)
 
 
 class Encoder:
     """Gives each row of a tile the mean of its pixels and the row's number."""
 
-    tile_shape = SHAPE[1:]
-    rows_per_tile = ROWS
+    spec = SPEC
 
     def encode(self, tile: torch.Tensor) -> torch.Tensor:
         return torch.stack([torch.tensor([float(tile.float().mean()), row]) for row in range(ROWS)])
@@ -72,7 +76,7 @@ def test_images_come_whole_and_leave_the_store_with_their_dispatch() -> None:
     for part in parts(pixels(1)):
         store.receive(part, "gateway")
     assert store.num_bytes == 96
-    taken = store.take(attempt(span(0, 10, pixels(1))), SHAPE[1:])
+    taken = store.take(attempt(span(0, 10, pixels(1))), SPEC)
     assert bytes(taken[digest(pixels(1))].flatten().tolist()) == pixels(1)
     assert store.num_bytes == 0
 
@@ -89,9 +93,9 @@ def test_images_that_did_not_come_whole_fail_their_attempt(fault: str) -> None:
         sent[-1].data = sent[-1].data[::-1]
     for part in sent:
         store.receive(part, "gateway")
-    tile = (3, 8, 2) if fault == "other tiles" else SHAPE[1:]
+    spec = replace(SPEC, tile=(8, 2)) if fault == "other tiles" else SPEC
     with pytest.raises(BadImages):
-        store.take(attempt(span(0, 10, pixels(1))), tile)
+        store.take(attempt(span(0, 10, pixels(1))), spec)
     assert store.num_bytes == 0
 
 
@@ -112,6 +116,17 @@ def test_more_tokens_than_an_image_has_rows_are_refused() -> None:
         store.receive(part, "gateway")
     with pytest.raises(BadImages, match="fewer rows"):
         made.open(attempt(span(0, 11, pixels(1))))
+
+
+def test_a_grid_that_is_not_the_images_is_refused() -> None:
+    store = ImageStore(1000)
+    made, _ = encoding(store)
+    for part in parts(pixels(1)):
+        store.receive(part, "gateway")
+    turned = span(0, 10, pixels(1))
+    turned.columns = 5
+    with pytest.raises(BadImages, match="grid"):
+        made.open(attempt(turned))
 
 
 def test_chunks_get_the_rows_of_their_tokens() -> None:

@@ -113,3 +113,28 @@ def test_a_limited_chunk_leaves_room_for_others(granted: list[Prompt], budget: i
     chunks = plan_chunks([replace(prompt, chunk_limit=limit) for prompt in granted], budget, budget)
     assert all(chunk.tokens <= limit for chunk in chunks)
     assert sum(chunk.tokens for chunk in chunks) == min(budget, sum(min(p.tokens, limit) for p in granted))
+
+
+def with_image(begin: int, end: int, tokens: int = 100, name: str = "p") -> Prompt:
+    return Prompt((name, 1), tokens, "d", 0, 0, unbroken=((begin, end),))
+
+
+def test_no_chunk_ends_within_an_image_whose_rows_see_one_another() -> None:
+    def first(prompt: Prompt, budget: int) -> int:
+        [chunk] = plan_chunks([prompt], budget, budget)
+        return chunk.tokens
+
+    assert first(with_image(10, 40), 64) == 64
+    assert first(with_image(10, 40), 40) == 40
+    assert first(with_image(10, 40), 39) == 10
+    assert first(with_image(10, 40), 10) == 10
+    assert first(with_image(0, 40), 16) == 40  # whole, beyond the budget
+    assert first(with_image(-5, 40), 16) == 40  # its first rows are cached
+    assert first(with_image(-40, 0), 16) == 16
+
+
+def test_an_image_that_does_not_fit_beside_others_waits_for_the_next_step() -> None:
+    text = Prompt(("t", 1), 10, "d", 0, 0)
+    assert [chunk.key for chunk in plan_chunks([text, with_image(0, 40)], 32, 32)] == [("t", 1)]
+    both = plan_chunks([text, with_image(5, 40)], 32, 32)
+    assert [(chunk.key[0], chunk.tokens) for chunk in both] == [("t", 10), ("p", 5)]

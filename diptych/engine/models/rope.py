@@ -38,13 +38,20 @@ def cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of the angles at `positions [n]`, float32 `[n, head_dim / 2]` each, magnitude
     included, on the device of `positions`. `rotation` None gives ones and zeros: nothing is rotated.
+
+    Tokens may have three positions, `[3, n]`: each pair of lanes turns by that of its axis.
     """
     if rotation is None:
-        ones = torch.ones((len(positions), shape.head_dim // 2), device=positions.device)
+        ones = torch.ones((positions.shape[-1], shape.head_dim // 2), device=positions.device)
         return ones, torch.zeros_like(ones)
     frequencies = inverse_frequencies(shape, rotation).float().to(positions.device)
     magnitudes = rotary_magnitudes(shape, rotation).to(positions.device)
-    angles = positions.float().unsqueeze(1) * frequencies
+    if positions.dim() > 1:
+        axes = torch.tensor(shape.rotations[rotation].axes, device=positions.device)
+        axes = torch.nn.functional.pad(axes, (0, shape.head_dim // 2 - len(axes)))  # the rest is not rotated
+        angles = positions[axes].T.float() * frequencies
+    else:
+        angles = positions.float().unsqueeze(1) * frequencies
     return angles.cos() * magnitudes, angles.sin() * magnitudes
 
 

@@ -86,6 +86,10 @@ class Rotation:
     width: int
     """Lanes of a head that are rotated, even, at most head_dim."""
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
+    """Axes (0 time, 1 height, 2 width) of the position that turns each pair of lanes, `width / 2` of them;
+    empty: tokens have one position.
+    """
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,8 @@ class ModelShape:
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     """Attention is over latents, in every layer."""
+    deep_images: bool = False
+    """The residual takes rows of images after early layers, too (`EmbeddingRows.rows`)."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -265,6 +271,10 @@ class ModelShape:
         for rotation in self.rotations:
             if rotation.width % 2 or not 0 < rotation.width <= self.head_dim:
                 raise UnsupportedModel(f"{rotation.width} rotated lanes of a head of {self.head_dim}")
+            if rotation.axes and len(rotation.axes) != rotation.width // 2:
+                raise UnsupportedModel(
+                    f"axes of {len(rotation.axes)} of {rotation.width // 2} pairs of lanes"
+                )
         for layer in self.layers:
             if layer.window is not None and layer.window < 1:
                 raise UnsupportedModel("an attention window is below 1")

@@ -18,17 +18,12 @@ class ImageEncoder(Protocol):
     """Encodes the tiles of images, one at a time: a tile's rows have the same bits whatever is beside it."""
 
     @property
-    def tile_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a tile."""
-        ...
-
-    @property
-    def rows_per_tile(self) -> int:
-        """Rows of embeddings that a tile gives."""
+    def spec(self) -> ImageSpec:
+        """Images as the model wants them: which tiles it takes, and how many rows each gives."""
         ...
 
     def encode(self, tile: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings `[rows_per_tile, hidden]` of a tile, uint8 `[channels, height, width]`."""
+        """Return the embeddings `[rows, hidden]` of a tile, uint8 `[channels, height, width]`."""
         ...
 
 

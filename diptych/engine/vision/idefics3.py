@@ -40,8 +40,7 @@ class Idefics3Encoder:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
         shape = self._shape = VisionShape.of(config["vision_config"], _DEFAULTS)
         self._scale = int(config.get("scale_factor", 2))
-        self.tile_shape = (3, *spec.tile)
-        self.rows_per_tile = spec.rows_per_tile
+        self.spec = spec
         self._normalise = Normaliser(spec, dtype, device)
         tensors = EncoderTensors(files, ("model.vision_model.",), dtype, device)
         hidden, patch = shape.hidden, shape.patch

@@ -42,8 +42,7 @@ class LlavaEncoder:
     ) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
         shape = self._shape = VisionShape.of(config["vision_config"], _DEFAULTS)
-        self.tile_shape = (3, *spec.tile)
-        self.rows_per_tile = spec.rows_per_tile
+        self.spec = spec
         self._drops_class = config.get("vision_feature_select_strategy", "default") == "default"
         self._normalise = Normaliser(spec, dtype, device)
         hidden, patch = shape.hidden, shape.patch

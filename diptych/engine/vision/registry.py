@@ -11,12 +11,21 @@ import torch
 from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import ImageEncoder
+from diptych.engine.vision.gemma3 import Gemma3Encoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
 from diptych.engine.vision.llava import LlavaEncoder
+from diptych.engine.vision.qwen2_vl import QwenEncoder
+from diptych.engine.vision.qwen3_vl import Qwen3Encoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
 
-_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {"idefics3": Idefics3Encoder, "llava": LlavaEncoder}
+_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {
+    "gemma3": Gemma3Encoder,
+    "idefics3": Idefics3Encoder,
+    "llava": LlavaEncoder,
+    "qwen2_vl": QwenEncoder,
+    "qwen3_vl": Qwen3Encoder,
+}
 
 
 def load_encoder(

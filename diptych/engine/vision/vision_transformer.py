@@ -28,6 +28,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
+    "silu": functional.silu,
 }
 
 

@@ -109,6 +109,7 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "lm_head.": "lm_head.",
+    **{own: own for own in ("model.layers.", "model.embed_tokens.", "model.norm.")},
 }
 """Beginnings of the names of a wrapper's text model, and what they are in the text model by itself."""
 

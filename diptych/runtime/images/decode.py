@@ -25,7 +25,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from diptych.image_spec import ImageSpec
 from diptych.runtime.images.framing import LENGTH, MEDIA_TYPES
-from diptych.runtime.images.prepare import Pixels, Prepared, prepare
+from diptych.runtime.images.prepare import Pixels, Prepared, Unpreparable, prepare
 
 CPU_SECONDS: Final = 10.0
 MEMORY_BYTES: Final = 4 << 30  # of address space
@@ -100,7 +100,10 @@ def decode(data: bytes, spec: ImageSpec, media_type: str, max_pixels: int) -> Pr
             raise
         # What decoders raise of broken files; their words may quote the file.
         raise BadImage("is broken or cut off") from error
-    return prepare(pixels, spec)
+    try:
+        return prepare(pixels, spec)
+    except Unpreparable as error:
+        raise BadImage(str(error)) from error
 
 
 def _rgb(image: Image.Image) -> Pixels:

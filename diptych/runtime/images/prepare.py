@@ -17,6 +17,7 @@ from diptych.image_spec import ImageSpec
 
 Pixels = npt.NDArray[np.uint8]
 _LARGEST_EDGE = 4096
+_LONGEST_RATIO = 200
 
 
 class Prepared(NamedTuple):
@@ -30,10 +31,20 @@ class Prepared(NamedTuple):
     columns: int
 
 
+class Unpreparable(ValueError):
+    """An image of a form that the model does not take; the words follow its name."""
+
+
 def prepare(image: Pixels, spec: ImageSpec) -> Prepared:
-    """Return the tiles of an RGB image `[3, height, width]`."""
+    """Return the tiles of an RGB image `[3, height, width]`. Raises Unpreparable."""
     if spec.family == "llava":
         return Prepared(_cropped(image, spec)[None], 0, 0)
+    if spec.family == "gemma3":
+        return Prepared(resize(image, spec.tile, spec.resample)[None], 0, 0)
+    if spec.unit:
+        return Prepared(
+            resize(image, _whole_squares(image.shape[1], image.shape[2], spec), spec.resample)[None], 0, 0
+        )
     image = resize(image, _longest_edge(image.shape[1], image.shape[2], spec.longest_edge), spec.resample)
     if not spec.splits:
         return Prepared(resize(image, spec.tile, spec.resample)[None], 0, 0)
@@ -44,6 +55,23 @@ def resize(image: Pixels, size: tuple[int, int], resample: int) -> Pixels:
     """Return the image resized to (height, width)."""
     made = Image.fromarray(np.moveaxis(image, 0, -1)).resize((size[1], size[0]), Image.Resampling(resample))
     return np.moveaxis(np.asarray(made), -1, 0)
+
+
+def _whole_squares(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
+    """Return the size nearest to an image's that has whole squares, and no fewer or more pixels than the
+    model takes. Raises Unpreparable.
+    """
+    if max(height, width) / min(height, width) > _LONGEST_RATIO:
+        raise Unpreparable(f"is {width} x {height} pixels, more than {_LONGEST_RATIO} times as long as wide")
+    unit = spec.unit
+    high, wide = round(height / unit) * unit, round(width / unit) * unit
+    if high * wide > spec.most_pixels:
+        shrunk = math.sqrt((height * width) / spec.most_pixels)
+        high, wide = (max(unit, math.floor(edge / shrunk / unit) * unit) for edge in (height, width))
+    elif high * wide < spec.least_pixels:
+        grown = math.sqrt(spec.least_pixels / (height * width))
+        high, wide = (math.ceil(edge * grown / unit) * unit for edge in (height, width))
+    return high, wide
 
 
 def _longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:

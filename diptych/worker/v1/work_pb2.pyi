@@ -211,16 +211,18 @@ class Work(_message.Message):
     def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ..., choices: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, str]] = ..., adapter: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[ImageSpan, _Mapping]]] = ...) -> None: ...
 
 class ImageSpan(_message.Message):
-    __slots__ = ("first_position", "rows", "digest", "first_row")
+    __slots__ = ("first_position", "rows", "digest", "first_row", "columns")
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     first_position: int
     rows: int
     digest: bytes
     first_row: int
-    def __init__(self, first_position: _Optional[int] = ..., rows: _Optional[int] = ..., digest: _Optional[bytes] = ..., first_row: _Optional[int] = ...) -> None: ...
+    columns: int
+    def __init__(self, first_position: _Optional[int] = ..., rows: _Optional[int] = ..., digest: _Optional[bytes] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id", "choices")

@@ -1,6 +1,6 @@
 """Bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as pydantic models.
 
-Blocks that a server of text cannot read (images, documents, server tools) are refused by name. What concerns
+Blocks that are not read (documents, server tools, images within results) are refused by name. What concerns
 Anthropic's own service, such as cache breakpoints, is accepted without effect: prefixes are always cached.
 """
 
@@ -29,7 +29,7 @@ from gateway.frontends.openai.body_model import (
 from gateway.request.json_values import whole
 
 ROLES: Final = ("user", "assistant", "system")
-TEXT, THINKING, REDACTED = "text", "thinking", "redacted_thinking"
+TEXT, IMAGE, THINKING, REDACTED = "text", "image", "thinking", "redacted_thinking"
 CALL, RESULT = "tool_use", "tool_result"
 IGNORED: Final = ("metadata", "service_tier", "cache_control", "inference_geo", "context_management", "speed")
 
@@ -39,6 +39,21 @@ class TextBlock(OpenModel):
 
     type: Text
     text: Text
+
+
+class ImageSource(OpenModel):
+    """Image in base64. Sources of other types are refused where the block is read."""
+
+    type: Text
+    media_type: Text | None = None
+    data: Text | None = None
+
+
+class ImageBlock(OpenModel):
+    """Image that a user shows."""
+
+    type: Text
+    source: ImageSource
 
 
 class ThinkingBlock(OpenModel):
@@ -93,11 +108,12 @@ class ResultBlock(OpenModel):
 
 def _kind_of(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return tagged(kind) if kind in (TEXT, THINKING, REDACTED, CALL, RESULT) else None
+    return tagged(kind) if kind in (TEXT, IMAGE, THINKING, REDACTED, CALL, RESULT) else None
 
 
 Block = Annotated[
     Annotated[TextBlock, Tag(tagged(TEXT))]
+    | Annotated[ImageBlock, Tag(tagged(IMAGE))]
     | Annotated[ThinkingBlock, Tag(tagged(THINKING))]
     | Annotated[RedactedBlock, Tag(tagged(REDACTED))]
     | Annotated[CallBlock, Tag(tagged(CALL))]
@@ -105,7 +121,7 @@ Block = Annotated[
     Discriminator(
         _kind_of,
         custom_error_type="rule",
-        custom_error_message=f"must be a {TEXT}, {THINKING}, {CALL} or {RESULT} block: no other is read",
+        custom_error_message=f"must be a {TEXT}, {IMAGE}, {THINKING}, {CALL} or {RESULT} block",
     ),
 ]
 _Blocks = Annotated[list[Block], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]

@@ -11,6 +11,7 @@ from gateway.frontends.anthropic.messages_bodies import (
     CallBlock,
     CountTokensBody,
     CountTokensMembers,
+    ImageBlock,
     MessagesBody,
     MessagesMembers,
     MessageTurn,
@@ -21,6 +22,7 @@ from gateway.frontends.anthropic.messages_bodies import (
     ThinkingBlock,
 )
 from gateway.frontends.openai.body_model import validate_members
+from gateway.frontends.openai.image_url import put_base64
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, StreamUsage
 from gateway.frontends.openai.response_format import dump_schema
 
@@ -86,11 +88,15 @@ def _add_turn(builder: RequestBuilder, path: str, role: str) -> pb.ChatMessage:
 
 
 def _put_turn(path: str, turn: MessageTurn, builder: RequestBuilder) -> None:
-    """Add a turn. Of a user's, results become turns of their own, in the order of the blocks."""
+    """Add a turn. Of a user's, results become turns of their own, in the order of the blocks.
+
+    A turn with images has its texts in parts, too.
+    """
     if isinstance(turn.content, str):
         _add_turn(builder, path, turn.role).content = turn.content
         return
     made: pb.ChatMessage | None = None  # the turn that texts go into
+    shows = any(isinstance(block, ImageBlock) for block in turn.content)
     for index, block in enumerate(turn.content):
         at = f"{path}.content[{index}]"
         if isinstance(block, ResultBlock):
@@ -102,7 +108,11 @@ def _put_turn(path: str, turn: MessageTurn, builder: RequestBuilder) -> None:
         if made is None:
             made = _add_turn(builder, path, turn.role)
         if isinstance(block, TextBlock):
-            made.content += block.text
+            _put_text(block.text, made, shows=shows)
+        elif isinstance(block, ImageBlock):
+            if turn.role != "user":
+                raise InvalidParameter(at, "goes with the role user only")
+            _put_image(at, block, made, builder)
         elif turn.role != "assistant":
             raise InvalidParameter(at, "goes with the role assistant only")
         elif isinstance(block, CallBlock):
@@ -111,6 +121,25 @@ def _put_turn(path: str, turn: MessageTurn, builder: RequestBuilder) -> None:
             made.reasoning_content += block.thinking
     if not turn.content:
         raise InvalidParameter(f"{path}.content", "must not be empty")
+
+
+def _put_text(text: str, made: pb.ChatMessage, *, shows: bool) -> None:
+    if not shows:
+        made.content += text
+    elif text:
+        made.parts.add(text=text)
+
+
+def _put_image(path: str, block: ImageBlock, made: pb.ChatMessage, builder: RequestBuilder) -> None:
+    """Add an image to a turn, the last one. Raises InvalidParameter or UnsupportedFeature."""
+    source, own = block.source, f"{path}.source"
+    if source.type != "base64":
+        raise UnsupportedFeature(f"{own}.type", "must be base64: this server fetches and keeps no images")
+    if source.data is None:
+        raise InvalidParameter(f"{own}.data", "is required")
+    known = f"chat.messages[{len(builder.request.chat.messages) - 1}].parts[{len(made.parts)}].image"
+    builder.names[known] = own
+    put_base64(f"{own}.data", source.data, (source.media_type or "").lower(), made.parts.add().image)
 
 
 def _arguments(path: str, value: dict[str, Any]) -> str:

@@ -25,8 +25,13 @@ def put_image(path: str, url: str, image: pb.Image) -> None:
     media_type, encoded = (head[1] or "").lower(), head[2]
     if encoded is None:
         raise InvalidParameter(path, "must be in base64: data:image/png;base64,…")
+    put_base64(path, url[head.end() :], media_type, image)
+
+
+def put_base64(path: str, encoded: str, media_type: str, image: pb.Image) -> None:
+    """Read base64 at ``path`` into ``image``. Raises InvalidParameter."""
     try:
-        image.data = base64.b64decode(url[head.end() :], validate=True)
+        image.data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidParameter(path, "is not valid base64") from None
     image.media_type = _JPG.get(media_type, media_type)

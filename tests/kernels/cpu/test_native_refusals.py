@@ -32,6 +32,7 @@ BAD = {
     "block 4 of 4": replace(GOOD, block_table=[4]),
     "block -3 of 4": replace(GOOD, block_table=[-3]),
     "starts before position 0": replace(GOOD, start=-2),
+    "turn -1 of": replace(GOOD, shift=-1),
     "do not fit into 2 blocks": replace(GOOD, start=30),
     "no tokens": replace(GOOD, token_ids=[]),
     "4 rows of logits of 3 tokens": replace(GOOD, trailing=4),

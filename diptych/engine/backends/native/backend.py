@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
@@ -17,7 +19,15 @@ from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
+from diptych.engine.batch import (
+    AbortWords,
+    Launched,
+    SequenceStep,
+    StepOutput,
+    given_embeddings,
+    rotary_positions,
+    visible_ends,
+)
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
@@ -26,6 +36,8 @@ from kernels.cpu import library as native
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
+RotaryTables = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Cosines and sines of each of a model's rotations."""
 _FIRST_POSITIONS = 32_768
 """Positions whose rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay as they run."""
 
@@ -155,9 +167,11 @@ class NativeBackend:
         """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
         if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
             return None
+        if any(step.grid is not None for step in sequences):
+            return None  # it is computed with tables of its own
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
-        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
+        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype, _turns(sequences))
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -214,16 +228,46 @@ class NativeBackend:
             begin = end
         self._check(self._library.diptych_set_embedding(self._model, own.data_ptr()))
         try:
-            return self._step_of_ids(numbered, greedy, abort)
+            return self._step_of_ids(numbered, greedy, abort, _ends(sequences))
         finally:
             self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
 
     def _step_of_ids(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        ends: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, Sequence[int]]:
-        logits = torch.empty((greedy.count(0), self._shape.vocab_size))
+        if any(step.grid is not None for step in sequences):
+            return self._step_on_grids(sequences, greedy, abort, ends)
         self._reach(positions_of(sequences))
-        batch = native_batch(sequences, greedy, abort, self._dtype)
+        turns = _turns(sequences)
+        return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
+
+    def _step_on_grids(
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        ends: Sequence[int] | None,
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Compute a step some of whose tokens have three positions: by rotary tables of its own, a row a
+        token. It is no launched step, so that no other reads tables meanwhile.
+        """
+        if self._ahead:
+            raise NativeError("a step of positions on grids cannot follow launched ones")
+        positions = torch.from_numpy(rotary_positions(sequences))
+        own = rotary_tables(self._shape, positions)
+        turns = np.arange(positions.shape[-1])
+        self._set_rotations(own, len(turns))
+        try:
+            return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
+        finally:
+            self._set_rotations(self._rotary, self._positions)
+
+    def _run(self, batch: NativeBatch, greedy: bytes) -> tuple[torch.Tensor, Sequence[int]]:
+        logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         status = self._library.diptych_step(
             self._model,
             batch.native,
@@ -246,12 +290,29 @@ class NativeBackend:
         if positions <= self._positions:
             return
         count = max(positions, 2 * self._positions)
-        tables = rotary_tables(self._shape, count)
+        tables = rotary_tables(self._shape, torch.arange(count))
+        self._set_rotations(tables, count)
+        self._rotary = tables
+        self._positions = count
+
+    def _set_rotations(self, tables: RotaryTables, count: int) -> None:
         addresses = [native.Rotation(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
         array = (native.Rotation * len(tables))(*addresses)
         self._check(self._library.diptych_set_rotations(self._model, array, len(tables), count))
-        self._rotary = tables
-        self._positions = count
+
+
+def _turns(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
+    """Return the rotary positions of a batch's tokens, where some are not their places."""
+    return rotary_positions(sequences) if any(step.shift for step in sequences) else None
+
+
+def _ends(sequences: Sequence[SequenceStep]) -> Sequence[int] | None:
+    """Return the first positions that a batch's tokens do not see, where these are not those after theirs."""
+    if not any(one.whole for step in sequences for one in step.embeddings):
+        return None
+    plain = (range(step.start + 1, step.start + 1 + len(step.token_ids)) for step in sequences)
+    found = ((visible_ends(step), other) for step, other in zip(sequences, plain, strict=True))
+    return [end for own, other in found for end in (other if own is None else own.tolist())]
 
 
 def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:

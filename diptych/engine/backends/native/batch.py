@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep
@@ -29,9 +31,16 @@ class NativeBatch:
 
 
 def native_batch(
-    sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
+    sequences: Sequence[SequenceStep],
+    greedy: bytes,
+    abort: AbortWords | None,
+    dtype: torch.dtype,
+    turns: npt.NDArray[np.int64] | None = None,
+    ends: Sequence[int] | None = None,
 ) -> NativeBatch:
-    """Lay out a batch for the native step; `greedy` has a byte a row of logits.
+    """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
+    the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
+    see, by default those after their own.
 
     It is 1 where the row's likeliest token is wanted and not the logits. Raises NativeError for memories that
     are not of the model's layout.
@@ -60,6 +69,10 @@ def native_batch(
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
     if any(step.adapter is not None for step in sequences):
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
+    if turns is not None:
+        arrays["turns"] = array("i", turns.tolist())
+    if ends is not None:
+        arrays["ends"] = array("i", ends)
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,

@@ -94,10 +94,9 @@ def _native_experts(experts: ExpertsShape) -> native.Experts:
     )
 
 
-def rotary_tables(shape: ModelShape, positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return cosines and sines of positions 0 .. `positions` - 1 for each of the model's rotations."""
-    numbers = torch.arange(positions)
-    pairs = [cos_sin(shape, rotation, numbers) for rotation in range(len(shape.rotations))]
+def rotary_tables(shape: ModelShape, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return cosines and sines at `positions`, `[n]` or `[3, n]`, for each of the model's rotations."""
+    pairs = [cos_sin(shape, rotation, positions) for rotation in range(len(shape.rotations))]
     return [(cosines.contiguous(), sines.contiguous()) for cosines, sines in pairs]
 
 

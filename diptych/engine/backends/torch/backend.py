@@ -13,7 +13,7 @@ from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.backends.torch.supports import lacks_adapters
-from diptych.engine.batch import AbortWords, SequenceStep, given_embeddings
+from diptych.engine.batch import AbortWords, SequenceStep, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 
@@ -115,10 +115,9 @@ def flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tens
     wanted.
     """
     tokens: list[int] = []
-    positions: list[int] = []
     last: list[int] = []
     for step in sequences:
         tokens.extend(step.token_ids)
-        positions.extend(range(step.start, step.start + len(step.token_ids)))
         last.extend(range(len(tokens) - step.logit_rows, len(tokens)))
-    return torch.tensor(tokens), torch.tensor(positions), torch.tensor(last, dtype=torch.int64)
+    positions = torch.from_numpy(rotary_positions(sequences))
+    return torch.tensor(tokens), positions, torch.tensor(last, dtype=torch.int64)

@@ -17,6 +17,7 @@ from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
 from diptych.engine.backends.torch.latent_attention import LatentAttention
+from diptych.engine.batch import rows_after
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ModelShape
 from diptych.engine.weights import ExpertWeights, LayerWeights, Storage, Weights
@@ -73,19 +74,22 @@ class Decoder:
     ) -> torch.Tensor | None:
         """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
 
-        `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
-        it says no. `adapters` are those of rows that have one. `given` are embeddings `[rows, H]` in place of
-        those of the tokens at the first of the pair; they are not scaled.
+        `tokens` and `positions` are int64 `[T]`, these `[3, T]` where images lie on grids. `wanted` is asked
+        before every layer; None is returned once it says no. `adapters` are those of rows that have one.
+        `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair; they are
+        not scaled.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
         x_TH = self.scaled(functional.embedding(tokens, self._embed))
         if given is not None:
-            x_TH[given[0].to(x_TH.device)] = given[1].to(x_TH)
+            x_TH[given[0].to(x_TH.device)] = given[1][:, : x_TH.shape[1]].to(x_TH)
         for index, layer in enumerate(self.layers):
             if not wanted():
                 return None
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
+            if (deep := rows_after(given, index, x_TH.shape[1])) is not None:
+                x_TH[deep[0].to(x_TH.device)] += deep[1].to(x_TH)
         x_TH = self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
         return self.logits(x_TH)
 
@@ -98,7 +102,7 @@ class Decoder:
         return x_TH * torch.tensor(self.shape.embedding_scale, dtype=self.dtype)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """Return cos and sin of each rotation at `positions [T]`."""
+        """Return cos and sin of each rotation at `positions`, `[T]` or `[3, T]`."""
         tables = (
             (number, cos_sin(self.shape, number, positions)) for number in range(len(self.shape.rotations))
         )

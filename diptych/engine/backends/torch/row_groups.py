@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
@@ -37,6 +37,8 @@ class Chunk:
     start: int
     blocks: torch.Tensor
     table: torch.Tensor
+    ends: torch.Tensor | None = None
+    """First position that each token does not see; None: the one after its own."""
 
     def attend(
         self,
@@ -54,7 +56,15 @@ class Chunk:
         """
         write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
         out[self.span] = paged_attention(
-            q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
+            q[self.span],
+            self.blocks,
+            layer,
+            self.table,
+            self.start,
+            rule.window,
+            scales,
+            ends=self.ends,
+            **rule.changes(),
         )
 
     def attend_latents(
@@ -121,7 +131,9 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
                 table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
-                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
+                ends = visible_ends(step)
+                seen = None if ends is None else torch.from_numpy(ends).to(table.device)
+                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table, seen))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
                 decodes.setdefault(key, []).append((begin, step))

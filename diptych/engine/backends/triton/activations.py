@@ -172,7 +172,13 @@ class RotaryTables:
             self._make(max(positions, 2 * self._positions))
 
     def gather(self, positions: torch.Tensor, out: tuple[Angles, ...]) -> None:
-        """Write the angles at int64 `positions [T]` into `out`."""
+        """Write the angles at int64 `positions`, `[T]` or `[3, T]`, into `out`."""
+        if positions.dim() > 1:
+            for number, (cos_out, sin_out) in enumerate(out):
+                cos, sin = cos_sin(self._shape, number, positions)
+                cos_out.copy_(cos)
+                sin_out.copy_(sin)
+            return
         for (cos, sin), (cos_out, sin_out) in zip(self._tables, out, strict=True):
             torch.index_select(cos, 0, positions, out=cos_out)
             torch.index_select(sin, 0, positions, out=sin_out)

@@ -90,7 +90,7 @@ class RowFields:
         host["sources"][:count] = [
             self._rows + row if step.follows is None else step.follows for row, step in enumerate(sequences)
         ]
-        host["positions"][:count] = starts
+        host["positions"][:count] = starts + [step.shift for step in sequences]
         host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1

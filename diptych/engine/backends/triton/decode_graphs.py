@@ -87,6 +87,7 @@ class DecodeGraphs:
             and len(step.token_ids) == 1
             and step.wants_logits
             and not step.embeddings
+            and step.grid is None
             and step.start < self._layers.shape.max_context
             and (step.follows is None or 0 <= step.follows < self._max_batch)
             for step in sequences

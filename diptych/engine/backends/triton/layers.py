@@ -19,9 +19,11 @@ from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.backends.triton.packed_step import Group, PackedStep
+from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.batch import rows_after
 from diptych.engine.models.shape import ModelShape
+from kernels.paged_attention import paged_attention
 
 
 def always() -> bool:
@@ -84,7 +86,8 @@ class Layers:
         if self._embedding_scale != 1.0:
             buffers.residual.mul_(self._embedding_scale)
         if given is not None:
-            buffers.residual[given[0].to(buffers.residual.device)] = given[1].to(buffers.residual)
+            rows = given[1][:, : buffers.residual.shape[1]]
+            buffers.residual[given[0].to(buffers.residual.device)] = rows.to(buffers.residual)
         self.rotary.gather(step.positions, buffers.angles)
         x = self._normed(weights.layers[0].input_norm, buffers)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
@@ -94,6 +97,8 @@ class Layers:
             self._attention(index, layer, x, step, buffers, scratch, growth)
             x = self._add(layer.attention_out_norm, layer.post_norm, buffers)
             self._feed_forward(index, layer, x, step, buffers)
+            if (deep := rows_after(given, index, buffers.residual.shape[1])) is not None:
+                buffers.added[deep[0].to(buffers.added.device)] += deep[1].to(buffers.added)
             x = self._add(layer.feed_forward_out_norm, next_norm, buffers)
         return x
 
@@ -187,6 +192,8 @@ class Layers:
             buffers.queries.mul_(growth)
         for group in step.groups:
             self._attend(index, layer, group, buffers, scratch)
+        for seeing in step.seeing:
+            self._attend_beyond(index, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
         self._products.linear(mixed, layer.output, out=buffers.added)
         self._change(index, "output", mixed, buffers.added, step)
@@ -223,6 +230,26 @@ class Layers:
             eps=shape.rms_eps,
             scales=self._scales,
             out=buffers.queries[rows],
+        )
+
+    def _attend_beyond(
+        self, index: int, layer: PackedLayer, seeing: SeeingRows, buffers: Activations
+    ) -> None:
+        """Compute the attention of a chunk whose tokens see beyond their own position, by torch: the kernel
+        of chunks is causal.
+        """
+        buffers.mixed[seeing.rows] = paged_attention(
+            buffers.queries[seeing.rows],
+            seeing.blocks,
+            index,
+            seeing.table,
+            seeing.start,
+            self.shape.window(index),
+            self._scales,
+            scale=self.shape.score_scale,
+            cap=self.shape.score_cap,
+            sinks=layer.sinks,
+            ends=seeing.ends,
         )
 
     def _attend(

@@ -6,14 +6,14 @@ sees one contiguous range of rows. Logits come back in the order of the batch al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AXES, AbortWords, SequenceStep, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 
@@ -63,13 +63,25 @@ class Group:
 
 
 @dataclass(frozen=True)
+class SeeingRows:
+    """A chunk with tokens that see beyond their own position: its attention is computed by itself."""
+
+    rows: slice
+    blocks: torch.Tensor
+    table: torch.Tensor
+    start: int
+    ends: torch.Tensor
+    """int64 `[tokens]`: the first position that each does not see."""
+
+
+@dataclass(frozen=True)
 class PackedStep:
     """Input of the layers; all tensors on the device."""
 
     tokens: torch.Tensor
     """int64 `[T]`."""
     positions: torch.Tensor
-    """int64 `[T]`."""
+    """int64 `[T]`, by which queries and keys are rotated; `[3, T]` where images lie on grids."""
     block_ids: torch.Tensor
     """int64 `[T]`: where each token's keys and values go; NO_BLOCK is nowhere."""
     lanes: torch.Tensor
@@ -79,6 +91,7 @@ class PackedStep:
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
     """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
+    seeing: tuple[SeeingRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -129,16 +142,26 @@ def pack_step(
     return PlacedStep(
         PackedStep(
             tokens,
-            positions,
+            positions.view(AXES, -1) if len(positions) > total else positions,
             block_ids,
             lanes.int(),
             tuple(group.on(found) for group in groups),
             found.narrow[slots[0]] if slots else None,
+            seeing=tuple(_seeing_rows(sequences, spans, device)),
         ),
         logit_rows=found.wide[rows[0]],
         logit_owners=tuple(i for i, s in enumerate(sequences) for _ in range(s.logit_rows)),
         spans=tuple(spans),
     )
+
+
+def _seeing_rows(
+    sequences: Sequence[SequenceStep], spans: Sequence[slice], device: torch.device
+) -> Iterator[SeeingRows]:
+    for step, rows in zip(sequences, spans, strict=True):
+        if (ends := visible_ends(step)) is not None:
+            table = torch.tensor(list(used_blocks(step)), device=device)
+            yield SeeingRows(rows, step.memory.data, table, step.start, torch.from_numpy(ends).to(device))
 
 
 def used_blocks(step: SequenceStep) -> Sequence[int]:
@@ -167,13 +190,15 @@ def _token_columns(
     abort: AbortWords | None,
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Token, position, block and lane of each row."""
-    tokens, positions, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
-    lanes = np.empty(total, dtype=np.int64)
+    tokens, lanes, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
+    grids = any(step.grid is not None for step in sequences)
+    positions = np.empty((AXES, total) if grids else total, dtype=np.int64)
     for i in order:
         step, span = sequences[i], spans[i]
         size = step.memory.layout.block_size
         at = np.arange(step.start, step.start + len(step.token_ids))
-        tokens[span], positions[span], lanes[span] = step.token_ids, at, at % size
+        tokens[span], lanes[span] = step.token_ids, at % size
+        positions[..., span] = at + step.shift if step.grid is None else step.grid
         if abort is not None and abort.is_aborted(i):
             block_ids[span] = NO_BLOCK
         else:

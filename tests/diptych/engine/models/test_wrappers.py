@@ -161,3 +161,30 @@ def test_gateway_derives_a_context_that_is_stretched_by_layer_type() -> None:
     config = {"model_type": "olmo3", "rope_parameters": {"full_attention": yarn}}
     assert folder_context(config) == 8192
     assert shape_from_config(resolve_config(config), tied=False).max_context == 8192
+
+
+def test_older_files_of_qwen_vl_have_the_text_fields_beside_the_encoders() -> None:
+    """Take the fields of Qwen2.5-VL-3B-Instruct as they were published."""
+    text = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "eos_token_id": 151645,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }
+    outer = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "vision_config": {"depth": 32}}
+    flat = {**outer, **text, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    nested = {**outer, "text_config": {**text, "model_type": "qwen2_5_vl_text"}}
+    shapes = [shape_from_config(resolve_config(config), tied=True) for config in (flat, nested)]
+    assert shapes[0] == shapes[1]
+    assert shapes[0].rotations[0].axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert shapes[0].rotations[0].theta == 1000000.0
+    assert folder_context(flat) == 128000

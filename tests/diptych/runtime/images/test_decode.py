@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from diptych.image_spec import ImageSpec
 from diptych.runtime.images.decode import BadImage, decode
@@ -48,6 +50,10 @@ CASES: dict[str, tuple[ImageSpec, Any]] = {
         replace(LLAVA, resize_to=(35, 35)),
         CLIPImageProcessorPil(size={"height": 35, "width": 35}, do_center_crop=False, **EXACT),
     ),
+    "gemma3": (
+        ImageSpec("gemma3", (36, 36), 9, "<image>", 5, 2, 1 / 255, HALF, HALF),
+        Gemma3ImageProcessorPil(size={"height": 36, "width": 36}, **EXACT),
+    ),
     "llava_padded": (
         replace(LLAVA, pads=True),
         LlavaImageProcessorPil(
@@ -67,6 +73,31 @@ def test_pixels_equal_transformers(case: str) -> None:
         expected = expected.reshape(-1, *expected.shape[-3:])
         scaled = (tiles.astype(np.float64) / 255).astype(np.float32)
         assert np.array_equal((scaled - np.float32(0.5)) / np.float32(0.5), expected), (width, height)
+
+
+def test_sizes_and_patches_of_qwen_equal_transformers() -> None:
+    patch, merge = 6, 2
+    unit = patch * merge
+    least, most = 4 * unit**2, 40 * unit**2
+    spec = ImageSpec("qwen2_vl", (unit, unit), 1, "<image>", 5, 3, 1 / 255, HALF, HALF)
+    spec = replace(spec, unit=unit, least_pixels=least, most_pixels=most)
+    processor: Any = Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=merge, size={"shortest_edge": least, "longest_edge": most}, **EXACT
+    )
+    for width, height in [*SIZES, (900, 5), (500, 400)]:
+        image = picture(width, width, height)
+        tiles = decode(png(image), spec, "image/png", 10**6).tiles
+        found = processor(image)
+        high, wide = (int(edge) // merge for edge in found["image_grid_thw"][0][1:])
+        assert spec.rows_of(tiles.shape) == high * wide, (width, height)
+        squares = np.asarray(found["pixel_values"]).reshape(high, wide, merge, merge, 3, 2, patch, patch)
+        first, second = squares[:, :, :, :, :, 0], squares[:, :, :, :, :, 1]
+        assert np.array_equal(first, second)
+        expected = first.transpose(4, 0, 2, 5, 1, 3, 6).reshape(tiles.shape[1:])
+        scaled = (tiles[0].astype(np.float64) / 255).astype(np.float32)
+        assert np.array_equal((scaled - np.float32(0.5)) / np.float32(0.5), expected), (width, height)
+    with pytest.raises(BadImage, match="200 times"):
+        decode(png(picture(1, 603, 3)), spec, "", 10**6)
 
 
 def test_transparent_palette_gray_and_cmyk_images_are_read() -> None:

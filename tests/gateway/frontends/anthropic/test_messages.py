@@ -25,6 +25,8 @@ from tests.gateway.scripted_workers import ScriptedDecode, answering
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "Count:"}
 TOOL = {"name": "now", "description": "Time.", "input_schema": {"type": "object", "properties": {}}}
+URL_SOURCE = {"type": "url", "url": "https://127.0.0.1/a.png"}
+DATA_SOURCE = {"type": "base64", "media_type": "image/png", "data": "aW1hZ2U="}
 Event = dict[str, Any]
 
 
@@ -125,8 +127,27 @@ async def test_count_is_that_of_the_request(bundled: ServedModel, redis_url: str
         pytest.param({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role:", id="role"),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]:",
-            id="image",
+            "messages[0].content[0].source.type:",
+            id="image-without-source",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": URL_SOURCE}]}]},
+            "messages[0].content[0].source.type:",
+            id="image-by-url",
+        ),
+        pytest.param(
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {**DATA_SOURCE, "data": "§"}}]}
+                ]
+            },
+            "messages[0].content[0].source.data:",
+            id="image-no-base64",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": DATA_SOURCE}]}]},
+            "messages[0].content[0].source:",
+            id="image-for-a-model-of-text",
         ),
         pytest.param(
             {
