@@ -27,7 +27,7 @@ from typing import Any
 
 from decode_worker.local_prefill import LocalPrompt
 from decode_worker.speculation import Speculation
-from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, pick_all
+from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, keep_hidden_rows, pick_all
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
@@ -303,4 +303,5 @@ def _sample_rows(rows: Sequence[OwnedRow]) -> Sequence[SampleRow | None]:
 def _picked(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[Any]:
     if None in output.tokens and failpoint("decode.not_finite"):
         output.logits[0] = float("nan")
+    keep_hidden_rows(output, rows)
     return pick_all(output, rows)

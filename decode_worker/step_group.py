@@ -166,6 +166,18 @@ def pick_all(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[list[Any]
     return picked
 
 
+def keep_hidden_rows(output: StepOutput, rows: Sequence[OwnedRow]) -> None:
+    """Let each decoding sequence have its hidden rows of a step, if the step gave them."""
+    if output.hidden is None:
+        return
+    begin = 0
+    for _, row in rows:
+        end = begin + row.logit_rows
+        if isinstance(row, DecodeSequence):
+            row.hidden = output.hidden[begin:end]
+        begin = end
+
+
 def _one_each(rows: Sequence[OwnedRow]) -> bool:
     """Return whether each row has one row of logits."""
     return all(sequence.logit_rows == 1 for _, sequence in rows)

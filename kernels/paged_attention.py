@@ -50,6 +50,7 @@ def paged_attention(
     scale: float | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...`.
 
@@ -58,7 +59,9 @@ def paged_attention(
     token sees that many last tokens, itself included. `scales` are those of a cache in FP8. Scores and sums
     are float32. Scores are multiplied by
     `scale` (None: `head_dim ** -0.5`), then capped, and `sinks` float32 `[heads]` are a logit more beside a
-    head's scores (score_rule.py). Returns `[tokens, heads, head_dim]`.
+    head's scores (score_rule.py). With `tree`, bool `[tokens, tokens]`, each token sees those of these tokens
+    that its row names, its ancestors, which lie at positions `start, ...` as above; it is as far behind
+    `start` itself as their number says. Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
@@ -84,6 +87,10 @@ def paged_attention(
         at = torch.arange(start, end, device=query.device).unsqueeze(1)
         seen = torch.arange(first, end, device=query.device).unsqueeze(0)
         hidden = seen > at
+        if tree is not None:
+            hidden[:, start - first :] = ~tree
+            at = start + tree.sum(dim=1, keepdim=True) - 1
+            seen = torch.cat([seen[:, : start - first], at.T], dim=1)
         if window is not None:
             hidden |= seen <= at - window
         scores.masked_fill_(hidden, -torch.inf)

@@ -97,6 +97,24 @@ class AdapterBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class HiddenRowsBackend(Backend, Protocol):
+    """A backend that gives the rows behind the final norm beside logits: what drafting heads read."""
+
+    def give_hidden_rows(self) -> None:
+        """Let `StepOutput.hidden` have the rows, from the next step on."""
+        ...
+
+
+@runtime_checkable
+class TreeBackend(Backend, Protocol):
+    """A backend that computes trees of tokens (`SequenceStep.parents`)."""
+
+    def lacks_trees(self) -> str | None:
+        """Return None if trees are computed for this model, else what is lacking, in words."""
+        ...
+
+
+@runtime_checkable
 class SamplingBackend(Backend, Protocol):
     """A backend that samples tokens where the logits are: these are too much to bring from a device at every
     step, or to read once more when they have left the caches.

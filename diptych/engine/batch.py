@@ -53,11 +53,32 @@ class SequenceStep:
     """Slot of the adapter of all tokens (`Runner.place_adapter`); None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of tokens that stand for an image; they do not overlap."""
+    parents: Sequence[int] | None = None
+    """Of a tree of tokens: the place in `token_ids` of the one that each follows, -1 for the last one before
+    the step. A parent comes before its children. Each token sees its ancestors alone, its position is
+    `start` and their number, and its keys and values lie in lane `start` and its place. None: each follows
+    the one before it.
+    """
 
     @property
     def logit_rows(self) -> int:
         """Rows of logits that this sequence has in the step's result."""
         return self.trailing if self.wants_logits else 0
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Positions of the tokens."""
+        if self.parents is None:
+            return range(self.start, self.start + len(self.token_ids))
+        return [self.start + depth for depth in depths(self.parents)]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return how many ancestors each node of a tree has; `parents` as in `SequenceStep`."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
 
 
 class AbortWords:
@@ -87,7 +108,8 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk.
+    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk,
+    parents that make no tree.
     """
 
 
@@ -138,8 +160,14 @@ def check_batch(
                 raise BatchError(f"row {row}: embeddings of tokens that the chunk does not have")
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+        if step.parents is not None and not _is_tree(step.parents, len(step.token_ids)):
+            raise BatchError(f"row {row}: the parents of its tokens make no tree")
         if step.adapter is not None and step.adapter not in adapter_slots:
             raise BatchError(f"row {row}: there is no adapter in slot {step.adapter}")
+
+
+def _is_tree(parents: Sequence[int], tokens: int) -> bool:
+    return len(parents) == tokens and all(-1 <= parent < place for place, parent in enumerate(parents))
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,10 @@ class StepOutput:
     """Tokens, one entry a row; None: its logits are in `logits`."""
     logits: torch.Tensor
     """Float32 `[rows that were not sampled, vocab]` on the CPU, in order."""
+    hidden: torch.Tensor | None = None
+    """Float32 `[rows of logits, hidden]` on the CPU: the rows behind the final norm, where the backend gives
+    them (`HiddenRowsBackend`). Those of aborted sequences must not be used.
+    """
 
     @classmethod
     def logits_only(cls, logits: torch.Tensor) -> StepOutput:

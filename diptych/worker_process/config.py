@@ -56,7 +56,7 @@ class WorkerSettings(ProgramSettings):
     speculative_model: str | None = setting(
         None,
         "Draft model: GGUF file or Hugging Face folder of a smaller model with the same vocabulary; "
-        "all workers of a system need the same.",
+        "all workers of a system need the same. Or Medusa heads: a folder with medusa_lm_head.safetensors.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
@@ -112,6 +112,11 @@ class WorkerSettings(ProgramSettings):
     @property
     def encodes_images(self) -> bool:
         """True for the role that turns images into embeddings."""
+        return False
+
+    @property
+    def decodes(self) -> bool:
+        """True for the role that drafts and checks tokens."""
         return False
 
     @field_validator("device")

@@ -13,6 +13,7 @@ import torch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.heads.medusa import MedusaHeads, is_medusa
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.runner import Runner
@@ -30,12 +31,13 @@ from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
-from diptych.runtime.settings import StartupError, cpu_features
+from diptych.runtime.settings import StartupError, cpu_features, resolve_model
 from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa, named_heads
 from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
@@ -60,6 +62,8 @@ class LoadedEngine:
     """Encoder of a model with images, in a worker that encodes them."""
     draft: LoadedDraft | None = None
     """The draft model, whose keys and values are the second segment of each block of `layout`."""
+    heads: MedusaHeads | None = None
+    """Medusa heads, in a worker that decodes; they keep nothing in blocks."""
 
     @property
     def draft_chunks(self) -> DraftChunks | None:
@@ -115,10 +119,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     check_max_model_len(path, settings.max_model_len)
     if settings.encodes_images and image_spec(path) is not None:
         _check_reads_images(settings)
-    draft_path = None
-    if settings.speculative_model is not None:
-        draft_path = checked_model(settings.speculative_model)
-        check_vocabulary(path, draft_path)
+    draft_path, heads_path = _drafting_files(settings, path)
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
@@ -143,8 +144,11 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     draft = None if draft_path is None else _draft(settings, draft_path, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    heads = None
+    if heads_path is not None and settings.decodes:
+        heads = load_medusa(heads_path, runner, dtype)
     engine = LoadedEngine(
-        model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder, draft
+        model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder, draft, heads
     )
     run_self_test(runner, layout)
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
@@ -159,6 +163,20 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
             runner.threads,
         )
     return engine
+
+
+def _drafting_files(settings: WorkerSettings, model: Path) -> tuple[Path | None, Path | None]:
+    """Return the paths of the draft model of `model` and of its heads: one of them, where one is given."""
+    if settings.speculative_model is None:
+        return None, None
+    found = resolve_model(settings.speculative_model)
+    if is_medusa(found):
+        return None, found
+    if (heads := named_heads(found)) is not None:
+        raise UnfitHeads(f"--speculative-model {found}: {heads}")
+    path = checked_model(settings.speculative_model)
+    check_vocabulary(model, path)
+    return path, None
 
 
 def _model(

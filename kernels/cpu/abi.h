@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 14
+#define DIPTYCH_ABI_VERSION 15
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -157,6 +157,12 @@ struct DiptychBatch {
     const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
     int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
                                    // else 0
+    const int32_t *parents;        // [sum of counts] trees of tokens: place, among its sequence's tokens of this step, of
+                                   // the one that a token follows, -1: the last one before the step; a parent comes
+                                   // first. A token sees its ancestors and what was there before; its position is their
+                                   // number, its lane that of its place. Null: each follows the one before
+    float *hidden;                 // [sum of logit_rows, hidden] gets the rows behind the final norm, or null. Those of
+                                   // aborted sequences are not to be used
 };
 
 // A part of a change, for one of the matrices that a product joins.

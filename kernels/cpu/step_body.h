@@ -91,6 +91,10 @@ void run_head(StepState &step, const Update &update) {
         float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
         add_update(step, update, i, row);  // the last layer's places are those of the wanted rows
         norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
+        if (step.batch.hidden != nullptr) {
+            float *to = step.batch.hidden + i * model.shape.hidden;
+            for (int j = 0; j < model.shape.hidden; j++) to[j] = to_float(normed[i * step.hidden_stride + j]);
+        }
         ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
     });
     model.team.barrier();

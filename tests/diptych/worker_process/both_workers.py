@@ -16,6 +16,7 @@ from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
+from decode_worker.medusa_draft import MedusaDraft
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
@@ -25,6 +26,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
+from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
@@ -215,6 +217,8 @@ async def house(
     bounds: LocalBounds = LOCAL_BOUNDS,
     draft: str | None = None,
     max_loras: int = 0,
+    heads: MedusaHeads | None = None,
+    branches: tuple[int, ...] = (),
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -223,7 +227,8 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter. Each worker has `max_loras` slots for adapters.
+    drafts in place of a drafter, or `heads`, trees where `branches` are given. Each worker has `max_loras`
+    slots for adapters.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -236,6 +241,9 @@ async def house(
         for number in range(decodes):
             runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
             drafts = _draft_runner(draft, backend)
+            if heads is not None:
+                assert runner.give_hidden_rows() is None
+                drafter = MedusaDraft(heads, branches)
             made.decodes.append(
                 await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
             )
@@ -299,7 +307,8 @@ async def _decode(
     if drafts is not None:
         drafter, chunks = DraftModel(drafts, memory.memory), DraftChunks(drafts)
     if drafter is not None:
-        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS)
+        most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
+        speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
     loop = DecodeLoop(
         runner,
         memory.memory,

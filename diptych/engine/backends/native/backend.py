@@ -84,6 +84,7 @@ class NativeBackend:
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._adapters: dict[int, NativeAdapter] = {}
         self._ahead: deque[_LaunchedStep] = deque()
+        self._hidden_size: int | None = None  # of the rows that outputs have
         self._no_logits = torch.empty((0, shape.vocab_size))
 
     @property
@@ -122,6 +123,14 @@ class NativeBackend:
         else:
             self._adapters[slot] = prepared
 
+    def give_hidden_rows(self) -> None:
+        """See `HiddenRowsBackend.give_hidden_rows`."""
+        self._hidden_size = self._shape.hidden_size
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""
+        return None
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
 
@@ -138,9 +147,11 @@ class NativeBackend:
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
-        logits, likeliest = self._step(sequences, greedy, abort)
-        tokens = [_to_sampled(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
-        return StepOutput(tokens, logits)
+        logits, batch = self._step(sequences, greedy, abort)
+        pairs = zip(batch.likeliest, greedy, strict=True)
+        return StepOutput(
+            [_to_sampled(token) if drew else None for token, drew in pairs], logits, batch.hidden
+        )
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
@@ -157,7 +168,7 @@ class NativeBackend:
             return None
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
-        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
+        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype, self._hidden_size)
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -182,19 +193,20 @@ class NativeBackend:
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        return StepOutput([_to_sampled(token) for token in step.batch.likeliest], self._no_logits)
+        tokens = [_to_sampled(token) for token in step.batch.likeliest]
+        return StepOutput(tokens, self._no_logits, step.batch.hidden)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
-        """Return the logits of rows that are not greedy, and for each row its likeliest token, if greedy."""
+    ) -> tuple[torch.Tensor, NativeBatch]:
+        """Return the logits of rows that are not greedy, and the batch with what else came of it."""
         if any(step.embeddings for step in sequences):
             return self._step_with_embeddings(sequences, greedy, abort)
         return self._step_of_ids(sequences, greedy, abort)
 
     def _step_with_embeddings(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    ) -> tuple[torch.Tensor, NativeBatch]:
         """Compute a step in which some tokens have embeddings of their own.
 
         The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so
@@ -220,10 +232,10 @@ class NativeBackend:
 
     def _step_of_ids(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    ) -> tuple[torch.Tensor, NativeBatch]:
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         self._reach(positions_of(sequences))
-        batch = native_batch(sequences, greedy, abort, self._dtype)
+        batch = native_batch(sequences, greedy, abort, self._dtype, self._hidden_size)
         status = self._library.diptych_step(
             self._model,
             batch.native,
@@ -233,9 +245,9 @@ class NativeBackend:
             batch.likeliest.buffer_info()[0],
         )
         if status == native.ALL_ABORTED:
-            return logits.fill_(torch.nan), batch.likeliest
+            return logits.fill_(torch.nan), batch
         self._check(status)
-        return logits, batch.likeliest
+        return logits, batch
 
     def _check(self, status: int) -> None:
         if status != native.OK:

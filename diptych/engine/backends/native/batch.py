@@ -26,15 +26,21 @@ class NativeBatch:
     """Memory for the tokens of rows that are sampled."""
     follows: int | None
     """Address of the rows that its sequences follow, if one does."""
+    hidden: torch.Tensor | None
+    """Memory for the rows behind the final norm, if they are wanted."""
 
 
 def native_batch(
-    sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
+    sequences: Sequence[SequenceStep],
+    greedy: bytes,
+    abort: AbortWords | None,
+    dtype: torch.dtype,
+    hidden_size: int | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits.
 
-    It is 1 where the row's likeliest token is wanted and not the logits. Raises NativeError for memories that
-    are not of the model's layout.
+    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is memory
+    for hidden rows of so many numbers. Raises NativeError for memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -60,17 +66,25 @@ def native_batch(
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
     if any(step.adapter is not None for step in sequences):
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
+    if any(step.parents is not None for step in sequences):
+        arrays["parents"] = array("i", [parent for step in sequences for parent in _parents(step)])
+    hidden = None if hidden_size is None else torch.zeros((len(greedy), hidden_size))
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
     alive = [*arrays.values(), follows, abort, memories]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
-    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address)
+    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden)
+
+
+def _parents(step: SequenceStep) -> Sequence[int]:
+    return range(-1, len(step.token_ids) - 1) if step.parents is None else step.parents
 
 
 def positions_of(sequences: Sequence[SequenceStep]) -> int:

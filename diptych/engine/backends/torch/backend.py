@@ -12,9 +12,10 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
-from diptych.engine.backends.torch.supports import lacks_adapters
-from diptych.engine.batch import AbortWords, SequenceStep, given_embeddings
+from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.sampling import SampleRow
 from diptych.engine.weights import Weights
 
 
@@ -37,6 +38,7 @@ class TorchBackend:
         self._decoder = Decoder(shape, weights)
         self._adapters = TorchAdapters(self._device)
         self._shape = shape
+        self._gives_hidden = False
         self._rules = [
             ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
             for index, layer in enumerate(weights.layers)
@@ -59,8 +61,34 @@ class TorchBackend:
         assert prepared is None or isinstance(prepared, Adapter)
         self._adapters.set(slot, prepared)
 
+    def give_hidden_rows(self) -> None:
+        """See `HiddenRowsBackend.give_hidden_rows`."""
+        self._gives_hidden = True
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        return lacks_trees(self._shape)
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
+        return self._step(sequences, abort)[0]
+
+    def forward_and_sample(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_sample`: it samples none, and gives hidden rows if these are
+        wanted.
+        """
+        logits, hidden = self._step(sequences, abort)
+        return StepOutput([None] * len(logits), logits, hidden if self._gives_hidden else None)
+
+    def _step(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits, and the float32 rows behind the final norm; None where all were aborted."""
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups: list[Chunk | Decodes] = group_rows(sequences)
@@ -87,16 +115,17 @@ class TorchBackend:
 
             given = given_embeddings(sequences)
             adapters = self._adapters.of_step(sequences)
-            logits = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given)
+            normed = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given)
+            logits = None if normed is None else self._decoder.logits(normed)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
-            if logits is None:
-                return torch.full((len(last), self._shape.vocab_size), torch.nan)
+            if logits is None or normed is None:
+                return torch.full((len(last), self._shape.vocab_size), torch.nan), None
             logits = logits.cpu()
             if abort is not None:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
-            return logits
+            return logits, normed.float().cpu()
 
 
 def on_device(record: Any, device: torch.device) -> Any:
@@ -119,6 +148,6 @@ def flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tens
     last: list[int] = []
     for step in sequences:
         tokens.extend(step.token_ids)
-        positions.extend(range(step.start, step.start + len(step.token_ids)))
+        positions.extend(step.positions)
         last.extend(range(len(tokens) - step.logit_rows, len(tokens)))
     return torch.tensor(tokens), torch.tensor(positions), torch.tensor(last, dtype=torch.int64)

@@ -45,7 +45,7 @@ too.
 
 
 class Decoder:
-    """Token ids in, logits of chosen tokens out."""
+    """Token ids in, normed rows of chosen tokens and their logits out."""
 
     def __init__(self, shape: ModelShape, weights: Weights) -> None:
         self.shape = shape
@@ -69,7 +69,7 @@ class Decoder:
         adapters: StepAdapters | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
+        """Return the rows `last` of the step behind the final norm, `[len(last), H]`: `logits` reads them.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
         it says no. `adapters` are those of rows that have one. `given` are embeddings `[rows, H]` in place of
@@ -84,8 +84,7 @@ class Decoder:
             if not wanted():
                 return None
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
-        x_TH = self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
-        return self.logits(x_TH)
+        return self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
 
     def scaled(self, embedded_TH: torch.Tensor) -> torch.Tensor:
         """Return embeddings as they enter the residual."""

@@ -37,6 +37,8 @@ class Chunk:
     start: int
     blocks: torch.Tensor
     table: torch.Tensor
+    tree: torch.Tensor | None = None
+    """Bool `[tokens, tokens]` of a tree: which tokens each one sees. None: it is a chain."""
 
     def attend(
         self,
@@ -54,7 +56,15 @@ class Chunk:
         """
         write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
         out[self.span] = paged_attention(
-            q[self.span], self.blocks, layer, self.table, self.start, rule.window, scales, **rule.changes()
+            q[self.span],
+            self.blocks,
+            layer,
+            self.table,
+            self.start,
+            rule.window,
+            scales,
+            tree=self.tree,
+            **rule.changes(),
         )
 
     def attend_latents(
@@ -121,13 +131,24 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
         if abort is None or not abort.is_aborted(index):
             if end - begin > 1:
                 table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
-                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
+                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table, _tree(step)))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
                 decodes.setdefault(key, []).append((begin, step))
         begin = end
     groups.extend(_decodes(rows) for rows in decodes.values())
     return groups
+
+
+def _tree(step: SequenceStep) -> torch.Tensor | None:
+    """Return which tokens of a tree each one sees: its ancestors and itself."""
+    if step.parents is None:
+        return None
+    seen = torch.eye(len(step.parents), dtype=torch.bool)
+    for place, parent in enumerate(step.parents):
+        if parent >= 0:
+            seen[place] |= seen[parent]
+    return seen.to(step.memory.data.device)
 
 
 def _used(step: SequenceStep) -> list[int]:
