@@ -81,7 +81,7 @@ class _Growing:
     def grow(self, paths: Sequence[tuple[int, ...]]) -> DraftTree:
         """Return the nodes that are `paths` of ranks, without those that the rules leave no place."""
         tokens, parents = list[int](), list[int]()
-        places = {(): -1}
+        places: dict[tuple[int, ...], int] = {(): -1}
         branches: dict[tuple[int, ...], int] = {}
         for path in paths:
             branches[path[:-1]] = max(branches.get(path[:-1], 0), path[-1] + 1)

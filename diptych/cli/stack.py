@@ -172,6 +172,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 "threads": options.decode_threads or threads,
                 **_share(homes and homes[1][index], cores),
                 "speculative-tokens": options.speculative_tokens,
+                "speculative-tree": options.speculative_tree,
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
                 "kv-tier": options.kv_tier,

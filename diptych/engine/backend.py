@@ -97,15 +97,6 @@ class AdapterBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class HiddenRowsBackend(Backend, Protocol):
-    """A backend that gives the rows behind the final norm beside logits: what drafting heads read."""
-
-    def give_hidden_rows(self) -> None:
-        """Let `StepOutput.hidden` have the rows, from the next step on."""
-        ...
-
-
-@runtime_checkable
 class TreeBackend(Backend, Protocol):
     """A backend that computes trees of tokens (`SequenceStep.parents`)."""
 
@@ -130,6 +121,15 @@ class SamplingBackend(Backend, Protocol):
 
         None leaves the row's logits, and so does a row that this backend cannot sample.
         """
+        ...
+
+
+@runtime_checkable
+class HiddenRowsBackend(Backend, Protocol):
+    """A backend that gives the rows behind the final norm beside logits: what drafting heads read."""
+
+    def give_hidden_rows(self) -> SamplingBackend:
+        """Return the backend, perhaps this one, whose outputs have the rows (`StepOutput.hidden`)."""
         ...
 
 

@@ -151,7 +151,7 @@ class Runner:
         backend = self.model.backend
         if not isinstance(backend, HiddenRowsBackend):
             return f"the {self.model.backend_name} step gives no hidden rows"
-        backend.give_hidden_rows()
+        self._sampling = backend.give_hidden_rows()
         return None
 
     def lacks_trees(self) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
-from diptych.engine.heads.medusa import MedusaHeads, is_medusa
+from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.runner import Runner
@@ -37,7 +37,7 @@ from diptych.worker_process.draft_chunks import DraftChunks
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
-from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa, named_heads
+from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
@@ -170,10 +170,8 @@ def _drafting_files(settings: WorkerSettings, model: Path) -> tuple[Path | None,
     if settings.speculative_model is None:
         return None, None
     found = resolve_model(settings.speculative_model)
-    if is_medusa(found):
+    if is_heads(found):
         return None, found
-    if (heads := named_heads(found)) is not None:
-        raise UnfitHeads(f"--speculative-model {found}: {heads}")
     path = checked_model(settings.speculative_model)
     check_vocabulary(model, path)
     return path, None

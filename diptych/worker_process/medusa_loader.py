@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 from diptych.engine.dtype import Precision, stored_dtype
-from diptych.engine.heads.medusa import HEADS_FIELD, WEIGHTS, BadHeads, MedusaHeads, read_medusa
+from diptych.engine.heads.medusa import HEADS_FIELD, WEIGHTS, BadHeads, MedusaHeads, is_medusa, read_medusa
+from diptych.engine.models.shape import ModelShape
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
 
@@ -18,18 +19,37 @@ class UnfitHeads(StartupError):
     """Heads that are broken, of another model, or not computed by this worker's backend."""
 
 
+def is_heads(path: Path) -> bool:
+    """Return whether a folder holds Medusa heads. Raises UnfitHeads for heads of another kind."""
+    if is_medusa(path):
+        return True
+    if (kind := named_heads(path)) is not None:
+        raise UnfitHeads(f"--speculative-model {path}: {kind}")
+    return False
+
+
+def check_medusa(path: Path, shape: ModelShape) -> str:
+    """Return in words what heads of a model of `shape` take. Raises UnfitHeads where they are not its."""
+    heads = _read(path, shape.hidden_size, shape.vocab_size, "bf16")
+    return f"{len(heads)} Medusa heads, {heads.nbytes / 1e9:.1f} GB in bf16"
+
+
 def load_medusa(path: Path, runner: Runner, precision: Precision) -> MedusaHeads:
     """Read the heads of `runner`'s model, whose steps give hidden rows from now on. Raises UnfitHeads."""
     flag = f"--speculative-model {path}"
     if (why := runner.give_hidden_rows()) is not None:
         raise UnfitHeads(f"{flag}: Medusa heads are not computed here, {why}")
     shape = runner.model.shape
-    try:
-        heads = read_medusa(path, shape.hidden_size, shape.vocab_size, stored_dtype(precision))
-    except BadHeads as error:
-        raise UnfitHeads(f"{flag}: {error}") from error
+    heads = _read(path, shape.hidden_size, shape.vocab_size, precision)
     _log.info("loaded %d Medusa heads, %.0f MiB", len(heads), heads.nbytes / 2**20)
     return heads
+
+
+def _read(path: Path, hidden_size: int, vocab_size: int, precision: Precision) -> MedusaHeads:
+    try:
+        return read_medusa(path, hidden_size, vocab_size, stored_dtype(precision))
+    except BadHeads as error:
+        raise UnfitHeads(f"--speculative-model {path}: {error}") from error
 
 
 def named_heads(path: Path) -> str | None:

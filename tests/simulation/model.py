@@ -245,6 +245,7 @@ class SimulatedEngine:
     parts: int = 1
     draft: None = None
     draft_chunks: None = None
+    heads: None = None
 
 
 @dataclass(frozen=True)

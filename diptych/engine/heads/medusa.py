@@ -60,7 +60,7 @@ class MedusaHeads:
         return blocks + sum(head.output.nbytes for head in self._heads)
 
     def logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """Return float32 logits `[count, rows, vocab]` of the first `count` heads after `hidden [rows, H]`."""
+        """Return float32 logits `[count, rows, vocab]` of the first heads after `hidden [rows, H]`."""
         with torch.inference_mode():
             return torch.stack([_logits(head, hidden) for head in self._heads[:count]])
 
@@ -113,8 +113,8 @@ def _head(
             raise BadHeads(f"{path / WEIGHTS} lacks {name}")
         if tuple(tensor.shape) != size:
             raise BadHeads(
-                f"{path / WEIGHTS}: {name} is of {_by(tensor.shape)}, for this model it would be {_by(size)}: "
-                "these are the heads of another model"
+                f"{path / WEIGHTS}: {name} is of {_by(tensor.shape)}, for this model it would be "
+                f"{_by(size)}: these are the heads of another model"
             )
         if not tensor.isfinite().all():
             raise BadHeads(f"{path / WEIGHTS}: {name} has numbers that are not finite")

@@ -123,9 +123,10 @@ class NativeBackend:
         else:
             self._adapters[slot] = prepared
 
-    def give_hidden_rows(self) -> None:
-        """See `HiddenRowsBackend.give_hidden_rows`."""
+    def give_hidden_rows(self) -> NativeBackend:
+        """See `HiddenRowsBackend.give_hidden_rows`: from the next step on."""
         self._hidden_size = self._shape.hidden_size
+        return self
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""

@@ -39,8 +39,9 @@ def native_batch(
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits.
 
-    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is memory
-    for hidden rows of so many numbers. Raises NativeError for memories that are not of the model's layout.
+    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
+    memory for hidden rows of so many numbers. Raises NativeError for memories that are not of the model's
+    layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")

@@ -38,7 +38,6 @@ class TorchBackend:
         self._decoder = Decoder(shape, weights)
         self._adapters = TorchAdapters(self._device)
         self._shape = shape
-        self._gives_hidden = False
         self._rules = [
             ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
             for index, layer in enumerate(weights.layers)
@@ -61,9 +60,9 @@ class TorchBackend:
         assert prepared is None or isinstance(prepared, Adapter)
         self._adapters.set(slot, prepared)
 
-    def give_hidden_rows(self) -> None:
+    def give_hidden_rows(self) -> HiddenRows:
         """See `HiddenRowsBackend.give_hidden_rows`."""
-        self._gives_hidden = True
+        return HiddenRows(self)
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`."""
@@ -71,24 +70,14 @@ class TorchBackend:
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
-        return self._step(sequences, abort)[0]
+        return self.forward_with_hidden(sequences, abort)[0]
 
-    def forward_and_sample(
-        self,
-        sequences: Sequence[SequenceStep],
-        rows: Sequence[SampleRow | None],
-        abort: AbortWords | None,
-    ) -> StepOutput:
-        """See `SamplingBackend.forward_and_sample`: it samples none, and gives hidden rows if these are
-        wanted.
-        """
-        logits, hidden = self._step(sequences, abort)
-        return StepOutput([None] * len(logits), logits, hidden if self._gives_hidden else None)
-
-    def _step(
+    def forward_with_hidden(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits, and the float32 rows behind the final norm; None where all were aborted."""
+        """Return what `forward` does, and the float32 rows `[rows, hidden]` behind the final norm, if not all
+        sequences were aborted.
+        """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups: list[Chunk | Decodes] = group_rows(sequences)
@@ -126,6 +115,25 @@ class TorchBackend:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits, normed.float().cpu()
+
+
+class HiddenRows:
+    """A torch backend whose outputs have hidden rows. It samples nothing."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self._backend = backend
+        self.set_threads = backend.set_threads
+        self.forward = backend.forward
+
+    def forward_and_sample(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_sample`."""
+        logits, hidden = self._backend.forward_with_hidden(sequences, abort)
+        return StepOutput([None] * len(logits), logits, hidden)
 
 
 def on_device(record: Any, device: torch.device) -> Any:

@@ -11,5 +11,5 @@ def lacks_adapters(shape: ModelShape) -> str | None:
 
 
 def lacks_trees(shape: ModelShape) -> str | None:
-    """Return None if trees of tokens are computed for models of `shape`, or else what is lacking, in words."""
+    """Return None if trees of tokens are computed for models of `shape`, else what is lacking, in words."""
     return "attention over latents knows no trees of tokens" if shape.latent is not None else None
