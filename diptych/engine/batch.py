@@ -54,10 +54,10 @@ class SequenceStep:
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of tokens that stand for an image; they do not overlap."""
     parents: Sequence[int] | None = None
-    """Of a tree of tokens: the place in `token_ids` of the one that each follows, -1 for the last one before
-    the step. A parent comes before its children. Each token sees its ancestors alone, its position is
-    `start` and their number, and its keys and values lie in lane `start` and its place. None: each follows
-    the one before it.
+    """Places in `token_ids` of the ones that these follow in a tree; -1: the last one before the step.
+
+    A parent comes before its children. Each token sees its ancestors alone, its position is `start` and their
+    number, and its keys and values lie in lane `start` and its place. None: each follows the one before it.
     """
 
     @property

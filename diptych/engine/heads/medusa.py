@@ -34,7 +34,7 @@ class BadHeads(ValueError):
 
 @dataclass(frozen=True)
 class MedusaHead:
-    """One head."""
+    """Weights of a head."""
 
     blocks: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
     """Weight `[hidden, hidden]` and bias `[hidden]` of each residual block."""
