@@ -27,7 +27,7 @@ TEXT = plain(0.0, 0)
 LATE = next(token for place, token in enumerate(TEXT) if place > 5 and token not in TEXT[:place])
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "device"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -35,7 +35,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("branches", TREES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    [("shared_memory", "native"), ("tcp", "native"), ("shared_memory", "torch"), ("tcp", "device")],
+)
 async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_says(
     kind: str, branches: tuple[int, ...], transport: str, sampling: dict[str, Any], backend: str
 ) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from decode_worker.config import DecodeSettings
 from decode_worker.drafters import ImpossibleTree, make_speculation
 from diptych.cli.doctor import given_draft
+from diptych.engine.backend import Backend
 from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
@@ -21,10 +22,17 @@ from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa
 from prefill_worker.config import PrefillSettings
-from tests.diptych.worker_process.both_workers import launching_model
+from tests.diptych.worker_process.both_workers import model
 from tests.end_to_end import tiny_model
 
 HIDDEN = 64
+
+
+class Plain:
+    """A backend that computes steps and nothing more."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.forward, self.set_threads = backend.forward, backend.set_threads
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +121,8 @@ async def test_heads_that_do_not_fit_and_of_other_kinds_are_refused_at_the_start
 
 
 def test_a_backend_without_hidden_rows_is_named(tiny: Path, tmp_path: Path) -> None:
-    runner = Runner(launching_model(), 1)
-    with pytest.raises(UnfitHeads, match="the triton step gives no hidden rows"):
+    made = model()
+    runner = Runner(replace(made, backend=Plain(made.backend), backend_name="torch-parts"), 1)
+    with pytest.raises(UnfitHeads, match="the torch-parts step gives no hidden rows"):
         load_medusa(write_heads(tmp_path / "heads", tiny), runner, "fp32")
-    assert runner.lacks_trees() == "the triton step computes no trees of tokens"
+    assert runner.lacks_trees() == "the torch-parts step computes no trees of tokens"
