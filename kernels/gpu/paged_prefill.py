@@ -54,7 +54,7 @@ def _advance(
             seen = tl.where((back < 0)[None, :], seen, (bit != 0) & (back < 64)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
-    if WINDOW > 0:
+    if WINDOW > 0 or TREE:
         # A row may have seen nothing yet: no number is subtracted from -inf then.
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
     else:
