@@ -81,7 +81,7 @@ class Choice(StepGroup):
         if self.rows[0].lanes:
             return self._take_drafted(found)
         (sampled,) = found
-        self.rows[0].hidden_row = 0
+        self.rows[0].keep_rows((0,))
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
     def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
@@ -92,7 +92,7 @@ class Choice(StepGroup):
             right.append(row)
         self.request.drafted += len(sequence.draft)
         self.request.blocks.compact_lanes(sequence, right)
-        sequence.hidden_row = right[-1]
+        sequence.keep_rows(right)
         sequence.draft, sequence.draft_parents, sequence.draft_rows, sequence.lanes = [], [], [], 0
         for place, row in enumerate(right):
             sampled = found[row]

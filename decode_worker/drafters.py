@@ -8,6 +8,7 @@ from decode_worker.best_drafter import BestDrafter
 from decode_worker.config import DecodeSettings
 from decode_worker.draft_lengths import StepCosts
 from decode_worker.draft_model import DraftModel
+from decode_worker.eagle_draft import EagleDraft
 from decode_worker.grammar_draft import GrammarDraft
 from decode_worker.medusa_draft import MedusaDraft
 from decode_worker.prompt_lookup import PromptLookup
@@ -15,6 +16,9 @@ from decode_worker.speculation import Drafter, Speculation
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
+
+CHAINS = ("grammar", "lookup", "model", "eagle")
+"""Drafters of chains."""
 
 
 class ImpossibleTree(StartupError):
@@ -29,9 +33,11 @@ def make_speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVM
     if chain == 0:
         return None
     drafters: dict[str, Drafter] = {"grammar": GrammarDraft(), "lookup": PromptLookup(chain)}
-    depths: dict[str, Sequence[int]] = dict.fromkeys(("grammar", "lookup", "model"), range(1, chain + 1))
+    depths: dict[str, Sequence[int]] = dict.fromkeys(CHAINS, range(1, chain + 1))
     if engine.draft is not None:
         drafters["model"] = DraftModel(engine.draft.runner, memory)
+    if engine.eagle is not None:
+        drafters["eagle"] = EagleDraft(engine.eagle.head, memory)
     if engine.heads is not None:
         heads = MedusaDraft(engine.heads, branches)
         drafters["heads"] = heads

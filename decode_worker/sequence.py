@@ -52,6 +52,12 @@ class DecodeSequence:
     """Rows `[rows of logits, hidden]` of its last step behind the final norm, if the backend gives them."""
     hidden_row: int = 0
     """The one of them from which the last token was sampled."""
+    step_features: torch.Tensor | None = None
+    """Rows `[rows of logits, features]` of its last step, if the backend gives them."""
+    features: list[torch.Tensor] = field(default_factory=list)
+    """Rows of these, for each token since `draft_computed` the one that it was sampled from; the first ones
+    may be missing.
+    """
     adapter: int | None = None
     """Slot of the attempt's adapter; None: the base model."""
 
@@ -89,6 +95,13 @@ class DecodeSequence:
             if parent + 1 == row and drafted == token_id:
                 return place + 1
         return None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep what drafters read of the rows of the last step from which its tokens were sampled."""
+        self.hidden_row = rows[-1]
+        if self.step_features is not None and self.draft_computed is not None:
+            self.features += [self.step_features[row] for row in rows]
+            del self.features[: -MOST_BEHIND - 1]
 
     def _parents(self) -> Sequence[int] | None:
         """Return the parents of a step's tokens where the draft is a tree; None: it is a chain."""

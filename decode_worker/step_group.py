@@ -166,16 +166,20 @@ def pick_all(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[list[Any]
     return picked
 
 
-def keep_hidden_rows(output: StepOutput, rows: Sequence[OwnedRow]) -> None:
-    """Let each decoding sequence have its hidden rows of a step, if the step gave them."""
-    if output.hidden is None:
+def keep_hidden_rows(output: StepOutput, rows: Sequence[OwnedRow], sequences: Sequence[SequenceStep]) -> None:
+    """Let each decoding sequence have its hidden rows and features of a step, if the step gave them.
+
+    `sequences` are the shares of `rows`.
+    """
+    if output.hidden is None and output.features is None:
         return
-    begin = 0
-    for _, row in rows:
-        end = begin + row.logit_rows
+    begin = token = 0
+    for (_, row), step in zip(rows, sequences, strict=True):
+        end, next_token = begin + row.logit_rows, token + len(step.token_ids)
         if isinstance(row, DecodeSequence):
-            row.hidden = output.hidden[begin:end]
-        begin = end
+            row.hidden = None if output.hidden is None else output.hidden[begin:end]
+            row.step_features = None if output.features is None else output.features[token:next_token]
+        begin, token = end, next_token
 
 
 def _one_each(rows: Sequence[OwnedRow]) -> bool:

@@ -147,7 +147,7 @@ class StackOptions:
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
         str | None,
-        _option("Draft model with the same vocabulary, or Medusa heads.", "Speculative decoding"),
+        _option("Draft model with the same vocabulary, or Medusa or EAGLE-3 heads.", "Speculative decoding"),
     ] = None
     speculative_tree: Annotated[
         str | None,

@@ -134,6 +134,20 @@ class HiddenRowsBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class FeatureBackend(Backend, Protocol):
+    """A backend that gives the residual stream before some layers: what EAGLE-3 heads read."""
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The model's embedding, `[vocab, hidden]`."""
+        ...
+
+    def give_features(self, layers: Sequence[int]) -> SamplingBackend:
+        """Return the backend, perhaps this one, whose outputs have them (`StepOutput.features`)."""
+        ...
+
+
+@runtime_checkable
 class LaunchingBackend(SamplingBackend, Protocol):
     """A backend that is given steps ahead, and computes each from the moment the one before is done."""
 

@@ -182,6 +182,10 @@ class StepOutput:
     """Float32 `[rows of logits, hidden]` on the CPU: the rows behind the final norm, where the backend gives
     them (`HiddenRowsBackend`). Those of aborted sequences must not be used.
     """
+    features: torch.Tensor | None = None
+    """Float32 `[tokens, taps * hidden]` on the CPU, of all tokens of the step in order: the residual stream
+    before each tapped layer, where the backend gives it (`FeatureBackend`). As to aborted ones, as above.
+    """
 
     @classmethod
     def logits_only(cls, logits: torch.Tensor) -> StepOutput:

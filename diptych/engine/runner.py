@@ -14,6 +14,7 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backend import (
     AdapterBackend,
     CompletionFdBackend,
+    FeatureBackend,
     GraphBackend,
     HiddenRowsBackend,
     LaunchingBackend,
@@ -152,6 +153,22 @@ class Runner:
         if not isinstance(backend, HiddenRowsBackend):
             return f"the {self.model.backend_name} step gives no hidden rows"
         self._sampling = backend.give_hidden_rows()
+        return None
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """The model's embedding `[vocab, hidden]`; None where the backend gives no features either."""
+        backend = self.model.backend
+        return backend.embedding if isinstance(backend, FeatureBackend) else None
+
+    def give_features(self, layers: Sequence[int]) -> str | None:
+        """Let outputs of steps have the residual stream before `layers` (`StepOutput.features`); return what
+        is lacking, in words, if the backend gives none.
+        """
+        backend = self.model.backend
+        if not isinstance(backend, FeatureBackend):
+            return f"the {self.model.backend_name} step gives no features of layers"
+        self._sampling = backend.give_features(layers)
         return None
 
     def lacks_trees(self) -> str | None:

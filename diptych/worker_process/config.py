@@ -67,7 +67,7 @@ class WorkerSettings(ProgramSettings):
     speculative_model: str | None = setting(
         None,
         "Draft model: GGUF file or Hugging Face folder of a smaller model with the same vocabulary; "
-        "all workers of a system need the same. Or Medusa heads: a folder with medusa_lm_head.safetensors.",
+        "all workers of a system need the same. Or a folder of Medusa heads or of an EAGLE-3 head.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 15
+#define DIPTYCH_ABI_VERSION 16
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -163,6 +163,9 @@ struct DiptychBatch {
                                    // number, its lane that of its place. Null: each follows the one before
     float *hidden;                 // [sum of logit_rows, hidden] gets the rows behind the final norm, or null. Those of
                                    // aborted sequences are not to be used
+    int32_t taps;                  // so many layers are
+    const int32_t *tapped;         // [taps] of which the step keeps the inputs, the residual stream
+    float *features;               // [sum of counts, taps * hidden] gets them, or null
 };
 
 // A part of a change, for one of the matrices that a product joins.

@@ -246,6 +246,7 @@ class SimulatedEngine:
     draft: None = None
     draft_chunks: None = None
     heads: None = None
+    eagle: None = None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
+from diptych.worker_process.eagle_loader import load_eagle
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa
 from prefill_worker.config import PrefillSettings
+from tests.diptych.engine.heads import test_eagle3
 from tests.diptych.worker_process.both_workers import model
 from tests.end_to_end import tiny_model
 
@@ -54,6 +56,16 @@ def write_heads(folder: Path, model: Path, heads: int = 3, hidden: int = HIDDEN,
     config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_eagle(folder: Path, sizes: dict[str, int]) -> Path:
+    """Write a random EAGLE-3 head in the authors' form for a model of two layers."""
+    hidden, inner, drafts = (sizes[name] for name in ("hidden_size", "intermediate_size", "draft_vocab_size"))
+    shapes = test_eagle3.shapes(hidden, inner, drafts)
+    generator = torch.Generator().manual_seed(2)
+    tensors = {name: torch.randn(size, generator=generator) * 0.1 for name, size in shapes.items()}
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    return test_eagle3.write(folder, tensors, **ids, **sizes)
 
 
 async def loaded(model: Path, *flags: str, kind: Any = DecodeSettings) -> tuple[Any, LoadedEngine]:
@@ -106,8 +118,9 @@ async def test_heads_that_do_not_fit_and_of_other_kinds_are_refused_at_the_start
         await loaded(tiny, f"--speculative-model={tmp_path / 'nothing'}")
     for number, (words, config) in enumerate(
         (
-            ("EAGLE heads are not computed", {"architectures": ["LlamaForCausalLMEagle3"]}),
-            ("EAGLE heads are not computed", {"model_type": "eagle"}),
+            ("in the form of EAGLE-3's authors alone", {"speculators_model_type": "eagle3"}),
+            ("in the form of EAGLE-3's authors alone", {"model_type": "eagle"}),
+            ("this model|a head of", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 9}),
             ("multi-token prediction layers", {"model_type": "deepseek_mtp"}),
             ("in another form than", {"model_type": "medusa"}),
         )
@@ -118,6 +131,34 @@ async def test_heads_that_do_not_fit_and_of_other_kinds_are_refused_at_the_start
         for kind in (DecodeSettings, PrefillSettings):
             with pytest.raises(UnfitHeads, match=words):
                 await loaded(tiny, f"--speculative-model={folder}", kind=kind)
+
+
+async def test_both_workers_load_an_eagle_head_whose_keys_and_values_are_a_segment_of_blocks(
+    tiny: Path, tmp_path: Path
+) -> None:
+    vocab = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 32, "vocab_size": vocab, "draft_vocab_size": vocab}
+    head = write_eagle(tmp_path / "head", sizes)
+    settings, engine = await loaded(tiny, f"--speculative-model={head}")
+    _, other = await loaded(tiny, f"--speculative-model={head}", kind=PrefillSettings)
+    assert engine.eagle is not None
+    assert other.eagle is not None
+    assert engine.layout.draft == engine.eagle.head.kv_layout(settings.block_size)
+    assert other.fingerprint == engine.fingerprint
+    assert engine.fingerprint.draft_digest
+    speculation = make_speculation(settings, engine, KVMemory(engine.layout, 4))
+    assert speculation is not None
+    assert speculation._most == 4
+    assert given_draft(str(head), str(tiny)).text.startswith("an EAGLE-3 head of ")
+    tree = DecodeSettings.from_argv([f"--speculative-model={head}", "--speculative-tree=2,1"])
+    with pytest.raises(ImpossibleTree, match="trees are drafted by Medusa heads"):
+        make_speculation(tree, engine, KVMemory(engine.layout, 4))
+    with pytest.raises(UnfitHeads, match="EAGLE heads are not computed with the torch-parts step"):
+        load_eagle(
+            head,
+            Runner(replace(model(), backend=Plain(model().backend), backend_name="torch-parts"), 1),
+            "fp32",
+        )
 
 
 def test_a_backend_without_hidden_rows_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
-from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
+from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
@@ -85,6 +86,7 @@ class NativeBackend:
         self._adapters: dict[int, NativeAdapter] = {}
         self._ahead: deque[_LaunchedStep] = deque()
         self._hidden_size: int | None = None  # of the rows that outputs have
+        self._taps: Taps | None = None
         self._no_logits = torch.empty((0, shape.vocab_size))
 
     @property
@@ -128,6 +130,16 @@ class NativeBackend:
         self._hidden_size = self._shape.hidden_size
         return self
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """See `FeatureBackend.embedding`."""
+        return self._embedding
+
+    def give_features(self, layers: Sequence[int]) -> NativeBackend:
+        """See `FeatureBackend.give_features`: from the next step on."""
+        self._taps = Taps(array("i", layers), self._shape.hidden_size)
+        return self
+
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""
         return None
@@ -150,9 +162,8 @@ class NativeBackend:
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, batch = self._step(sequences, greedy, abort)
         pairs = zip(batch.likeliest, greedy, strict=True)
-        return StepOutput(
-            [_to_sampled(token) if drew else None for token, drew in pairs], logits, batch.hidden
-        )
+        tokens = [_to_sampled(token) if drew else None for token, drew in pairs]
+        return StepOutput(tokens, logits, batch.hidden, batch.features)
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
@@ -169,7 +180,9 @@ class NativeBackend:
             return None
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
-        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype, self._hidden_size)
+        batch = native_batch(
+            sequences, b"\x01" * len(draws), abort, self._dtype, self._hidden_size, self._taps
+        )
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -195,7 +208,7 @@ class NativeBackend:
         if status != native.ALL_ABORTED:
             self._check(status)
         tokens = [_to_sampled(token) for token in step.batch.likeliest]
-        return StepOutput(tokens, self._no_logits, step.batch.hidden)
+        return StepOutput(tokens, self._no_logits, step.batch.hidden, step.batch.features)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
@@ -236,7 +249,7 @@ class NativeBackend:
     ) -> tuple[torch.Tensor, NativeBatch]:
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         self._reach(positions_of(sequences))
-        batch = native_batch(sequences, greedy, abort, self._dtype, self._hidden_size)
+        batch = native_batch(sequences, greedy, abort, self._dtype, self._hidden_size, self._taps)
         status = self._library.diptych_step(
             self._model,
             batch.native,

@@ -16,6 +16,14 @@ class NativeError(RuntimeError):
     """The native step refused a batch or ran out of memory. Nothing was written to any block."""
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Layers whose inputs a step keeps, and the numbers of each."""
+
+    layers: array[int]
+    hidden_size: int
+
+
 @dataclass(eq=False)
 class NativeBatch:
     """A batch as the native side takes it, with all that it points into."""
@@ -28,6 +36,8 @@ class NativeBatch:
     """Address of the rows that its sequences follow, if one does."""
     hidden: torch.Tensor | None
     """Memory for the rows behind the final norm, if they are wanted."""
+    features: torch.Tensor | None
+    """Memory for the residual stream before tapped layers, if any are."""
 
 
 def native_batch(
@@ -36,12 +46,13 @@ def native_batch(
     abort: AbortWords | None,
     dtype: torch.dtype,
     hidden_size: int | None = None,
+    taps: Taps | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits.
 
     A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
-    memory for hidden rows of so many numbers. Raises NativeError for memories that are not of the model's
-    layout.
+    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Raises NativeError for
+    memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -70,18 +81,22 @@ def native_batch(
     if any(step.parents is not None for step in sequences):
         arrays["parents"] = array("i", [parent for step in sequences for parent in _parents(step)])
     hidden = None if hidden_size is None else torch.zeros((len(greedy), hidden_size))
+    features = None if taps is None else torch.zeros((len(tokens), len(taps.layers) * taps.hidden_size))
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        taps=0 if taps is None else len(taps.layers),
+        tapped=None if taps is None else taps.layers.buffer_info()[0],
+        features=None if features is None else features.data_ptr(),
         hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, memories]
+    alive = [*arrays.values(), follows, abort, memories, taps]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
-    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden)
+    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)
 
 
 def _parents(step: SequenceStep) -> Sequence[int]:

@@ -64,6 +64,15 @@ class TorchBackend:
         """See `HiddenRowsBackend.give_hidden_rows`."""
         return HiddenRows(self)
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """See `FeatureBackend.embedding`."""
+        return self._decoder.embedding
+
+    def give_features(self, layers: Sequence[int]) -> HiddenRows:
+        """See `FeatureBackend.give_features`."""
+        return HiddenRows(self, layers)
+
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`."""
         return lacks_trees(self._shape)
@@ -73,10 +82,13 @@ class TorchBackend:
         return self.forward_with_hidden(sequences, abort)[0]
 
     def forward_with_hidden(
-        self, sequences: Sequence[SequenceStep], abort: AbortWords | None
+        self,
+        sequences: Sequence[SequenceStep],
+        abort: AbortWords | None,
+        taps: dict[int, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `forward` does, and the float32 rows `[rows, hidden]` behind the final norm, if not all
-        sequences were aborted.
+        sequences were aborted. `taps` as in `Decoder.forward`.
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
@@ -104,7 +116,7 @@ class TorchBackend:
 
             given = given_embeddings(sequences)
             adapters = self._adapters.of_step(sequences)
-            normed = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given)
+            normed = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given, taps)
             logits = None if normed is None else self._decoder.logits(normed)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
@@ -118,10 +130,11 @@ class TorchBackend:
 
 
 class HiddenRows:
-    """A torch backend whose outputs have hidden rows. It samples nothing."""
+    """A torch backend whose outputs have hidden rows, and the inputs of some layers. It samples nothing."""
 
-    def __init__(self, backend: TorchBackend) -> None:
+    def __init__(self, backend: TorchBackend, layers: Sequence[int] = ()) -> None:
         self._backend = backend
+        self._layers = layers
         self.set_threads = backend.set_threads
         self.forward = backend.forward
 
@@ -132,8 +145,12 @@ class HiddenRows:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
-        logits, hidden = self._backend.forward_with_hidden(sequences, abort)
-        return StepOutput([None] * len(logits), logits, hidden)
+        taps = dict.fromkeys(self._layers, torch.empty(0))
+        logits, hidden = self._backend.forward_with_hidden(sequences, abort, taps)
+        features = None
+        if self._layers and hidden is not None:
+            features = torch.cat([taps[layer] for layer in self._layers], dim=-1).float().cpu()
+        return StepOutput([None] * len(logits), logits, hidden, features)
 
 
 def on_device(record: Any, device: torch.device) -> Any:

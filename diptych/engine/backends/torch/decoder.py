@@ -61,6 +61,11 @@ class Decoder:
         self.final_norm, self.final_norm_bias = weights.final_norm, weights.final_norm_bias
         self._head = dense(weights.output_matrix())
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embedding, `[vocab, H]`."""
+        return self._embed
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -70,12 +75,14 @@ class Decoder:
         wanted: Callable[[], bool],
         adapters: StepAdapters | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
+        taps: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Return the rows `last` of the step behind the final norm, `[len(last), H]`: `logits` reads them.
 
         `tokens` and `positions` are int64 `[T]`. `wanted` is asked before every layer; None is returned once
         it says no. `adapters` are those of rows that have one. `given` are embeddings `[rows, H]` in place of
-        those of the tokens at the first of the pair; they are not scaled.
+        those of the tokens at the first of the pair; they are not scaled. `taps` gets the residual stream
+        before those layers that it names.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
@@ -85,6 +92,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if not wanted():
                 return None
+            if taps is not None and index in taps:
+                taps[index] = x_TH
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
         return self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
 
