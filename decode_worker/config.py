@@ -82,8 +82,7 @@ class DecodeSettings(WorkerSettings):
 
     speculative_tree: str = setting(
         "",
-        "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1: the 4 likeliest tokens, "
-        "2 after each of these, 1 after each of those; empty drafts chains.",
+        "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1; empty drafts chains.",
         section="Speculative decoding",
     )
 

@@ -66,8 +66,8 @@ class WorkerSettings(ProgramSettings):
     )
     speculative_model: str | None = setting(
         None,
-        "Draft model: GGUF file or Hugging Face folder of a smaller model with the same vocabulary; "
-        "all workers of a system need the same. Or a folder of Medusa heads or of an EAGLE-3 head.",
+        "Draft model, a GGUF file or folder with the same vocabulary; or a folder of Medusa heads or an "
+        "EAGLE-3 head. All workers need the same.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
