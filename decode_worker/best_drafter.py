@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from decode_worker.draft_lengths import Acceptance, StepCosts, best_length
+from decode_worker.draft_tree import Draft, DraftTree, as_tree, right_tokens, tree_depth
 from decode_worker.sequence import DecodeSequence
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class _History:
 
     accepted: dict[str, Acceptance]
     drafter: str = ""
-    draft: Sequence[int] = ()
+    draft: Draft = ()
     at: int = 0
     """Tokens of the output when `draft` was made."""
     rest: int = FIRST_REST
@@ -42,18 +43,26 @@ class _History:
         draft, self.draft = self.draft, ()
         if not draft:
             return
-        came = output[self.at : self.at + len(draft)]
-        pairs = enumerate(zip(draft, came, strict=False))
-        right = next((place for place, (token, said) in pairs if token != said), len(came))
-        self.accepted[self.drafter].record(len(draft), right)
+        tree = as_tree(draft)
+        right = right_tokens(tree, output[self.at :])
+        self.accepted[self.drafter].record(tree_depth(tree), right)
 
 
 class BestDrafter:
     """A `Drafter` over several, in order: of equal promises the first drafts."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], costs: StepCosts) -> None:
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        costs: StepCosts,
+        depths: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Choose between `drafters`, named; `depths` are those of the trees, or chains, of one token, of two,
+        and so on, that each drafts at most. Without them all draft chains.
+        """
         self._drafters = drafters
         self._costs = costs
+        self._depths = depths or {}
         self._histories: WeakKeyDictionary[DecodeSequence, _History] = WeakKeyDictionary()
 
     def rests(self, sequence: DecodeSequence) -> bool:
@@ -63,13 +72,13 @@ class BestDrafter:
             return True
         return all(drafter.rests(sequence) for drafter in self._drafters.values())
 
-    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Draft]:
         """See `Drafter.draft`."""
         for sequence in sequences:
             self._history(sequence).judge(sequence.output_ids)
         if self._costs.wants_plain:
             return [()] * len(sequences)
-        drafts: dict[int, Sequence[int]] = {}
+        drafts: dict[int, Draft] = {}
         wanted = zip(sequences, counts, strict=True)
         offers = [self._offers(sequence, count, len(sequences)) for sequence, count in wanted]
         for turn in range(len(self._drafters)):
@@ -84,7 +93,7 @@ class BestDrafter:
         turn: int,
         sequences: Sequence[DecodeSequence],
         offers: Sequence[Sequence[tuple[str, int]]],
-        drafts: dict[int, Sequence[int]],
+        drafts: dict[int, Draft],
     ) -> None:
         """Ask each sequence's drafter number `turn` by promise, where none before it had a draft."""
         asked: dict[str, list[tuple[int, int]]] = {}
@@ -100,7 +109,7 @@ class BestDrafter:
             self._costs.record_draft(name, longest, time.monotonic() - started)
             for (number, count), draft in zip(wanted, found, strict=True):
                 if draft:
-                    drafts[number] = draft[:count]
+                    drafts[number] = draft if isinstance(draft, DraftTree) else draft[:count]
                     history = self._history(sequences[number])
                     history.drafter, history.draft = name, drafts[number]
                     history.at = len(sequences[number].output_ids)
@@ -112,7 +121,8 @@ class BestDrafter:
             if drafter.rests(sequence):
                 continue
             rate = history.accepted[name].rate
-            length, gain = best_length(rate, count, self._costs, name, sequences)
+            depths = self._depths.get(name)
+            length, gain = best_length(rate, count, self._costs, name, sequences, depths)
             if length:
                 offers.append((-gain, name, length))
         offers.sort(key=lambda offer: offer[0])

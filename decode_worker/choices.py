@@ -48,13 +48,14 @@ class Choice(StepGroup):
             return sample(logits, [row for _, sequence in rows for row in sequence.sample_rows()])
         picked: list[Sampled | SampleFailure] = []
         for _, sequence in rows:
-            end = len(picked) + sequence.logit_rows
-            for row, drafted in zip(sequence.sample_rows(), [*sequence.draft, None], strict=True):
-                (sampled,) = sample(logits[len(picked) : len(picked) + 1], [row])
-                picked.append(sampled)
-                if isinstance(sampled, SampleFailure) or sampled.token_id != drafted:
-                    break
-            picked += [NOT_SAMPLED] * (end - len(picked))
+            begin, at, sample_rows = len(picked), 0, sequence.sample_rows()
+            picked += [NOT_SAMPLED] * len(sample_rows)
+            following: int | None = 0
+            while following is not None:
+                at = following
+                (sampled,) = sample(logits[begin + at : begin + at + 1], [sample_rows[at]])
+                picked[begin + at] = sampled
+                following = _following(sequence, at, sampled)
         return picked
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
@@ -86,23 +87,27 @@ class Choice(StepGroup):
         if self.rows[0].lanes:
             return self._take_drafted(found)
         (sampled,) = found
+        self.rows[0].keep_rows((0,))
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
     def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
         """Accept tokens as long as each equals the drafted one that the next was computed after."""
         sequence = self.rows[0]
-        draft, sequence.draft, sequence.draft_rows, sequence.lanes = sequence.draft, [], [], 0
-        self.request.drafted += len(draft)
-        for place, sampled in enumerate(found):
+        right = [0]
+        while (row := _following(sequence, right[-1], found[right[-1]])) is not None:
+            right.append(row)
+        self.request.drafted += len(sequence.draft)
+        self.request.blocks.compact_lanes(sequence, right)
+        sequence.keep_rows(right)
+        sequence.draft, sequence.draft_parents, sequence.draft_rows, sequence.lanes = [], [], [], 0
+        for place, row in enumerate(right):
+            sampled = found[row]
             if isinstance(sampled, SampleFailure):
                 return self.failed(sampled)
             outcome = self._accept(sampled)
-            right = place < len(draft) and draft[place] == sampled.token_id
-            self.request.accepted += right
+            self.request.accepted += place + 1 < len(right)
             if outcome is not None:
                 return outcome
-            if not right:
-                break
         if sequence.draft_computed is not None:  # what was computed after a wrong token is no good
             sequence.draft_computed = min(sequence.draft_computed, sequence.num_tokens - 1)
         self.request.blocks.return_lanes(sequence)
@@ -139,3 +144,8 @@ class Choice(StepGroup):
         request = self.request
         request.gateway.finished(request.key, self._choice, reason, request.times_now())
         return "finished"
+
+
+def _following(sequence: DecodeSequence, row: int, sampled: Sampled | SampleFailure) -> int | None:
+    """Return the row of logits after the drafted token that `sampled`, of `row`, shows to be right."""
+    return None if isinstance(sampled, SampleFailure) else sequence.drafted_row(row, sampled.token_id)

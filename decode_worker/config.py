@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from decode_worker.draft_tree import count_nodes, parse_branches
 from decode_worker.local_schedule import LocalBounds
 from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import setting
@@ -79,6 +80,18 @@ class DecodeSettings(WorkerSettings):
         section="Speculative decoding",
     )
 
+    speculative_tree: str = setting(
+        "",
+        "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1; empty drafts chains.",
+        section="Speculative decoding",
+    )
+
+    @field_validator("speculative_tree")
+    @classmethod
+    def _tree_is_a_tree(cls, value: str) -> str:
+        parse_branches(value)
+        return value
+
     @field_validator("kv_tier")
     @classmethod
     def _tiers_are_tiers(cls, value: str) -> str:
@@ -94,10 +107,35 @@ class DecodeSettings(WorkerSettings):
             raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self
 
+    @model_validator(mode="after")
+    def _trees_are_of_heads(self) -> Self:
+        if self.speculative_tree and self.speculative_model is None:
+            raise ValueError(
+                f"--speculative-tree {self.speculative_tree} needs Medusa heads (--speculative-model)"
+            )
+        return self
+
     @property
     def draft_tokens(self) -> int:
-        """Most tokens that a step drafts for a sequence."""
+        """Most tokens of a chain that a step drafts for a sequence."""
         return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
+
+    @property
+    def tree_branches(self) -> tuple[int, ...]:
+        """Branches of trees of drafts at each depth; none where drafts are chains."""
+        return parse_branches(self.speculative_tree)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step up to which there are drafts; if it is not configured, a whole tree's at least."""
+        if "speculative_max_step_tokens" in self.model_fields_set:
+            return self.speculative_max_step_tokens
+        return max(self.speculative_max_step_tokens, 1 + count_nodes(self.tree_branches))
+
+    @property
+    def decodes(self) -> bool:
+        """See `WorkerSettings.decodes`."""
+        return True
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""

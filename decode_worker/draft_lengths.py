@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 KEPT = 9
 """Times of a step of one size that are kept: their median counts."""
@@ -80,11 +81,23 @@ class Acceptance:
         self._seen = DECAY * self._seen + min(right + 1, drafted)
 
 
-def best_length(rate: float, most: int, costs: StepCosts, drafter: str, sequences: int) -> tuple[int, float]:
-    """Return the length that pays most, and its tokens in a plain step's time; (0, 1.0) if none pays."""
-    best, tokens = (0, 1.0), 1.0
-    for count in range(1, most + 1):
-        tokens += rate**count
+def best_length(
+    rate: float,
+    most: int,
+    costs: StepCosts,
+    drafter: str,
+    sequences: int,
+    depths: Sequence[int] | None = None,
+) -> tuple[int, float]:
+    """Return the length that pays most, and its tokens in a plain step's time; (0, 1.0) if none pays.
+
+    `depths` are those of trees of one token, of two, and so on, at most as many as there are: so many tokens
+    may be right. None: drafts are chains.
+    """
+    best = 0, 1.0
+    of_count = range(1, most + 1) if depths is None else depths[:most]
+    for count, depth in enumerate(of_count, start=1):
+        tokens = sum(rate**place for place in range(depth + 1))
         gain = tokens / costs.cost(drafter, sequences, count)
         if gain > best[1]:
             best = count, gain

@@ -6,9 +6,10 @@ ones before it, so that its row has a state of the grammar of its own, and its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 
+from decode_worker.draft_tree import Draft, as_tree
 from decode_worker.sequence import DecodeSequence
 
 
@@ -43,13 +44,27 @@ class DraftWalk:
         self.row = attempt.sample_row(self.row.params, output, grammar)
         return True
 
+    def followed(self, token_id: int) -> DraftWalk | None:
+        """Return the walk after a drafted token, or None where nothing may follow it; this one stays."""
+        walk = copy(self)
+        return walk if walk.follow(token_id) else None
 
-def set_draft(sequence: DecodeSequence, tokens: Iterable[int]) -> None:
-    """Let the next step compute `tokens` after the last one, as far as the rules let them come."""
-    walk = DraftWalk(sequence)
-    sequence.draft, sequence.draft_rows = [], []
-    for token_id in tokens:
-        if not walk.follow(token_id):
+
+def set_draft(sequence: DecodeSequence, draft: Draft) -> None:
+    """Let the next step compute a draft after the last token, as far as the rules let it come.
+
+    At most `sequence.lanes` tokens are kept, the first ones; what follows a token that is not kept is not.
+    """
+    tree = as_tree(draft)
+    sequence.draft, sequence.draft_parents, sequence.draft_rows = [], [], []
+    walks = {-1: DraftWalk(sequence)}
+    places = {-1: -1}  # among those that are kept
+    for place, (token_id, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if len(sequence.draft) == sequence.lanes:
             return
+        if parent not in walks or (walk := walks[parent].followed(token_id)) is None:
+            continue
+        walks[place], places[place] = walk, len(sequence.draft)
         sequence.draft.append(token_id)
+        sequence.draft_parents.append(places[parent])
         sequence.draft_rows.append(walk.row)

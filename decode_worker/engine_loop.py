@@ -24,7 +24,7 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.failpoints import reach
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import PromptDrafts
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
 from kvtransfer.drivers.server import HandoffServer
@@ -53,7 +53,7 @@ class EngineLoop:
         max_context: int,
         listeners: Listeners,
         speculation: Speculation | None = None,
-        draft_chunks: DraftChunks | None = None,
+        draft_chunks: PromptDrafts | None = None,
     ) -> None:
         self._cpu = runner.cpu
         self._mixes_chunks = runner.mixes_chunks

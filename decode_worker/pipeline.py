@@ -27,13 +27,13 @@ from typing import Any
 
 from decode_worker.local_prefill import LocalPrompt
 from decode_worker.speculation import Speculation
-from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, pick_all
+from decode_worker.step_group import OwnedRow, Row, RowOwner, StepGroup, keep_hidden_rows, pick_all
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
 from diptych.runtime.failpoints import failpoint
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import PromptDrafts, draft_chunks
 from diptych.worker_process.step_thread import InFlight, StepThread
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Pipeline:
         apply: Callable[[Sequence[RowOwner], Sequence[Any]], None],
         release_blocks: Callable[[StepGroup], None],
         speculation: Speculation | None = None,
-        draft_chunks: DraftChunks | None = None,
+        draft_chunks: PromptDrafts | None = None,
     ) -> None:
         """Take the callbacks of the engine loop.
 
@@ -189,7 +189,7 @@ class Pipeline:
         self._launch_both(present, following)
         if present.launched is None:
             return self._step(present.sequences, present.sample_rows, abort, rows)
-        return _picked(self._collect(present.launched, present), rows)
+        return _picked(self._collect(present.launched, present), rows, present.sequences)
 
     def _drafted_step(self, step: _Step, abort: AbortWords, speculation: Speculation) -> Sequence[Any]:
         """Compute a step with its drafts, and record how long it took."""
@@ -209,15 +209,13 @@ class Pipeline:
         """Compute `sequences`, the shares of `rows`, and return the results of each row."""
         output = self._runner.step_and_sample(sequences, sample_rows, abort)
         if self._draft_chunks is not None:
-            owners = [owner for owner, _ in rows]
+            every = draft_chunks([owner for owner, _ in rows], sequences, output)
             chunks = [
-                step
-                for owner, step in zip(owners, sequences, strict=True)
-                if isinstance(owner, LocalPrompt) and not owner.revoked
+                chunk for chunk in every if isinstance(chunk.owner, LocalPrompt) and not chunk.owner.revoked
             ]
             if chunks:
                 self._draft_chunks.compute(chunks)
-        return _picked(output, rows)
+        return _picked(output, rows, sequences)
 
     def _draft(self, step: _Step, speculation: Speculation) -> None:
         """Make the drafts of a step, and lay it out with them."""
@@ -300,7 +298,8 @@ def _sample_rows(rows: Sequence[OwnedRow]) -> Sequence[SampleRow | None]:
     return [sample_row for group, row in rows for sample_row in group.device_rows(row)]
 
 
-def _picked(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[Any]:
+def _picked(output: StepOutput, rows: Sequence[OwnedRow], sequences: Sequence[SequenceStep]) -> Sequence[Any]:
     if None in output.tokens and failpoint("decode.not_finite"):
         output.logits[0] = float("nan")
+    keep_hidden_rows(output, rows, sequences)
     return pick_all(output, rows)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from decode_worker.prefix_publisher import PrefixPublisher
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.block_pool import BlockPool
@@ -40,10 +42,22 @@ class DecodeSequence:
     """Tokens that the next step may draft: its blocks have room for them (speculation.py)."""
     draft: list[int] = field(default_factory=list)
     """Tokens expected after `output_ids`, computed by the next step; at most `lanes`."""
+    draft_parents: list[int] = field(default_factory=list)
+    """Place in `draft` of the token that each of them follows; -1: the last one of `output_ids`."""
     draft_rows: list[SampleRow] = field(default_factory=list)
     """Sampling of the token after each of `draft`."""
     draft_computed: int | None = None
     """Leading tokens whose keys and values of the draft model are there; None: it drafts no more for this."""
+    hidden: torch.Tensor | None = None
+    """Rows `[rows of logits, hidden]` of its last step behind the final norm, if the backend gives them."""
+    hidden_row: int = 0
+    """The one of them from which the last token was sampled."""
+    step_features: torch.Tensor | None = None
+    """Rows `[rows of logits, features]` of its last step, if the backend gives them."""
+    features: list[torch.Tensor] = field(default_factory=list)
+    """Rows of these, for each token since `draft_computed` the one that it was sampled from; the first ones
+    may be missing.
+    """
     adapter: int | None = None
     """Slot of the attempt's adapter; None: the base model."""
     shift: int = 0
@@ -71,11 +85,32 @@ class DecodeSequence:
             follows=follows,
             adapter=self.adapter,
             shift=self.shift,
+            parents=self._parents(),
         )
 
     def sample_rows(self) -> Sequence[SampleRow]:
         """Return the sampling of each of its rows of logits."""
         return (self.next_row, *self.draft_rows) if self.draft else (self.next_row,)
+
+    def drafted_row(self, row: int, token_id: int) -> int | None:
+        """Return the row of logits after `token_id`, if this was drafted to follow what `row` is after."""
+        for place, (drafted, parent) in enumerate(zip(self.draft, self.draft_parents, strict=False)):
+            if parent + 1 == row and drafted == token_id:
+                return place + 1
+        return None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep what drafters read of the rows of the last step from which its tokens were sampled."""
+        self.hidden_row = rows[-1]
+        if self.step_features is not None and self.draft_computed is not None:
+            self.features += [self.step_features[row] for row in rows]
+            del self.features[: -MOST_BEHIND - 1]
+
+    def _parents(self) -> Sequence[int] | None:
+        """Return the parents of a step's tokens where the draft is a tree; None: it is a chain."""
+        if not self.draft or all(parent == place - 1 for place, parent in enumerate(self.draft_parents)):
+            return None
+        return [-1, *(parent + 1 for parent in self.draft_parents)]
 
 
 class AttemptBlocks:
@@ -178,6 +213,17 @@ class AttemptBlocks:
             sequence.block_ids += taken
             room += len(taken) * size
         return min(count, room)
+
+    def compact_lanes(self, sequence: DecodeSequence, rows: Sequence[int]) -> None:
+        """Move keys and values of the right tokens of a draft to the lanes of their positions.
+
+        `rows` are those of the last step whose tokens stand: the last token's, 0, and the drafted ones'.
+        Called before any of them is appended.
+        """
+        first = sequence.num_tokens - 1
+        moves = [(first + row, first + place) for place, row in enumerate(rows) if row != place]
+        if moves:
+            self._memory.move_lanes(sequence.block_ids, moves)
 
     def return_lanes(self, sequence: DecodeSequence) -> None:
         """Release the blocks behind that of the next token: drafts that were wrong, or none, had them."""

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from decode_worker.draft_lengths import StepCosts
+from decode_worker.draft_tree import Draft
 from decode_worker.draft_walk import set_draft
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step_group import Row
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Drafter(Protocol):
     """A source of drafted tokens."""
 
-    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Draft]:
         """Return, for each of `sequences`, tokens that may follow it, at most as many as its count says.
 
         Called on the engine's thread, between two steps.
@@ -74,7 +75,7 @@ class Speculation:
         """Fill the lanes of sequences with drafts. Called on the engine's thread."""
         sequences = [sequence for _, sequence in rows if sequence.lanes]
         for sequence, tokens in zip(sequences, self._drafts(sequences), strict=True):
-            set_draft(sequence, tokens[: sequence.lanes])
+            set_draft(sequence, tokens)
 
     def record_step(self, sequences: int, rows: int, seconds: float) -> None:
         """Record the time of a step of `rows` rows of logits, drafts not included."""
@@ -87,7 +88,7 @@ class Speculation:
             group.max_draft(sequence) > 0 and not self._drafter.rests(sequence) for group, sequence in rows
         )
 
-    def _drafts(self, sequences: Sequence[DecodeSequence]) -> Sequence[Sequence[int]]:
+    def _drafts(self, sequences: Sequence[DecodeSequence]) -> Sequence[Draft]:
         """Return the drafts of all; none where the drafter fails."""
         try:
             drafts = self._drafter.draft(sequences, [sequence.lanes for sequence in sequences])

@@ -166,6 +166,22 @@ def pick_all(output: StepOutput, rows: Sequence[OwnedRow]) -> Sequence[list[Any]
     return picked
 
 
+def keep_hidden_rows(output: StepOutput, rows: Sequence[OwnedRow], sequences: Sequence[SequenceStep]) -> None:
+    """Let each decoding sequence have its hidden rows and features of a step, if the step gave them.
+
+    `sequences` are the shares of `rows`.
+    """
+    if output.hidden is None and output.features is None:
+        return
+    begin = token = 0
+    for (_, row), step in zip(rows, sequences, strict=True):
+        end, next_token = begin + row.logit_rows, token + len(step.token_ids)
+        if isinstance(row, DecodeSequence):
+            row.hidden = None if output.hidden is None else output.hidden[begin:end]
+            row.step_features = None if output.features is None else output.features[token:next_token]
+        begin, token = end, next_token
+
+
 def _one_each(rows: Sequence[OwnedRow]) -> bool:
     """Return whether each row has one row of logits."""
     return all(sequence.logit_rows == 1 for _, sequence in rows)

@@ -6,19 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from decode_worker.adapter_gate import AdapterGate
-from decode_worker.best_drafter import BestDrafter
 from decode_worker.config import DecodeSettings
-from decode_worker.draft_lengths import StepCosts
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafters import make_speculation
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.grammar_draft import GrammarDraft
 from decode_worker.kv_tiers import KvTiers
 from decode_worker.pool_memory import make_pool
-from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.speculation import Drafter, Speculation
 from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -75,7 +70,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            speculation=_speculation(settings, engine, memory.memory),
+            speculation=make_speculation(settings, engine, memory.memory),
             draft_chunks=engine.draft_chunks,
         )
         self._handoff = HandoffServer(
@@ -229,22 +224,6 @@ class DecodeWorker:
         metrics.local_prefill_tokens.inc(len(request.attempt.token_ids) - times.cached_tokens)
         for phase, field in PREFILL_PHASES.items():
             metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
-
-
-def _speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> Speculation | None:
-    most = settings.draft_tokens
-    if most == 0:
-        return None
-    drafters: dict[str, Drafter] = {"grammar": GrammarDraft(), "lookup": PromptLookup(most)}
-    if engine.draft is not None:
-        drafters["model"] = DraftModel(engine.draft.runner, memory)
-    costs = StepCosts()
-    return Speculation(
-        BestDrafter(drafters, costs),
-        most=most,
-        tokens=settings.speculative_max_step_tokens,
-        costs=costs,
-    )
 
 
 def gateway_links(

@@ -51,6 +51,7 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...`.
 
@@ -60,7 +61,9 @@ def paged_attention(
     are float32. Scores are multiplied by
     `scale` (None: `head_dim ** -0.5`), then capped, and `sinks` float32 `[heads]` are a logit more beside a
     head's scores (score_rule.py). `ends` int64 `[tokens]` are the first positions that tokens do not see, by
-    default those after their own. Returns `[tokens, heads, head_dim]`.
+    default those after their own. With `tree`, bool `[tokens, tokens]`, each token sees those of these tokens
+    that its row names, its ancestors, which lie at positions `start, ...` as above; it is as far behind
+    `start` itself as their number says. Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
@@ -86,6 +89,10 @@ def paged_attention(
         at = torch.arange(start, end, device=query.device).unsqueeze(1)
         seen = torch.arange(first, end, device=query.device).unsqueeze(0)
         hidden = seen > at if ends is None else seen >= ends.unsqueeze(1)
+        if tree is not None:
+            hidden[:, start - first :] = ~tree
+            at = start + tree.sum(dim=1, keepdim=True) - 1
+            seen = torch.cat([seen[:, : start - first], at.T], dim=1)
         if window is not None:
             hidden |= seen <= at - window
         scores.masked_fill_(hidden, -torch.inf)

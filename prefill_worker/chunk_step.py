@@ -8,7 +8,7 @@ from diptych.engine.batch import AbortWords
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure
 from diptych.runtime.failpoints import failpoint
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import PromptDrafts, draft_chunks
 from diptych.worker_process.prompt_chunk import Computed, PromptChunk
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
@@ -17,15 +17,15 @@ Row = tuple[PrefillRequest, Chunk]
 
 
 def run_step(
-    runner: Runner, rows: Sequence[Row], abort: AbortWords, draft_chunks: DraftChunks | None = None
+    runner: Runner, rows: Sequence[Row], abort: AbortWords, drafts: PromptDrafts | None = None
 ) -> list[Computed | SampleFailure]:
-    """Compute the chunks, also by the draft model if there is one; return one result a row."""
+    """Compute the chunks, also for drafts if there are any; return one result a row."""
     chunks = [_chunk(request, chunk) for request, chunk in rows]
     sample_rows = [chunk.device_rows() for chunk in chunks]
     sequences = [chunk.sequence() for chunk in chunks]
     output = runner.step_and_sample(sequences, [row for rows in sample_rows for row in rows], abort)
-    if draft_chunks is not None:
-        draft_chunks.compute(sequences, abort)
+    if drafts is not None:
+        drafts.compute(draft_chunks([request for request, _ in rows], sequences, output), abort)
     tokens, logits = iter(output.tokens), output.logits
     if len(logits) and failpoint("prefill.not_finite"):
         logits[-1] = float("nan")

@@ -16,7 +16,7 @@ from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleFailure
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import PromptDrafts
 from diptych.worker_process.logprob_codec import failure_reason
 from diptych.worker_process.prompt_chunk import Computed
 from diptych.worker_process.step_thread import StepThread
@@ -49,7 +49,7 @@ class EngineLoop:
         max_context: int,
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
         images: ImageEncoding | None = None,
-        draft_chunks: DraftChunks | None = None,
+        draft_chunks: PromptDrafts | None = None,
     ) -> None:
         self._runner = runner
         self._draft_chunks = draft_chunks

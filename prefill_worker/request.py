@@ -69,7 +69,7 @@ class Stop:
     failure: work_pb2.Failure | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefillRequest:
     """An attempt and its progress. `events` go from the engine loop to the task that runs its handoff."""
 

@@ -164,7 +164,14 @@ class StackOptions:
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
         str | None,
-        _option("Draft model: a smaller one with the same vocabulary.", "Speculative decoding"),
+        _option("Draft model with the same vocabulary, or Medusa or EAGLE-3 heads.", "Speculative decoding"),
+    ] = None
+    speculative_tree: Annotated[
+        str | None,
+        _option(
+            "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1.",
+            "Speculative decoding",
+        ),
     ] = None
     speculative_tokens: Annotated[
         int | None,

@@ -63,6 +63,7 @@ class WorkerPlace:
         return {
             **own,
             "speculative-tokens": options.speculative_tokens,
+            "speculative-tree": options.speculative_tree,
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,

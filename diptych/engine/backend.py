@@ -97,6 +97,15 @@ class AdapterBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class TreeBackend(Backend, Protocol):
+    """A backend that computes trees of tokens (`SequenceStep.parents`)."""
+
+    def lacks_trees(self) -> str | None:
+        """Return None if trees are computed for this model, else what is lacking, in words."""
+        ...
+
+
+@runtime_checkable
 class SamplingBackend(Backend, Protocol):
     """A backend that samples tokens where the logits are: these are too much to bring from a device at every
     step, or to read once more when they have left the caches.
@@ -112,6 +121,29 @@ class SamplingBackend(Backend, Protocol):
 
         None leaves the row's logits, and so does a row that this backend cannot sample.
         """
+        ...
+
+
+@runtime_checkable
+class HiddenRowsBackend(Backend, Protocol):
+    """A backend that gives the rows behind the final norm beside logits: what drafting heads read."""
+
+    def give_hidden_rows(self) -> SamplingBackend:
+        """Return the backend, perhaps this one, whose outputs have the rows (`StepOutput.hidden`)."""
+        ...
+
+
+@runtime_checkable
+class FeatureBackend(Backend, Protocol):
+    """A backend that gives the residual stream before some layers: what EAGLE-3 heads read."""
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The model's embedding, `[vocab, hidden]`."""
+        ...
+
+    def give_features(self, layers: Sequence[int]) -> SamplingBackend:
+        """Return the backend, perhaps this one, whose outputs have them (`StepOutput.features`)."""
         ...
 
 

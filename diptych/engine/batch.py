@@ -64,11 +64,32 @@ class SequenceStep:
     """Rotary positions of the tokens less their places `start`, `start + 1`, ...: 0 or less."""
     grid: npt.NDArray[np.int64] | None = None
     """Rotary positions `[3, tokens]` by time, height and width, where they are no places shifted alike."""
+    parents: Sequence[int] | None = None
+    """Places in `token_ids` of the ones that these follow in a tree; -1: the last one before the step.
+
+    A parent comes before its children. Each token sees its ancestors alone, its position is `start` and their
+    number, and its keys and values lie in lane `start` and its place. None: each follows the one before it.
+    """
 
     @property
     def logit_rows(self) -> int:
         """Rows of logits that this sequence has in the step's result."""
         return self.trailing if self.wants_logits else 0
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Positions of the tokens in the text: their places, or depths in a tree."""
+        if self.parents is None:
+            return range(self.start, self.start + len(self.token_ids))
+        return [self.start + depth for depth in depths(self.parents)]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return how many ancestors each node of a tree has; `parents` as in `SequenceStep`."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
 
 
 class AbortWords:
@@ -98,7 +119,8 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk.
+    vocabulary, more rows of logits than tokens, a slot without an adapter, embeddings beside the chunk,
+    parents that make no tree.
     """
 
 
@@ -139,10 +161,7 @@ def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]
     """Return the positions by which the step's tokens are rotated, in a row: `[T]`, or `[3, T]` where some
     are those of a grid.
     """
-    plain = [
-        np.arange(step.start + step.shift, step.start + step.shift + len(step.token_ids))
-        for step in sequences
-    ]
+    plain = [np.asarray(step.positions, dtype=np.int64) + step.shift for step in sequences]
     if all(step.grid is None for step in sequences):
         return np.concatenate(plain)
     wide = [
@@ -195,8 +214,14 @@ def check_batch(
                 raise BatchError(f"row {row}: embeddings of tokens that the chunk does not have")
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+        if step.parents is not None and not _is_tree(step.parents, len(step.token_ids)):
+            raise BatchError(f"row {row}: the parents of its tokens make no tree")
         if step.adapter is not None and step.adapter not in adapter_slots:
             raise BatchError(f"row {row}: there is no adapter in slot {step.adapter}")
+
+
+def _is_tree(parents: Sequence[int], tokens: int) -> bool:
+    return len(parents) == tokens and all(-1 <= parent < place for place, parent in enumerate(parents))
 
 
 @dataclass(frozen=True)
@@ -207,6 +232,14 @@ class StepOutput:
     """Tokens, one entry a row; None: its logits are in `logits`."""
     logits: torch.Tensor
     """Float32 `[rows that were not sampled, vocab]` on the CPU, in order."""
+    hidden: torch.Tensor | None = None
+    """Float32 `[rows of logits, hidden]` on the CPU: the rows behind the final norm, where the backend gives
+    them (`HiddenRowsBackend`). Those of aborted sequences must not be used.
+    """
+    features: torch.Tensor | None = None
+    """Float32 `[tokens, taps * hidden]` on the CPU, of all tokens of the step in order: the residual stream
+    before each tapped layer, where the backend gives it (`FeatureBackend`). As to aborted ones, as above.
+    """
 
     @classmethod
     def logits_only(cls, logits: torch.Tensor) -> StepOutput:

@@ -14,12 +14,15 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backend import (
     AdapterBackend,
     CompletionFdBackend,
+    FeatureBackend,
     GraphBackend,
+    HiddenRowsBackend,
     LaunchingBackend,
     MixedStepBackend,
     SamplingBackend,
+    TreeBackend,
 )
-from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, check_batch
+from diptych.engine.batch import AbortWords, BatchError, Launched, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
@@ -142,6 +145,39 @@ class Runner:
             self._adapters = AdapterSlots(backend)
         return why
 
+    def give_hidden_rows(self) -> str | None:
+        """Let outputs of steps have hidden rows (`StepOutput.hidden`); return what is lacking, in words, if
+        the backend gives none.
+        """
+        backend = self.model.backend
+        if not isinstance(backend, HiddenRowsBackend):
+            return f"the {self.model.backend_name} step gives no hidden rows"
+        self._sampling = backend.give_hidden_rows()
+        return None
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """The model's embedding `[vocab, hidden]`; None where the backend gives no features either."""
+        backend = self.model.backend
+        return backend.embedding if isinstance(backend, FeatureBackend) else None
+
+    def give_features(self, layers: Sequence[int]) -> str | None:
+        """Let outputs of steps have the residual stream before `layers` (`StepOutput.features`); return what
+        is lacking, in words, if the backend gives none.
+        """
+        backend = self.model.backend
+        if not isinstance(backend, FeatureBackend):
+            return f"the {self.model.backend_name} step gives no features of layers"
+        self._sampling = backend.give_features(layers)
+        return None
+
+    def lacks_trees(self) -> str | None:
+        """Return None if steps may have trees of tokens (`SequenceStep.parents`), else why not, in words."""
+        backend = self.model.backend
+        if not isinstance(backend, TreeBackend):
+            return f"the {self.model.backend_name} step computes no trees of tokens"
+        return backend.lacks_trees()
+
     def prepare_adapter(self, adapter: Adapter) -> object:
         """Return an adapter as `place_adapter` takes it. Takes time; any thread may call it during steps."""
         return self._adapter_slots().prepare(adapter)
@@ -174,6 +210,8 @@ class Runner:
     def _check(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
         slots = () if self._adapters is None else self._adapters.ready()
         check_batch(sequences, self.model.shape.vocab_size, slots)
+        if any(step.parents is not None for step in sequences) and (why := self.lacks_trees()) is not None:
+            raise BatchError(why)
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
 

@@ -24,6 +24,8 @@ def read_shape(path: Path) -> ModelShape:
         config = json.loads(file.read_bytes())
         if not isinstance(config, dict):
             raise NotPlanned(f"{file} is not an object")
+        if "medusa_num_heads" in config or "draft_vocab_size" in config:
+            raise NotPlanned(f"{path} holds drafting heads, whose weights and times are not planned")
         resolved = resolve_config(config)
         return shape_from_config(resolved, tied=bool(resolved.get("tie_word_embeddings")))
     except OSError as error:

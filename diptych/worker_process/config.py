@@ -68,8 +68,8 @@ class WorkerSettings(ProgramSettings):
     )
     speculative_model: str | None = setting(
         None,
-        "Draft model: GGUF file or Hugging Face folder of a smaller model with the same vocabulary; "
-        "all workers of a system need the same.",
+        "Draft model, a GGUF file or folder with the same vocabulary; or a folder of Medusa heads or an "
+        "EAGLE-3 head. All workers need the same.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
@@ -157,6 +157,11 @@ class WorkerSettings(ProgramSettings):
     @property
     def encodes_images(self) -> bool:
         """True for the role that turns images into embeddings."""
+        return False
+
+    @property
+    def decodes(self) -> bool:
+        """True for the role that drafts and checks tokens."""
         return False
 
     @field_validator("device")

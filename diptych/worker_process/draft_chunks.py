@@ -8,12 +8,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from diptych.engine.batch import AbortWords, SequenceStep
+import torch
+
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.runner import Runner
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChunk:
+    """A chunk of a prompt that the model has computed."""
+
+    owner: object
+    """The prompt."""
+    step: SequenceStep
+    features: torch.Tensor | None = None
+    """`[tokens, features]`: those that the step gave (`StepOutput.features`)."""
+
+
+def draft_chunks(
+    owners: Sequence[object], sequences: Sequence[SequenceStep], output: StepOutput
+) -> list[DraftChunk]:
+    """Return the chunks of a step, each with its owner and its features."""
+    if output.features is None:
+        return [DraftChunk(owner, step) for owner, step in zip(owners, sequences, strict=True)]
+    parts = output.features.split([len(step.token_ids) for step in sequences])
+    return [DraftChunk(*one) for one in zip(owners, sequences, parts, strict=True)]
+
+
+class PromptDrafts(Protocol):
+    """A part that computes what drafts read of prompts."""
+
+    def compute(self, chunks: Sequence[DraftChunk], abort: AbortWords | None = None) -> None:
+        """Compute `chunks` into the draft segments of their blocks; only log a failure.
+
+        `abort` has a word for each of them. Called on the engine's thread.
+        """
+        ...
 
 
 class DraftChunks:
@@ -23,17 +58,19 @@ class DraftChunks:
         """Compute with `runner`, which is the draft model's."""
         self._runner = runner
 
-    def compute(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> None:
-        """Compute the tokens of `sequences` into the draft segments of their blocks; only log a failure.
-
-        Called on the engine's thread.
-        """
+    def compute(self, chunks: Sequence[DraftChunk], abort: AbortWords | None = None) -> None:
+        """See `PromptDrafts.compute`."""
         limit = self._runner.model.shape.max_context
         try:
-            if steps := [draft_step(step) for step in sequences if step.start + len(step.token_ids) <= limit]:
-                self._runner.step(steps, abort if len(steps) == len(sequences) else None)
+            steps = [
+                draft_step(chunk.step)
+                for chunk in chunks
+                if chunk.step.start + len(chunk.step.token_ids) <= limit
+            ]
+            if steps:
+                self._runner.step(steps, abort if len(steps) == len(chunks) else None)
         except Exception:
-            _log.exception("the draft model did not compute %d chunks", len(sequences))
+            _log.exception("the draft model did not compute %d chunks", len(chunks))
 
 
 def draft_step(step: SequenceStep) -> SequenceStep:

@@ -14,6 +14,8 @@ from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
+from diptych.engine.heads.eagle3_files import is_eagle3
+from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
@@ -32,12 +34,15 @@ from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
-from diptych.runtime.settings import StartupError, cpu_features
+from diptych.runtime.settings import StartupError, cpu_features, resolve_model
 from diptych.worker_process.config import WorkerSettings, why_not_together
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
+from diptych.worker_process.eagle_chunks import EagleChunks
+from diptych.worker_process.eagle_loader import LoadedEagle, load_eagle
 from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
@@ -64,10 +69,17 @@ class LoadedEngine:
     """Encoder of a model with images, in a worker that encodes them."""
     draft: LoadedDraft | None = None
     """The draft model, whose keys and values are the second segment of each block of `layout`."""
+    heads: MedusaHeads | None = None
+    """Medusa heads, in a worker that decodes; they keep nothing in blocks."""
+
+    eagle: LoadedEagle | None = None
+    """An EAGLE-3 head, whose keys and values are that segment."""
 
     @property
-    def draft_chunks(self) -> DraftChunks | None:
-        """Return the part that runs the draft model over prompts; None without one."""
+    def draft_chunks(self) -> PromptDrafts | None:
+        """Return the part that runs the draft model, or the head, over prompts; None without one."""
+        if self.eagle is not None:
+            return EagleChunks(self.eagle.head)
         return None if self.draft is None else DraftChunks(self.draft.runner)
 
     @property
@@ -90,7 +102,7 @@ class LoadedEngine:
             tensor_parallel=1 if self.group is None else self.group.size,
             sum_parts=self.parts,
             expert_parallel=self.whole_experts,
-            draft_digest="" if self.draft is None else self.draft.digest,
+            draft_digest=next((one.digest for one in (self.draft, self.eagle) if one is not None), ""),
         )
 
 
@@ -119,10 +131,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     check_max_model_len(path, settings.max_model_len)
     if settings.encodes_images and image_spec(path) is not None:
         _check_reads_images(settings)
-    draft_path = None
-    if settings.speculative_model is not None:
-        draft_path = checked_model(settings.speculative_model)
-        check_vocabulary(path, draft_path)
+    files = _drafting_files(settings, path)
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
@@ -144,9 +153,15 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     layout = model.kv_layout(settings.block_size)
     hidden = model.shape.hidden_size
     encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
-    draft = None if draft_path is None else _draft(settings, draft_path, device, shared)
+    draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    heads = eagle = None
+    if files.medusa is not None and settings.decodes:
+        heads = load_medusa(files.medusa, runner, dtype)
+    if files.eagle is not None:
+        eagle = load_eagle(files.eagle, runner, dtype)
+        layout = replace(layout, draft=eagle.head.kv_layout(settings.block_size))
     engine = LoadedEngine(
         model,
         runner,
@@ -158,6 +173,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         group,
         encoder,
         draft,
+        heads,
+        eagle,
     )
     run_self_test(runner, layout)
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
@@ -172,6 +189,29 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
             runner.threads,
         )
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftingFiles:
+    """Paths of what drafts, of which one at most is given."""
+
+    model: Path | None = None
+    medusa: Path | None = None
+    eagle: Path | None = None
+
+
+def _drafting_files(settings: WorkerSettings, model: Path) -> _DraftingFiles:
+    """Return the files that --speculative-model names for `model`. Raises StartupError."""
+    if settings.speculative_model is None:
+        return _DraftingFiles()
+    found = resolve_model(settings.speculative_model)
+    if is_eagle3(found):
+        return _DraftingFiles(eagle=found)
+    if is_heads(found):
+        return _DraftingFiles(medusa=found)
+    path = checked_model(settings.speculative_model)
+    check_vocabulary(model, path)
+    return _DraftingFiles(model=path)
 
 
 def _model(

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 15
+#define DIPTYCH_ABI_VERSION 17
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -160,6 +160,15 @@ struct DiptychBatch {
     const int32_t *turns;          // [sum of counts] row of the rotary tables for each token; null: its position
     const int32_t *ends;           // [sum of counts] the first position that a token does not see, at most the end of
                                    // its chunk; null: the one after its own
+    const int32_t *parents;        // [sum of counts] trees of tokens: place, among its sequence's tokens of this step, of
+                                   // the one that a token follows, -1: the last one before the step; a parent comes
+                                   // first. A token sees its ancestors and what was there before; its position is their
+                                   // number, its lane that of its place. Null: each follows the one before
+    float *hidden;                 // [sum of logit_rows, hidden] gets the rows behind the final norm, or null. Those of
+                                   // aborted sequences are not to be used
+    int32_t taps;                  // so many layers are
+    const int32_t *tapped;         // [taps] of which the step keeps the inputs, the residual stream
+    float *features;               // [sum of counts, taps * hidden] gets them, or null
 };
 
 // A part of a change, for one of the matrices that a product joins.

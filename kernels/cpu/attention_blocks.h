@@ -23,11 +23,18 @@ struct HeadBlocks {
     int64_t block_stride;    // elements from one block to the next
     int64_t values;          // from keys to the values of the same head
     int block_size, head_dim;
+    int own_from = std::numeric_limits<int>::max();  // blocks from here on are copies (tree_attention.h): keys, then values
+    const Stored *own = nullptr;
 
-    const Stored *keys(int block) const { return memory + table[block] * block_stride; }
-    const Stored *value(int block, int lane) const {
-        return keys(block) + values + static_cast<int64_t>(lane) * head_dim;
+    const Stored *keys(int block) const {
+        return block < own_from ? memory + table[block] * block_stride : copy(block);
     }
+    const Stored *value(int block, int lane) const {
+        int64_t at = static_cast<int64_t>(lane) * head_dim;
+        return block < own_from ? keys(block) + values + at : copy(block) + copy_half() + at;
+    }
+    int64_t copy_half() const { return static_cast<int64_t>(block_size) * head_dim; }
+    const Stored *copy(int block) const { return own + 2 * copy_half() * (block - own_from); }
     int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
 
     // The first register of a block, and the one after another.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "tree_attention.h"
 #if defined(__AVX512BF16__)
 #include "attention_pairs.h"
 #endif
@@ -37,9 +38,9 @@ struct AttentionTask {
     }
 };
 
-// Attention of `Pairs` (row, head) pairs of a task, from the `first` on.
+// Attention of `Pairs` (row, head) pairs of a task, from the `first` on, over its `blocks`.
 template <class Kind, int Pairs>
-void attend_pairs(StepState &step, const AttentionTask &task, int first,
+void attend_pairs(StepState &step, const AttentionTask &task, int first, const HeadBlocks<typename Kind::Stored> &blocks,
                   const BlockRange<typename Kind::Stored> &next, float *scratch) {
     using Stored = typename Kind::Stored;
     const DiptychModel &model = *step.model;
@@ -60,7 +61,7 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
                  (task.tile.first + place) * step.mixed_stride + head * width;
     }
     sight.close();
-    Pieces<Stored> pieces = {{task.blocks<Stored>(step), sight.first / size, (sight.last - 1) / size + 1},
+    Pieces<Stored> pieces = {{blocks, sight.first / size, (sight.last - 1) / size + 1},
                              next, task.reads_alone() && first == 0};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same<Stored, bf16>::value) {
@@ -74,10 +75,17 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
 template <class Kind>
 void attend_task(StepState &step, const AttentionTask &task, const BlockRange<typename Kind::Stored> &next,
                  float *scratch) {
+    using Stored = typename Kind::Stored;
     int pairs = task.tile.rows * step.model->group();
+    HeadBlocks<Stored> blocks = task.blocks<Stored>(step);
+    const Row &row = step.rows[static_cast<size_t>(task.row(0))];
+    if (row.path >= 0) {  // its tile is this row alone
+        float *behind = scratch + step.score_floats - step.tree_floats;
+        blocks = along_path(step, blocks, row, reinterpret_cast<Stored *>(behind));
+    }
     for (int first = 0; first < pairs; first += kPairs) {
         int count = pairs - first < kPairs ? pairs - first : kPairs;
-        with_count<kPairs>(count, [&](auto n) { attend_pairs<Kind, n()>(step, task, first, next, scratch); });
+        with_count<kPairs>(count, [&](auto n) { attend_pairs<Kind, n()>(step, task, first, blocks, next, scratch); });
     }
 }
 

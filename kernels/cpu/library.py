@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 15
+ABI_VERSION = 17
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -115,6 +115,11 @@ class Batch(Structure):
         ("block_stride", c_int64),
         ("turns", c_void_p),
         ("ends", c_void_p),
+        ("parents", c_void_p),
+        ("hidden", c_void_p),
+        ("taps", c_int32),
+        ("tapped", c_void_p),
+        ("features", c_void_p),
     )
 
 

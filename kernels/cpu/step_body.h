@@ -91,6 +91,10 @@ void run_head(StepState &step, const Update &update) {
         float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
         add_update(step, update, i, row);  // the last layer's places are those of the wanted rows
         norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
+        if (step.batch.hidden != nullptr) {
+            float *to = step.batch.hidden + i * model.shape.hidden;
+            for (int j = 0; j < model.shape.hidden; j++) to[j] = to_float(normed[i * step.hidden_stride + j]);
+        }
         ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
     });
     model.team.barrier();
@@ -112,6 +116,20 @@ void run_head(StepState &step, const Update &update) {
     product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, keep, [](int, int) {});
 }
 
+// Copies the residual stream before a layer, if it is tapped.
+inline void keep_features(const StepState &step, int layer) {
+    const DiptychBatch &batch = step.batch;
+    if (batch.features == nullptr) return;
+    int64_t hidden = step.model->shape.hidden, row = batch.taps * hidden;
+    for (int32_t tap = 0; tap < batch.taps; tap++) {
+        if (batch.tapped[tap] != layer) continue;
+        for (int64_t i = 0; i < step.all.size(); i++) {
+            std::memcpy(batch.features + i * row + tap * hidden, step.hidden_row(i),
+                        static_cast<size_t>(hidden) * sizeof(float));
+        }
+    }
+}
+
 template <class Kind>
 void run_layers(StepState &step, int rank) {
     ThreadTeam &team = step.model->team;
@@ -128,6 +146,7 @@ void run_layers(StepState &step, int rank) {
         norm_rows<Kind>(step, step.all, layer.input_norm, update);
         team.barrier();
         if (step.stopped) return;
+        if (rank == 0) keep_features(step, index);  // nothing is added to them before the next barrier
         int rows = static_cast<int>(step.rows.size());
         auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
         Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV), output(step, set, index, DIPTYCH_OUTPUT);

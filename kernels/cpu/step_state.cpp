@@ -6,6 +6,7 @@
 #include "blocks.h"
 #include "bytes.h"
 #include "model_parts.h"
+#include "token_tree.h"
 
 namespace diptych {
 
@@ -135,7 +136,7 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
 // Probabilities are kept for whole registers of up to 16 tokens a block; queries sit before them.
 void grow_scores(StepState &step, const DiptychModel &model, int64_t blocks, int32_t threads) {
     int64_t tokens = blocks * round_up(step.batch.block_size, 16);
-    int64_t floats = kPairs * (tokens + model.shape.head_dim);
+    int64_t floats = kPairs * (tokens + model.shape.head_dim) + step.tree_floats;
     if (floats > step.score_floats) {
         step.scores.clear();
         step.score_floats = floats + floats / 2;  // contexts grow token by token, buffers should not
@@ -146,8 +147,8 @@ void grow_scores(StepState &step, const DiptychModel &model, int64_t blocks, int
 }
 
 // Neighbouring rows of a sequence, to go through a part of a layer.
-void add_rows(RowSet &set, const DiptychModel &model, int32_t first, int32_t count) {
-    int32_t height = std::max(1, kPairs / model.group()), place = static_cast<int32_t>(set.size());
+void add_rows(RowSet &set, const DiptychModel &model, int32_t first, int32_t count, bool tree) {
+    int32_t height = tree ? 1 : std::max(1, kPairs / model.group()), place = static_cast<int32_t>(set.size());
     for (int32_t row = 0; row < count; row += height) {
         set.tiles.push_back({place + row, std::min(height, count - row)});
     }
@@ -197,6 +198,7 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         rows += batch.counts[s];
         if (rows > (1 << 24)) return "more tokens than a step can hold";
         std::string found = refused_sequence(model, batch, s, tokens, table);
+        if (found.empty()) found = refused_tree(batch, s, rows - batch.counts[s]);
         if (!found.empty()) return found;
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
@@ -216,6 +218,8 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         set->tiles.clear();
     }
     step.places.clear();
+    step.paths.clear();
+    step.tree_floats = 0;
     step.tables.clear();
     step.wanted.clear();
     step.peaks.clear();
@@ -225,11 +229,12 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     for (int32_t s = 0; s < batch.sequences; s++) {
         int32_t first = static_cast<int32_t>(step.rows.size()), count = batch.counts[s];
         for (int32_t i = 0; i < count; i++) {
-            int32_t position = batch.starts[s] + i, turn = turns == nullptr ? position : turns[i];
-            step.rows.push_back({s, position, tokens[i], turn, ends == nullptr ? position + 1 : ends[i]});
+            int32_t lane = batch.starts[s] + i, turn = turns == nullptr ? lane : turns[i];
+            step.rows.push_back({s, lane, tokens[i], turn, ends == nullptr ? lane + 1 : ends[i], lane, -1});
         }
-        add_rows(step.all, model, first, count);
-        add_rows(step.closing, model, first + count - batch.logit_rows[s], batch.logit_rows[s]);
+        bool tree = lay_tree(step, s, first);
+        add_rows(step.all, model, first, count, tree);
+        add_rows(step.closing, model, first + count - batch.logit_rows[s], batch.logit_rows[s], tree);
         add_places(step, first, batch.starts[s], count);
         for (int32_t i = count - batch.logit_rows[s]; i < count; i++) want(step, first + i);
         step.tables.push_back(table);

@@ -21,6 +21,8 @@ struct Row {
     int32_t sequence, position, token;
     int32_t turn;  // row of the rotary tables
     int32_t end;   // the first position that it does not see
+    int32_t lane;  // where its keys and values lie: in a chain that of its position
+    int32_t path;  // of a row whose ancestors lie in other lanes than those of their positions (tree_attention.h); else -1
 };
 
 // Neighbouring rows of one sequence.
@@ -84,6 +86,7 @@ struct StepState {
     std::vector<Row> rows;
     RowSet all;      // of the layers
     RowSet closing;  // of the last one, once its keys and values are written: nothing reads the other rows any more
+    std::vector<int32_t> paths;           // of rows in trees: lanes of the ancestors and of the row itself
     std::vector<RowTile> places;          // whose keys and values are written together
     std::vector<const int32_t *> tables;  // per sequence
     std::vector<WantedRow> wanted;        // in order
@@ -108,6 +111,7 @@ struct StepState {
 
     std::vector<Buffer> scores;  // per rank, guests included: queries and probabilities of one attention task
     int64_t score_floats = 0;    // of each
+    int64_t tree_floats = 0;     // and at their end, keys and values of one head along a path
 
     float *hidden_row(int64_t row) const { return static_cast<float *>(hidden.get()) + row * hidden_stride; }
     float *update_row(int64_t place) const { return static_cast<float *>(update.get()) + place * hidden_stride; }

@@ -26,15 +26,16 @@ from kernels.gpu.tuning import look_up, prefill_default, shape_class
 
 @triton.jit
 def _advance(
-    acc, peak, total, q, position, row, seen_by, keys, values, key_scale, cap_scale,
+    acc, peak, total, q, position, row, seen_by, start, ancestors, keys, values, key_scale, cap_scale,
     TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    OPERAND: tl.constexpr,
+    TREE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values, from `row` on, into the running softmax of every row.
 
     `acc [rows, dims]`, `peak [rows]` and `total [rows]` are the running sums; `q [rows, dims]`; `seen_by
-    [rows]` is the last position that each row sees; `keys` and `values` are those of one KV head, `[rows,
-    dims]`.
+    [rows]` is the last position that each row sees, of a TREE its own one, and `ancestors` int64 `[rows]`
+    has a bit for each token from `start` on that it sees; `keys` and `values` are those of one KV head,
+    `[rows, dims]`.
     """
     k = keys.load([row, 0])
     scores = tl.dot(q, k.to(OPERAND).T, input_precision="ieee")
@@ -47,9 +48,13 @@ def _advance(
         seen = at[None, :] <= seen_by[:, None]
         if WINDOW > 0:
             seen = seen & (at[None, :] > seen_by[:, None] - WINDOW)
+        if TREE:
+            back = at - start
+            bit = (ancestors[:, None] >> tl.minimum(tl.maximum(back, 0), 63).to(tl.int64)[None, :]) & 1
+            seen = tl.where((back < 0)[None, :], seen, (bit != 0) & (back < 64)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
-    if WINDOW > 0:
+    if WINDOW > 0 or TREE:
         # A row may have seen nothing yet: no number is subtracted from -inf then.
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
     else:
@@ -64,19 +69,19 @@ def _advance(
 
 
 # One kernel whatever a step's packing happens to be, as in paged_decode.py.
-@triton.jit(do_not_specialize=["starts", "offsets"])
+@triton.jit(do_not_specialize=["starts", "offsets", "trees"])
 def _paged_prefill(
-    query, keys, values, starts, offsets, scales, sinks, out, rows, score_scale, cap_scale,
+    query, keys, values, starts, offsets, trees, scales, sinks, out, rows, score_scale, cap_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, OPERAND: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
+    SINKS: tl.constexpr, TREE: tl.constexpr, OPERAND: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS (token, head) pairs of one KV head of one sequence.
 
     `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`; `starts` int32
-    `[S]`, `offsets` int32 `[S + 1]`, `scales` float32 `[2, KV_HEADS]` of the layer, `sinks`
-    float32 `[heads]`. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none),
-    GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
+    `[S]`, `offsets` int32 `[S + 1]`, `trees` int64 `[T, 2]` of a TREE, `scales` float32 `[2, KV_HEADS]` of
+    the layer, `sinks` float32 `[heads]`. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW
+    is tokens (0 none), GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -101,10 +106,17 @@ def _paged_prefill(
             value_scale = tl.load(scales + KV_HEADS + head)
         seen_by = start + token
         nearest = start + tile * ROWS // GROUP
+        ancestors = token.to(tl.int64)
+        if TREE:
+            ancestors = tl.load(trees + (first_row + token) * 2, mask=real, other=0)
+            seen_by = start + tl.load(trees + (first_row + token) * 2 + 1, mask=real, other=0).to(tl.int32)
+            nearest = start
         end = start + tl.minimum((tile * ROWS + ROWS - 1) // GROUP + 1, tokens)
         begin = 0
         # Tiles before this are seen whole by every row.
         diagonal = (nearest + 1) // TILE * TILE
+        if TREE:
+            diagonal = start // TILE * TILE
         if WINDOW > 0:
             begin = tl.maximum(nearest - WINDOW + 1, 0) // TILE * TILE
             diagonal = begin
@@ -115,13 +127,13 @@ def _paged_prefill(
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
         for position in range(begin, diagonal, TILE):
             acc, peak, total = _advance(
-                acc, peak, total, q, position, base + position, seen_by, keys, values, key_scale,
-                cap_scale, TILE, WINDOW, CAPPED, False, OPERAND,
+                acc, peak, total, q, position, base + position, seen_by, start, ancestors, keys, values,
+                key_scale, cap_scale, TILE, WINDOW, CAPPED, False, TREE, OPERAND,
             )  # fmt: skip
         for position in range(diagonal, end, TILE):
             acc, peak, total = _advance(
-                acc, peak, total, q, position, base + position, seen_by, keys, values, key_scale,
-                cap_scale, TILE, WINDOW, CAPPED, True, OPERAND,
+                acc, peak, total, q, position, base + position, seen_by, start, ancestors, keys, values,
+                key_scale, cap_scale, TILE, WINDOW, CAPPED, True, TREE, OPERAND,
             )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks + head * GROUP + pair % GROUP) * LOG2_E_F32
@@ -149,6 +161,7 @@ def paged_prefill(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the chunks of S sequences, packed in `query [T, heads, head_dim]`.
@@ -158,7 +171,10 @@ def paged_prefill(
     `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `max_tokens` is the longest chunk, `context_tokens` the
     sum of all sequences' lengths with their chunks (what the tables have room for unless given). Keys and
     values of all positions up to each chunk's last are in `blocks` already. `window`, `scale`, `cap`, `sinks`
-    and `scales` as in paged_decode. Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
+    and `scales` as in paged_decode. With `tree` int64 `[T, 2]` chunks of up to 64 tokens are trees: a row
+    sees those of its chunk's tokens whose bits are set in its first number, itself included, and is at
+    position `starts[s]` and its second one; a window of fewer than 64 tokens is not applied within the tree.
+    Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
     """
     _, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -180,12 +196,14 @@ def paged_prefill(
         for part in (context.keys, context.values)
     )
     _paged_prefill[(triton.cdiv(max_tokens * group, tuned["rows"]), kv_heads, sequences)](
-        query, keys, values, starts, offsets, query if scales is None else scales[layer],
+        query, keys, values, starts, offsets, offsets if tree is None else check_dense("tree", tree),
+        query if scales is None else scales[layer],
         query if sinks is None else sinks, out, rows,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap), KV_HEADS=kv_heads, GROUP=group,
         D=head_dim, D_PAD=padded, ROWS=tuned["rows"], TILE=tile, WINDOW=window or 0,
         SCALED=scales is not None, CAPPED=cap is not None, SINKS=sinks is not None,
-        OPERAND=operand_type(query.dtype), SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES),
+        TREE=tree is not None, OPERAND=operand_type(query.dtype),
+        SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
     return out

@@ -246,6 +246,8 @@ class SimulatedEngine:
     parts: int = 1
     draft: None = None
     draft_chunks: None = None
+    heads: None = None
+    eagle: None = None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ),
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
         "decode_worker.worker.BlockPool": cluster.decode_pool,
-        "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
+        "decode_worker.drafters.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "prefill_worker.worker.plan_scratch": _small_scratch,
         "decode_worker.worker.AdapterStore": model.SimulatedAdapterStore,

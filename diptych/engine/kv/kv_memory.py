@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -211,6 +212,23 @@ class KVMemory:
             if not 0 <= block < self.num_blocks:
                 raise IndexError(f"block {block} of {self.num_blocks}")
         self.blocks[dst].copy_(self.blocks[src])
+
+    def move_lanes(self, table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of one sequence from lane to lane, one after the other.
+
+        `moves` are pairs of a lane and the one to copy it to; lane p lies in block `table[p // block_size]`.
+        The draft model's segment stays as it is. Raises ValueError for latents.
+        """
+        layout = self.layout
+        if layout.latent:
+            raise ValueError("lanes of latents are not moved")
+        size = layout.block_size
+        keys = self.data[:, :, 0].unflatten(-1, (layout.head_dim, size))
+        values = self.data[:, :, 1].unflatten(-1, (size, layout.head_dim))
+        for src, dst in moves:
+            here, there = table[src // size], table[dst // size]
+            keys[there, :, :, :, dst % size] = keys[here, :, :, :, src % size]
+            values[there, :, :, dst % size] = values[here, :, :, src % size]
 
 
 def _size(layout: KVLayout, num_blocks: int) -> int:

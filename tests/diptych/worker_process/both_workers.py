@@ -14,8 +14,10 @@ import torch
 
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
+from decode_worker.eagle_draft import EagleDraft
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
+from decode_worker.medusa_draft import MedusaDraft
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
@@ -25,6 +27,8 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
+from diptych.engine.heads.eagle3 import Eagle3Head
+from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
@@ -36,7 +40,8 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.draft_chunks import DraftChunks
+from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
+from diptych.worker_process.eagle_chunks import EagleChunks
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.server import HandoffServer
@@ -109,7 +114,7 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | None = None) -> KVLayout:
+def layout(draft: Model | Eagle3Head | None = None) -> KVLayout:
     return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
 
 
@@ -215,6 +220,9 @@ async def house(
     bounds: LocalBounds = LOCAL_BOUNDS,
     draft: str | None = None,
     max_loras: int = 0,
+    heads: MedusaHeads | None = None,
+    branches: tuple[int, ...] = (),
+    eagle: Eagle3Head | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -223,7 +231,8 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter. Each worker has `max_loras` slots for adapters.
+    drafts in place of a drafter, or `heads`, trees where `branches` are given, or `eagle`. Each worker has
+    `max_loras` slots for adapters.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -235,7 +244,12 @@ async def house(
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
-            drafts = _draft_runner(draft, backend)
+            drafts = eagle or _draft_runner(draft, backend)
+            if eagle is not None:
+                assert runner.give_features(eagle.layers) is None
+            if heads is not None:
+                assert runner.give_hidden_rows() is None
+                drafter = MedusaDraft(heads, branches)
             made.decodes.append(
                 await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
             )
@@ -243,7 +257,9 @@ async def house(
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
             runner = _runner(backend, next(shares))
-            drafts = _draft_runner(draft, backend)
+            drafts = eagle or _draft_runner(draft, backend)
+            if eagle is not None:
+                assert runner.give_features(eagle.layers) is None
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts))
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
@@ -253,6 +269,12 @@ async def house(
 
 def _draft_runner(kind: str | None, backend: str) -> Runner | None:
     return None if kind is None else Runner(draft_model(kind, backend), 1)
+
+
+def _chunks(drafts: Runner | Eagle3Head | None) -> PromptDrafts | None:
+    if isinstance(drafts, Eagle3Head):
+        return EagleChunks(drafts)
+    return None if drafts is None else DraftChunks(drafts)
 
 
 def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
@@ -288,18 +310,21 @@ async def _decode(
     runner: Runner,
     drafter: Drafter | None,
     bounds: LocalBounds,
-    drafts: Runner | None,
+    drafts: Runner | Eagle3Head | None,
 ) -> Decode:
-    laid = layout(drafts and drafts.model)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
-    speculation, chunks = None, None
-    if drafts is not None:
-        drafter, chunks = DraftModel(drafts, memory.memory), DraftChunks(drafts)
+    speculation, chunks = None, _chunks(drafts)
+    if isinstance(drafts, Eagle3Head):
+        drafter = EagleDraft(drafts, memory.memory)
+    elif drafts is not None:
+        drafter = DraftModel(drafts, memory.memory)
     if drafter is not None:
-        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS)
+        most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
+        speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
     loop = DecodeLoop(
         runner,
         memory.memory,
@@ -346,9 +371,9 @@ def _prefill(
     scratch: int,
     chunk: int,
     runner: Runner,
-    drafts: Runner | None,
+    drafts: Runner | Eagle3Head | None,
 ) -> Prefill:
-    laid = layout(drafts and drafts.model)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
@@ -359,7 +384,7 @@ def _prefill(
         max_prompts=6,
         max_context=SHAPE.max_context,
         on_ended=lambda request, how: ended.append((request, how)),
-        draft_chunks=None if drafts is None else DraftChunks(drafts),
+        draft_chunks=_chunks(drafts),
     )
     client = HandoffClient(
         worker_id=f"prefill-{number}",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from diptych.engine.backends.triton.packed_step import ancestors
 from kernels.gpu.paged_prefill import paged_prefill
 from kernels.paged_attention import paged_attention as meaning
+from tests.diptych.engine.backends.triton.reference_operators import seen_in_tree
 from tests.kernels.gpu.paged import DTYPES, LAYER, ODD_HEADS, TOLERANCE, Heads, Paged, error, paged
 
 SMALL = Heads(4, 2, 64, 16)
@@ -38,13 +42,20 @@ def run(
 
 
 def expected(
-    query: torch.Tensor, memory: Paged, starts: list[int], chunks: list[int], window: int | None
+    query: torch.Tensor,
+    memory: Paged,
+    starts: list[int],
+    chunks: list[int],
+    window: int | None,
+    trees: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """Return the reference in float32 on the CPU, a sequence at a time."""
     blocks, parts = memory.blocks.float().cpu(), query.float().cpu().split(chunks)
     rows = [
-        meaning(part, blocks, LAYER, table.long(), start, window)
-        for part, table, start in zip(parts, memory.tables.cpu(), starts, strict=True)
+        meaning(part, blocks, LAYER, table.long(), start, window, tree=tree)
+        for part, table, start, tree in zip(
+            parts, memory.tables.cpu(), starts, trees or [None] * len(parts), strict=True
+        )
         if len(part)
     ]
     return torch.cat(rows).to(query.device)
@@ -177,3 +188,22 @@ def test_paged_prefill_of_real_model_sizes(heads: Heads, dtype: torch.dtype) -> 
     query, memory = case(heads, starts, chunks, dtype, torch.device("cuda"))
     got = run(query, memory, starts, chunks)
     assert error(got, expected(query, memory, starts, chunks, None)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", ODD_HEADS[:3], ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_tokens_of_a_tree_see_their_ancestors_alone(
+    heads: Heads, window: int | None, device: torch.device
+) -> None:
+    torch.manual_seed(6)
+    starts, parents = [75, 3, 0], [[-1, 0, 0, 1, 2, 1, 5], [-1, *([0] * 40), *range(1, 24)], [-1, -1, 1]]
+    chunks = [len(one) for one in parents]
+    query, memory = case(heads, starts, chunks, torch.float32, device)
+    tree = torch.from_numpy(np.concatenate([ancestors(one) for one in parents])).to(device)
+    got = run(query, memory, starts, chunks, window, tree=tree)
+    seen = [seen_in_tree(part) for part in tree[:, 0].cpu().split(chunks)]
+    wanted = expected(query, memory, starts, chunks, window, seen)
+    assert error(got, wanted) < 2e-6
+    off = tree.clone()
+    off[5, 0] ^= 1 << 2  # a brother of its parent, control
+    assert error(run(query, memory, starts, chunks, window, tree=off), wanted) > 1e-3

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
-from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
+from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import (
@@ -96,6 +97,8 @@ class NativeBackend:
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._adapters: dict[int, NativeAdapter] = {}
         self._ahead: deque[_LaunchedStep] = deque()
+        self._hidden_size: int | None = None  # of the rows that outputs have
+        self._taps: Taps | None = None
         self._no_logits = torch.empty((0, shape.vocab_size))
 
     @property
@@ -134,6 +137,25 @@ class NativeBackend:
         else:
             self._adapters[slot] = prepared
 
+    def give_hidden_rows(self) -> NativeBackend:
+        """See `HiddenRowsBackend.give_hidden_rows`: from the next step on."""
+        self._hidden_size = self._shape.hidden_size
+        return self
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """See `FeatureBackend.embedding`."""
+        return self._embedding
+
+    def give_features(self, layers: Sequence[int]) -> NativeBackend:
+        """See `FeatureBackend.give_features`: from the next step on."""
+        self._taps = Taps(array("i", layers), self._shape.hidden_size)
+        return self
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""
+        return None
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
 
@@ -150,9 +172,10 @@ class NativeBackend:
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
-        logits, likeliest = self._step(sequences, greedy, abort)
-        tokens = [_to_sampled(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
-        return StepOutput(tokens, logits)
+        logits, batch = self._step(sequences, greedy, abort)
+        pairs = zip(batch.likeliest, greedy, strict=True)
+        tokens = [_to_sampled(token) if drew else None for token, drew in pairs]
+        return StepOutput(tokens, logits, batch.hidden, batch.features)
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
@@ -171,7 +194,7 @@ class NativeBackend:
             return None  # it is computed with tables of its own
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
-        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype, _turns(sequences))
+        batch = self._batch(sequences, b"\x01" * len(draws), abort, _turns(sequences))
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -196,19 +219,20 @@ class NativeBackend:
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        return StepOutput([_to_sampled(token) for token in step.batch.likeliest], self._no_logits)
+        tokens = [_to_sampled(token) for token in step.batch.likeliest]
+        return StepOutput(tokens, self._no_logits, step.batch.hidden, step.batch.features)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
-        """Return the logits of rows that are not greedy, and for each row its likeliest token, if greedy."""
+    ) -> tuple[torch.Tensor, NativeBatch]:
+        """Return the logits of rows that are not greedy, and the batch with what else came of it."""
         if any(step.embeddings for step in sequences):
             return self._step_with_embeddings(sequences, greedy, abort)
         return self._step_of_ids(sequences, greedy, abort)
 
     def _step_with_embeddings(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    ) -> tuple[torch.Tensor, NativeBatch]:
         """Compute a step in which some tokens have embeddings of their own.
 
         The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so
@@ -238,12 +262,11 @@ class NativeBackend:
         greedy: bytes,
         abort: AbortWords | None,
         ends: Sequence[int] | None = None,
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    ) -> tuple[torch.Tensor, NativeBatch]:
         if any(step.grid is not None for step in sequences):
             return self._step_on_grids(sequences, greedy, abort, ends)
         self._reach(positions_of(sequences))
-        turns = _turns(sequences)
-        return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
+        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), ends), greedy)
 
     def _step_on_grids(
         self,
@@ -251,7 +274,7 @@ class NativeBackend:
         greedy: bytes,
         abort: AbortWords | None,
         ends: Sequence[int] | None,
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    ) -> tuple[torch.Tensor, NativeBatch]:
         """Compute a step some of whose tokens have three positions: by rotary tables of its own, a row a
         token. It is no launched step, so that no other reads tables meanwhile.
         """
@@ -262,11 +285,30 @@ class NativeBackend:
         turns = np.arange(positions.shape[-1])
         self._set_rotations(own, len(turns))
         try:
-            return self._run(native_batch(sequences, greedy, abort, self._dtype, turns, ends), greedy)
+            return self._run(self._batch(sequences, greedy, abort, turns, ends), greedy)
         finally:
             self._set_rotations(self._rotary, self._positions)
 
-    def _run(self, batch: NativeBatch, greedy: bytes) -> tuple[torch.Tensor, Sequence[int]]:
+    def _batch(
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        turns: npt.NDArray[np.int64] | None,
+        ends: Sequence[int] | None = None,
+    ) -> NativeBatch:
+        return native_batch(
+            sequences,
+            greedy,
+            abort,
+            self._dtype,
+            turns,
+            ends,
+            hidden_size=self._hidden_size,
+            taps=self._taps,
+        )
+
+    def _run(self, batch: NativeBatch, greedy: bytes) -> tuple[torch.Tensor, NativeBatch]:
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         status = self._library.diptych_step(
             self._model,
@@ -277,9 +319,9 @@ class NativeBackend:
             batch.likeliest.buffer_info()[0],
         )
         if status == native.ALL_ABORTED:
-            return logits.fill_(torch.nan), batch.likeliest
+            return logits.fill_(torch.nan), batch
         self._check(status)
-        return logits, batch.likeliest
+        return logits, batch
 
     def _check(self, status: int) -> None:
         if status != native.OK:

@@ -18,6 +18,14 @@ class NativeError(RuntimeError):
     """The native step refused a batch or ran out of memory. Nothing was written to any block."""
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Layers whose inputs a step keeps, and the numbers of each."""
+
+    layers: array[int]
+    hidden_size: int
+
+
 @dataclass(eq=False)
 class NativeBatch:
     """A batch as the native side takes it, with all that it points into."""
@@ -28,6 +36,10 @@ class NativeBatch:
     """Memory for the tokens of rows that are sampled."""
     follows: int | None
     """Address of the rows that its sequences follow, if one does."""
+    hidden: torch.Tensor | None
+    """Memory for the rows behind the final norm, if they are wanted."""
+    features: torch.Tensor | None
+    """Memory for the residual stream before tapped layers, if any are."""
 
 
 def native_batch(
@@ -37,13 +49,16 @@ def native_batch(
     dtype: torch.dtype,
     turns: npt.NDArray[np.int64] | None = None,
     ends: Sequence[int] | None = None,
+    hidden_size: int | None = None,
+    taps: Taps | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
     see, by default those after their own.
 
-    It is 1 where the row's likeliest token is wanted and not the logits. Raises NativeError for memories that
-    are not of the model's layout.
+    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
+    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Raises NativeError for
+    memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -73,17 +88,29 @@ def native_batch(
         arrays["turns"] = array("i", turns.tolist())
     if ends is not None:
         arrays["ends"] = array("i", ends)
+    if any(step.parents is not None for step in sequences):
+        arrays["parents"] = array("i", [parent for step in sequences for parent in _parents(step)])
+    hidden = None if hidden_size is None else torch.zeros((len(greedy), hidden_size))
+    features = None if taps is None else torch.zeros((len(tokens), len(taps.layers) * taps.hidden_size))
     batch = native.Batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        taps=0 if taps is None else len(taps.layers),
+        tapped=None if taps is None else taps.layers.buffer_info()[0],
+        features=None if features is None else features.data_ptr(),
+        hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, memories]
+    alive = [*arrays.values(), follows, abort, memories, taps]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
-    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address)
+    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)
+
+
+def _parents(step: SequenceStep) -> Sequence[int]:
+    return range(-1, len(step.token_ids) - 1) if step.parents is None else step.parents
 
 
 def positions_of(sequences: Sequence[SequenceStep]) -> int:

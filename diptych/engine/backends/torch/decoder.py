@@ -48,7 +48,7 @@ too.
 
 
 class Decoder:
-    """Token ids in, logits of chosen tokens out."""
+    """Token ids in, normed rows of chosen tokens and their logits out."""
 
     def __init__(self, shape: ModelShape, weights: Weights) -> None:
         self.shape = shape
@@ -62,6 +62,11 @@ class Decoder:
         self.final_norm, self.final_norm_bias = weights.final_norm, weights.final_norm_bias
         self._head = dense(weights.output_matrix())
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embedding, `[vocab, H]`."""
+        return self._embed
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -71,13 +76,14 @@ class Decoder:
         wanted: Callable[[], bool],
         adapters: StepAdapters | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
+        taps: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """Float32 logits `[len(last), vocab]` of the rows `last` of the step.
+        """Return the rows `last` of the step behind the final norm, `[len(last), H]`: `logits` reads them.
 
         `tokens` and `positions` are int64 `[T]`, these `[3, T]` where images lie on grids. `wanted` is asked
         before every layer; None is returned once it says no. `adapters` are those of rows that have one.
         `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair; they are
-        not scaled.
+        not scaled. `taps` gets the residual stream before those layers that it names.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
@@ -87,11 +93,12 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if not wanted():
                 return None
+            if taps is not None and index in taps:
+                taps[index] = x_TH
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
             if (deep := rows_after(given, index, x_TH.shape[1])) is not None:
                 x_TH[deep[0].to(x_TH.device)] += deep[1].to(x_TH)
-        x_TH = self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
-        return self.logits(x_TH)
+        return self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
 
     def scaled(self, embedded_TH: torch.Tensor) -> torch.Tensor:
         """Return embeddings as they enter the residual."""

@@ -39,6 +39,8 @@ class Chunk:
     table: torch.Tensor
     ends: torch.Tensor | None = None
     """First position that each token does not see; None: the one after its own."""
+    tree: torch.Tensor | None = None
+    """Bool `[tokens, tokens]` of a tree: which tokens each one sees. None: it is a chain."""
 
     def attend(
         self,
@@ -64,6 +66,7 @@ class Chunk:
             rule.window,
             scales,
             ends=self.ends,
+            tree=self.tree,
             **rule.changes(),
         )
 
@@ -133,13 +136,25 @@ def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = Non
                 table = torch.tensor(_used(step), dtype=torch.int64, device=step.memory.data.device)
                 ends = visible_ends(step)
                 seen = None if ends is None else torch.from_numpy(ends).to(table.device)
-                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table, seen))
+                span = slice(begin, end)
+                groups.append(Chunk(span, step.start, step.memory.data, table, seen, _tree(step)))
             else:
                 key = (id(step.memory), len(_used(step)).bit_length())
                 decodes.setdefault(key, []).append((begin, step))
         begin = end
     groups.extend(_decodes(rows) for rows in decodes.values())
     return groups
+
+
+def _tree(step: SequenceStep) -> torch.Tensor | None:
+    """Return which tokens of a tree each one sees: its ancestors and itself."""
+    if step.parents is None:
+        return None
+    seen = torch.eye(len(step.parents), dtype=torch.bool)
+    for place, parent in enumerate(step.parents):
+        if parent >= 0:
+            seen[place] |= seen[parent]
+    return seen.to(step.memory.data.device)
 
 
 def _used(step: SequenceStep) -> list[int]:

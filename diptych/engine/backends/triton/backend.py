@@ -27,7 +27,7 @@ from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, Decode
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
-from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
+from diptych.engine.backends.triton.packed_step import MOST_TREE_TOKENS, PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.kv.kv_memory import KVMemory
@@ -65,6 +65,7 @@ class TritonBackend:
         self._scratch: Any = None
         self._scratch_size = (0, 0)
         self._graphs: DecodeGraphs | None = None
+        self._gives_hidden = False
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +99,17 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             self._layers.adapters.set(slot, prepared)
 
+    def give_hidden_rows(self) -> TritonBackend:
+        """See `HiddenRowsBackend.give_hidden_rows`: in what is planned from now on."""
+        self._gives_hidden = True
+        return self
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        windows = (self._shape.window(index) for index in range(self._shape.num_layers))
+        short = any(window is not None and window < MOST_TREE_TOKENS for window in windows)
+        return f"windows of less than {MOST_TREE_TOKENS} tokens know no trees of tokens" if short else None
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
         rows = sum(step.logit_rows for step in sequences)
@@ -113,11 +125,12 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             if self._graphs is not None and self._graphs.accepts(sequences):
                 return self._graphs.launch(sequences, draws, abort).collect()
-            logits = self._compute(sequences, abort)
-            if logits is None:
+            computed = self._compute(sequences, abort)
+            if computed is None:
                 missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
                 return StepOutput.logits_only(missing)
-            return self._draw(logits, draws)
+            logits, hidden = computed
+            return replace(self._draw(logits, draws), hidden=hidden)
 
     def launch(
         self,
@@ -139,7 +152,9 @@ class TritonBackend:
         """See `GraphBackend.plan_decode`. `capture` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
-            self._graphs = DecodeGraphs(self._layers, max_batch, block_size, capture)
+            self._graphs = DecodeGraphs(
+                self._layers, max_batch, block_size, capture, gives_hidden=self._gives_hidden
+            )
             return self._graphs.count
 
     def prepare_decode(self, memory: KVMemory) -> None:
@@ -151,8 +166,12 @@ class TritonBackend:
 
     # ---- one step, eagerly ---------------------------------------------------------------------------
 
-    def _compute(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor | None:
-        """Logits on the device, in the batch's order; None when all were aborted. The step is done then."""
+    def _compute(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return logits on the device, in the batch's order, and hidden rows on the host, if they are wanted;
+        None when all were aborted. The step is done then.
+        """
         placed = pack_step(sequences, abort, self._device)
         step = placed.step
         if step.adapters is not None and self._layers.adapters is not None:
@@ -165,15 +184,17 @@ class TritonBackend:
             self._wanted(placed, abort),
             given_embeddings(sequences, [span.start for span in placed.spans]),
         )
-        logits = None
+        found = None
         if hidden is not None:
-            logits = self._layers.logits(hidden[placed.logit_rows])
+            rows = hidden[placed.logit_rows]
+            logits = self._layers.logits(rows)
             if abort is not None and abort.words.any():
                 lost = [row for row, owner in enumerate(placed.logit_owners) if abort.is_aborted(owner)]
                 logits[lost] = torch.nan
+            found = logits, rows.float().cpu() if self._gives_hidden else None
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return logits
+        return found
 
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:
         """Return the check before each layer, which stops sequences whose abort words were set meanwhile."""

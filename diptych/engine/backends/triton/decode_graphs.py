@@ -40,9 +40,18 @@ class DecodeGraphs:
     """Captured decode steps of one model over one KV memory."""
 
     def __init__(
-        self, layers: Layers, max_batch: int, block_size: int, capture: GraphCapture | None = None
+        self,
+        layers: Layers,
+        max_batch: int,
+        block_size: int,
+        capture: GraphCapture | None = None,
+        *,
+        gives_hidden: bool = False,
     ) -> None:
-        """Take the memory that steps of up to `max_batch` rows need; nothing is captured yet."""
+        """Take the memory that steps of up to `max_batch` rows need; nothing is captured yet.
+
+        With `gives_hidden` outputs have the rows behind the final norm.
+        """
         shape, device = layers.shape, layers.weights.device
         self._layers = layers
         self._capture = capture if capture is not None else capture_for(device)
@@ -55,6 +64,10 @@ class DecodeGraphs:
         self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._answers = torch.zeros((TURNS, max_batch), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._hidden: torch.Tensor | None = None  # on the host
+        if gives_hidden:
+            size = (TURNS, max_batch, shape.hidden_size)
+            self._hidden = torch.zeros(size, dtype=layers.weights.dtype, pin_memory=device.type == "cuda")
         self._turn = 0
         self._waiting: list[LaunchedStep | None] = [None] * TURNS
         self._scratch = layers.operators.make_scratch(
@@ -119,6 +132,8 @@ class DecodeGraphs:
         self._fields.upload(turn)
         graph()
         self._answers[turn, :count].copy_(self._fields.sampled[:count], non_blocking=True)
+        if self._hidden is not None:
+            self._hidden[turn, :count].copy_(self._buffers.normed[:count], non_blocking=True)
         done = torch.cuda.Event() if self._fields.sampled.is_cuda else None
         if done is not None:
             done.record()
@@ -138,7 +153,8 @@ class DecodeGraphs:
         )
         for row in left:
             tokens[row] = None
-        return StepOutput(tokens, self._logits_of(left, count))
+        hidden = None if self._hidden is None else self._hidden[turn, :count].clone().float()
+        return StepOutput(tokens, self._logits_of(left, count), hidden)
 
     def _logits_of(self, rows: list[int], count: int) -> torch.Tensor:
         if not rows:

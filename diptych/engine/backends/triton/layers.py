@@ -284,6 +284,7 @@ class Layers:
                 chunks.offsets,
                 max_tokens=chunks.max_tokens,
                 context_tokens=chunks.context_tokens,
+                tree=chunks.tree,
                 out=buffers.mixed[chunks.rows],
                 **rule,
             )

@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.batch import AXES, AbortWords, SequenceStep, visible_ends
+from diptych.engine.batch import AXES, AbortWords, SequenceStep, depths, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 
 Ints = npt.NDArray[np.int64]
 GATHERED_TOKENS = 65_536
 """Prefill attention gathers the contexts of chunks: at most of so many tokens at once, or of one sequence."""
+MOST_TREE_TOKENS = 64
+"""Tokens of the largest tree: each has a bit."""
 NO_BLOCK = -1
 """Block of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
 
@@ -50,6 +52,8 @@ class ChunkRows:
     """Tokens of the longest chunk."""
     context_tokens: int
     """Tokens of all sequences together: those before the chunks, and the chunks."""
+    tree: torch.Tensor | None = None
+    """int64 `[tokens of the chunks, 2]` of trees of tokens, as kernels/gpu/paged_prefill.py has it."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,11 @@ def pack_step(
     ranks = {memory: rank for rank, memory in enumerate(memories)}
     order = sorted(
         range(len(sequences)),
-        key=lambda i: (ranks[id(sequences[i].memory)], len(sequences[i].token_ids) > 1),
+        key=lambda i: (
+            ranks[id(sequences[i].memory)],
+            len(sequences[i].token_ids) > 1,
+            sequences[i].parents is not None,
+        ),
     )
     spans, total = _spans(sequences, order)
     arrays = _Arrays()
@@ -198,7 +206,7 @@ def _token_columns(
         size = step.memory.layout.block_size
         at = np.arange(step.start, step.start + len(step.token_ids))
         tokens[span], lanes[span] = step.token_ids, at % size
-        positions[..., span] = at + step.shift if step.grid is None else step.grid
+        positions[..., span] = np.asarray(step.positions) + step.shift if step.grid is None else step.grid
         if abort is not None and abort.is_aborted(i):
             block_ids[span] = NO_BLOCK
         else:
@@ -275,11 +283,14 @@ class _ChunkPlan:
     """Places of tables, starts and offsets in the joined array."""
     max_tokens: int
     context_tokens: int
+    tree: slice | None
+    """Place of ancestors and depths, if the chunks are trees."""
 
     def on(self, found: _Found) -> ChunkRows:
         tables, starts, offsets = (found.narrow[place] for place in self.places)
         table = tables.view(-1, self.width)
-        return ChunkRows(self.rows, table, starts, offsets, self.max_tokens, self.context_tokens)
+        tree = None if self.tree is None else found.wide[self.tree].view(-1, 2)
+        return ChunkRows(self.rows, table, starts, offsets, self.max_tokens, self.context_tokens, tree)
 
 
 @dataclass(frozen=True)
@@ -304,6 +315,8 @@ def _plan_group(
 ) -> _GroupPlan:
     decodes = [i for i in members if len(sequences[i].token_ids) == 1]
     chunks = [i for i in members if len(sequences[i].token_ids) > 1]
+    chains = [i for i in chunks if sequences[i].parents is None]
+    trees = [i for i in chunks if sequences[i].parents is not None]
 
     def rows_of(some: Sequence[int]) -> slice:
         return slice(spans[some[0]].start, spans[some[-1]].stop)
@@ -315,7 +328,8 @@ def _plan_group(
         decode_plan = _DecodePlan(rows_of(decodes), tables.shape[1], arrays.add(tables, lengths))
     plans = [
         _plan_chunks([sequences[i] for i in some], rows_of(some), arrays)
-        for some in _gathered_together(chunks, sequences)
+        for alike in (chains, trees)
+        for some in _gathered_together(alike, sequences)
     ]
     return _GroupPlan(Group(memory.data, rows_of(members), None, ()), decode_plan, tuple(plans))
 
@@ -340,7 +354,19 @@ def _plan_chunks(steps: Sequence[SequenceStep], rows: slice, arrays: _Arrays) ->
     starts = np.array([step.start for step in steps], dtype=np.int64)
     offsets = np.cumsum([0, *counts], dtype=np.int64)
     context = int(starts.sum() + offsets[-1])
-    return _ChunkPlan(rows, tables.shape[1], arrays.add(tables, starts, offsets), max(counts), context)
+    places = arrays.add(tables, starts, offsets)
+    trees = [ancestors(step.parents) for step in steps if step.parents is not None]
+    tree = arrays.add(np.concatenate(trees))[0] if trees else None
+    return _ChunkPlan(rows, tables.shape[1], places, max(counts), context, tree)
+
+
+def ancestors(parents: Sequence[int]) -> Ints:
+    """Return int64 `[tokens, 2]`: for each token of a tree a bit for each one that it sees, and its depth."""
+    seen: list[int] = []
+    for place, parent in enumerate(parents):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << place)
+    bits = np.array(seen, dtype=np.uint64).view(np.int64)
+    return np.stack([bits, np.array(depths(parents), dtype=np.int64)], axis=1)
 
 
 def gathered_bytes(shape: ModelShape, dtype: torch.dtype) -> int:

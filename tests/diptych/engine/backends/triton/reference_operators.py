@@ -65,6 +65,7 @@ def _paged_prefill(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     rule: dict[str, Any] = {"scale": scale, "cap": cap, "sinks": sinks}
@@ -74,10 +75,16 @@ def _paged_prefill(
     assert max_tokens == max(end - begin for begin, end in pairwise(bounds))
     assert context_tokens == int(starts.sum()) + len(query)
     for row, (begin, end) in enumerate(pairwise(bounds)):
+        rule["tree"] = None if tree is None else seen_in_tree(tree[begin:end, 0])
         out[begin:end] = paged_attention.paged_attention(
             query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales, **rule
         )
     return out
+
+
+def seen_in_tree(bits: torch.Tensor) -> torch.Tensor:
+    """Return bool `[tokens, tokens]` for the int64 `[tokens]` of what each token of a tree sees."""
+    return (bits[:, None] >> torch.arange(len(bits), device=bits.device)) & 1 != 0
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor) -> torch.Tensor:

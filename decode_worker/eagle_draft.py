@@ -1,0 +1,107 @@
+"""A drafter that is an EAGLE-3 head: it goes on from the model's features of the tokens that are there.
+
+Its keys and values of a prompt come with the handoff (diptych/worker_process/eagle_chunks.py). From there on
+each draft computes what the sequence has got since, with the features that the steps gave, and then token
+after token with the head's own. What it computes of drafted tokens is computed again once the model's
+features of them are there. The first step after a prompt has no drafts: the feature of the prompt's last
+token stays with its worker, and is zero here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from decode_worker.draft_walk import DraftWalk
+from decode_worker.sequence import DecodeSequence
+from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.sampling import Sampled, sample
+
+_log = logging.getLogger(__name__)
+
+
+class EagleDraft:
+    """A `Drafter`."""
+
+    def __init__(self, head: Eagle3Head, memory: KVMemory) -> None:
+        """Draft with `head` over its segment of the blocks of `memory`.
+
+        Raises ValueError for blocks without one.
+        """
+        if memory.draft is None:
+            raise ValueError("the blocks have no segment for a head")
+        self._head = head
+        self._memory = memory.draft
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        """See `Drafter.rests`: after a failure, and past the head's context, there are no drafts."""
+        return sequence.draft_computed is None or sequence.num_tokens >= self._head.shape.max_context
+
+    def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`."""
+        drafts = [_Draft(one, count) for one, count in zip(sequences, counts, strict=True)]
+        going = [
+            one for one in drafts if one.count > 0 and one.sequence.features and not self.rests(one.sequence)
+        ]
+        try:
+            while going:
+                self._extend(going)
+                going = [one for one in going if one.goes_on(self._head.shape.max_context)]
+        except Exception:
+            _log.exception("the EAGLE head failed for %d sequences, which get no more drafts", len(going))
+            for one in going:
+                one.sequence.draft_computed = None
+        return [one.tokens for one in drafts]
+
+    def _extend(self, drafts: Sequence[_Draft]) -> None:
+        """Compute the known tokens of all drafts, and draw one more for each."""
+        steps = [one.step(self._head) for one in drafts]
+        features = self._head.step(self._memory, steps)
+        ends = torch.tensor([len(step.token_ids) for step in steps]).cumsum(0) - 1
+        logits = self._head.logits(features[ends])
+        drawn = sample(logits, [one.walk.row for one in drafts])
+        for one, feature, sampled in zip(drafts, features[ends], drawn, strict=True):
+            one.take(feature, sampled if isinstance(sampled, Sampled) else None)
+
+
+class _Draft:
+    """A draft that grows."""
+
+    def __init__(self, sequence: DecodeSequence, count: int) -> None:
+        self.sequence = sequence
+        self.count = count
+        self.tokens: list[int] = []
+        self.walk = DraftWalk(sequence)
+        self._feature: torch.Tensor | None = None
+        self._ended = False
+
+    def step(self, head: Eagle3Head) -> HeadStep:
+        """Return the step over the tokens whose keys and values are not there yet."""
+        sequence = self.sequence
+        if self._feature is not None:
+            at = sequence.num_tokens + len(self.tokens) - 1
+            return HeadStep(sequence.block_ids, at, self.tokens[-1:], self._feature[None])
+        start = sequence.draft_computed or 0
+        new = sequence.output_ids[start - sequence.prompt_tokens :]
+        known = torch.stack(sequence.features[-len(new) :])
+        missing = torch.zeros(len(new) - len(known), known.shape[1])
+        return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))
+
+    def take(self, feature: torch.Tensor, sampled: Sampled | None) -> None:
+        """Take the token that was drawn, unless none was or the rules end the draft with it."""
+        if self._feature is None:
+            self.sequence.draft_computed = self.sequence.num_tokens
+            self.sequence.features.clear()
+        self._feature = feature
+        if sampled is None or not self.walk.follow(sampled.token_id):
+            self._ended = True
+        else:
+            self.tokens.append(sampled.token_id)
+
+    def goes_on(self, max_context: int) -> bool:
+        """Return whether a further token is wanted."""
+        after = self.sequence.num_tokens + len(self.tokens)
+        return not self._ended and len(self.tokens) < self.count and after < max_context

@@ -1,0 +1,154 @@
+"""EAGLE-3 heads for the tiny model of both_workers.py, and their drafts by the definition alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from diptych.engine.batch import SequenceStep
+from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.heads.eagle3_files import Eagle3Weights
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.runner import Runner
+from tests.diptych.worker_process.both_workers import BLOCK, MODELS, SHAPE
+from tests.diptych.worker_process.medusa_heads import COUNT, PROMPT, Text, drawn, model_row, plain
+from tests.kernels.cpu.tiny_models import shape_of
+
+MOST = 3
+"""Drafted tokens of a sequence in a step (both_workers.py)."""
+LAYERS = (0, 1, 1)
+HEAD = shape_of(
+    vocab_size=SHAPE.vocab_size,
+    hidden_size=48,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=20,
+    max_context=256,
+    num_layers=1,
+)
+
+
+def weights_for(draft_tokens: torch.Tensor, seed: int = 6) -> Eagle3Weights:
+    """Return random weights of a head with the given draft vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, width, kv, inner = HEAD.hidden_size, 16, 8, HEAD.intermediate_size
+
+    def matrix(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) * size[-1] ** -0.5
+
+    def norm() -> torch.Tensor:
+        return 1.0 + 0.2 * torch.randn(hidden, generator=generator)
+
+    return Eagle3Weights(
+        embed=matrix(SHAPE.vocab_size, hidden) * 5,
+        fc=matrix(hidden, len(LAYERS) * SHAPE.hidden_size),
+        hidden_norm=norm(),
+        input_norm=norm(),
+        post_norm=norm(),
+        norm=norm(),
+        qkv=[(matrix(rows, 2 * hidden), None) for rows in (width, kv, kv)],
+        output=matrix(hidden, width),
+        gate=matrix(inner, hidden),
+        up=matrix(inner, hidden),
+        down=matrix(hidden, inner),
+        lm_head=matrix(len(draft_tokens), hidden),
+        draft_tokens=draft_tokens,
+        layers=LAYERS,
+        norm_before_residual=False,
+    )
+
+
+def head_with(weights: Eagle3Weights) -> Eagle3Head:
+    return Eagle3Head(HEAD, weights, SHAPE.vocab_size)
+
+
+@cache
+def _runner() -> Runner:
+    runner = Runner(MODELS["torch"](), 1)
+    assert runner.give_features(LAYERS) is None
+    return runner
+
+
+@cache
+def model_features(context: Text) -> torch.Tensor:
+    """Return the features of all tokens of `context`."""
+    runner = _runner()
+    layout = runner.model.kv_layout(BLOCK)
+    blocks = layout.blocks_for(len(context))
+    step = SequenceStep(KVMemory(layout, blocks), range(blocks), 0, context, wants_logits=True)
+    output = runner.step_and_sample([step], [None])
+    assert output.features is not None
+    return output.features
+
+
+class Growing:
+    """A draft after `output`, computed anew from the first token of the prompt on."""
+
+    def __init__(self, head: Eagle3Head, output: Text) -> None:
+        self._head = head
+        context = PROMPT + output
+        layout = head.kv_layout(BLOCK)
+        blocks = layout.blocks_for(len(context) + MOST)
+        self._memory, self._table = KVMemory(layout, blocks), range(blocks)
+        features = torch.cat([torch.zeros(1, len(LAYERS) * SHAPE.hidden_size), model_features(context)[:-1]])
+        features[len(PROMPT)] = 0.0  # the prompt's last feature stays with its worker
+        self._lane = len(context)
+        step = HeadStep(self._table, 0, context, head.fuse(features))
+        self.feature = head.step(self._memory, [step])[-1:]
+
+    def follow(self, token_id: int) -> None:
+        """Go on with a drafted token."""
+        step = HeadStep(self._table, self._lane, [token_id], self.feature)
+        self.feature = self._head.step(self._memory, [step])
+        self._lane += 1
+
+
+def heads_of(kind: str, temperature: float, seed: int) -> Eagle3Head:
+    """Return a head that knows the model's text after PROMPT ("right"), none of it ("random"), or the first
+    token of each draft ("first").
+    """
+    output = plain(temperature, seed)
+    weights = weights_for(torch.tensor(sorted({*output, *range(0, SHAPE.vocab_size, 2)})))
+    head = head_with(weights)
+    if kind == "random":
+        return head
+    rows, tokens = list[torch.Tensor](), list[int]()
+    at = 2  # tokens that are there when the first draft is made
+    while at < COUNT - 1:
+        growing = Growing(head, output[:at])
+        count = min(MOST, COUNT - at - 1) if kind == "right" else 1
+        for token in output[at : at + count]:
+            rows.append(growing.feature)
+            tokens.append(token)
+            growing.follow(token)
+        at += count + 1
+        if kind == "first":
+            at = at - 1  # any number of tokens may be there
+    norms = torch.cat(rows).double()
+    norms = norms * (norms.square().mean(-1, keepdim=True) + HEAD.rms_eps).rsqrt() * weights.norm.double()
+    known = weights.draft_tokens.tolist()
+    wanted = torch.zeros(len(rows), len(known), dtype=torch.double)
+    wanted[range(len(rows)), [known.index(token) for token in tokens]] = 1000.0
+    return head_with(replace(weights, lm_head=(torch.linalg.pinv(norms) @ wanted).T.float()))
+
+
+def offline(head: Eagle3Head, temperature: float, seed: int) -> tuple[Text, int, int]:
+    """Return the output, and how many tokens are drafted and accepted."""
+    output, drafted, accepted = plain(temperature, seed)[:1], 0, 0
+    while len(output) < COUNT:
+        draft: Text = ()
+        if len(output) > 1:
+            growing = Growing(head, output)
+            for _ in range(min(MOST, COUNT - len(output) - 1)):
+                draft += (drawn(head.logits(growing.feature), len(output) + len(draft), temperature, seed),)
+                growing.follow(draft[-1])
+        drafted += len(draft)
+        for token in (*draft, None):
+            output += (drawn(model_row(PROMPT + output)[0], len(output), temperature, seed),)
+            if output[-1] != token:
+                break
+            accepted += 1
+    return output, drafted, accepted
