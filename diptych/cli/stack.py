@@ -23,7 +23,7 @@ _GPU_UTILIZATION = 0.9
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
-        "workers-fd",
+        *("workers-fd", "weight-holder"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
     }
@@ -118,6 +118,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "max-lora-rank": options.max_lora_rank,
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
         "sum-parts": common_parts(options),
+        "weight-holder": Slot("weight_holder"),
     }
     gateway = _spec(
         "gateway",
