@@ -86,8 +86,8 @@ def load_model(
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
     GPU it takes triton where that computes the model's shape, else torch. `kv_cache` says in what numbers
-    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by it. What
-    the native step packs lies once for all processes with the same `store`.
+    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by
+    it. What the native step packs lies once for all processes with the same `store`.
 
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.

@@ -1,8 +1,8 @@
 """Key of a model's packed weights: all that decides their bytes.
 
-That is the model's files as this host has them (device, inode, size and time of the last change, so that no two
-models that merely look alike share one key), the precision, the shape, the instruction set, and the code that
-reads and packs: the native library and the Python sources of readers and families.
+That is the model's files as this host has them (device, inode, size and time of the last change, so that no
+two models that merely look alike share one key), the precision, the shape, the instruction set, and the code
+that reads and packs: the native library and the Python sources of readers and families.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A worker's side of the packed weights of its host.
 
-Under a supervisor that is the holder. Workers that were started one by one find each other by a name that only their
-user and the key decide: the first is the holder, for itself too, and when it dies one of the others takes its place
-with the file that it maps.
+Under a supervisor that is the holder. Workers that were started one by one find each other by a name that
+only their user and the key decide: the first is the holder, for itself too, and when it dies one of the
+others takes its place with the file that it maps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class HostWeights:
     """Files of packed weights of this host, by their key; see `WeightStore` in the engine."""
 
     def __init__(self, holder: str | None = None, *, wait_s: float = _WAIT_S) -> None:
-        """Ask the holder whose abstract socket is `holder`; None: the workers of this user among themselves."""
+        """Ask the holder at the abstract socket `holder`; None: the workers of this user among themselves."""
         self._holder = holder
         self._wait_s = wait_s
         self._packing: dict[str, socket.socket] = {}
         self._own: dict[str, WeightHolder] = {}
+        self._closed = False
 
     def obtain(self, key: str) -> int | None:
         """Return the file of `key`, the caller's to close; None: the caller packs it. Raises OSError."""
@@ -74,9 +75,13 @@ class HostWeights:
             connection.close()
 
     def close(self) -> None:
-        """Stop holding files for others; for tests, as a process does that when it ends."""
+        """Stop packing and holding files for others; for tests, as a process does that when it ends."""
+        self._closed = True
+        for connection in self._packing.values():
+            connection.close()
         for holder in self._own.values():
             holder.close()
+        self._packing.clear()
         self._own.clear()
 
     def _name(self, key: str) -> str:
@@ -99,7 +104,7 @@ class HostWeights:
         raise failure or OSError("no holder of packed weights")
 
     def _keep(self, key: str, connection: socket.socket, file: int) -> None:
-        """Keep the lease as long as this process lives, and the file where a holder may have to be replaced."""
+        """Keep the lease while this process lives, and the file where a holder may have to be replaced."""
         kept = os.dup(file) if self._holder is None else None
         connection.settimeout(None)
         threading.Thread(
@@ -112,6 +117,9 @@ class HostWeights:
                 connection.recv(protocol.MESSAGE_BYTES)  # nothing comes but the holder's end
             connection.close()
             if file is None:
+                return
+            if self._closed:
+                os.close(file)
                 return
             time.sleep(_PAUSE_S)
             try:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from diptych.runtime.weight_store import protocol
 
 LINGER_S = 120.0
-"""A worker that died is started again within ten seconds, and one that follows another takes its time to load."""
+"""A worker that died is started again within ten seconds, and one that follows another takes its time to
+load."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""Messages between a worker and the holder of packed weights, over an abstract Unix socket of sequenced packets.
+"""Messages between a worker and the holder of packed weights, over an abstract Unix socket of sequenced
+packets.
 
     worker → "get KEY"
     holder → "file" with a file descriptor      it is there: the connection is a lease from now on

@@ -111,6 +111,20 @@ class NativeBackend:
         """See `MixedStepBackend`: weights are read once for all rows of a step."""
         return True
 
+    @property
+    def embeds_from_head(self) -> bool:
+        """True where the embedding is read out of the packed head, whose numbers it has."""
+        return bool(self._library.diptych_embed_from_head(self._model))
+
+    def embedding_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the embedding of tokens before it is scaled, float32 `[tokens, hidden]`."""
+        ids = torch.tensor(token_ids, dtype=torch.int32)
+        rows = torch.empty(len(ids), self._shape.hidden_size)
+        self._check(
+            self._library.diptych_embedding_rows(self._model, ids.data_ptr(), len(ids), rows.data_ptr())
+        )
+        return rows
+
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
         self._threads = threads
@@ -221,13 +235,10 @@ class NativeBackend:
         that no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
         """
         given = given_embeddings(sequences)
-        ids = torch.tensor([token for step in sequences for token in step.token_ids], dtype=torch.int32)
+        ids = [token for step in sequences for token in step.token_ids]
         if given is None or self._ahead or len(ids) > self._shape.vocab_size:
             raise NativeError(f"a step of {len(ids)} tokens with embeddings of their own cannot be computed")
-        table = torch.empty(len(ids), self._shape.hidden_size)
-        self._check(
-            self._library.diptych_embedding_rows(self._model, ids.data_ptr(), len(ids), table.data_ptr())
-        )
+        table = self.embedding_rows(ids)
         table[given[0]] = given[1].float() / self._shape.embedding_scale
         own = table.to(self._dtype)
         numbered, begin = [], 0

@@ -29,8 +29,8 @@ def load_native(
 ) -> NativeBackend:
     """Return a backend of `checkpoint`, the opened `path`, with the context that `shape` says.
 
-    Nothing is read but the files' heads where `store` has the packed weights. Raises NativeUnavailable, and what
-    reading the files raises.
+    Nothing is read but the files' heads where `store` has the packed weights. Raises NativeUnavailable, and
+    what reading the files raises.
     """
     dtype = stored_dtype(precision)
     if (why := supports(shape)) is not None:

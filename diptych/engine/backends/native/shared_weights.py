@@ -1,8 +1,8 @@
 """Files of packed weights: one process of a host packs a model into a file in memory, the others map it.
 
-The file has no name and is sealed once it is whole (memfd_create(2)), so that what is mapped can never change and
-never fault. `WeightStore` says who packs: of all processes that want the file of a key one is asked to, and the
-others get the file when it is done, or the turn when that process dies.
+The file has no name and is sealed once it is whole (memfd_create(2)), so that what is mapped can never
+change and never fault. `WeightStore` says who packs: of all processes that want the file of a key one is
+asked to, and the others get the file when it is done, or the turn when that process dies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _MOST_TIMES = 32
 _MOST_MORE = 1 << 30
-"""Address space for a model's packed weights: the file's size times the first, for codes of one bit become 32,
-and so many bytes. It costs no memory.
+"""Address space for a model's packed weights: the file's size times the first, for codes of one bit become
+32, and so many bytes. It costs no memory.
 """
 T = TypeVar("T")
 
@@ -49,10 +49,12 @@ def from_store(
     pack: Callable[[EmptyFile | None], T],
     unchanged: Callable[[], bool],
 ) -> T:
-    """Return what `take` makes of the store's file of `key`, or what `pack` makes, which fills one for the others.
+    """Return what `take` makes of the store's file of `key`, or what `pack` makes, which fills one for the
+    others.
 
-    `file_bytes` is the size of the model's files; `unchanged` says whether they are those of the key still. Where
-    there is no store, or its file cannot be used, `pack` is called without a file: this process has its own copy.
+    `file_bytes` is the size of the model's files; `unchanged` says whether they are those of the key still.
+    Where there is no store, or its file cannot be used, `pack` is called without a file: this process has
+    its own copy.
     """
     try:
         file = store.obtain(key)
