@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,6 +183,42 @@ def test_another_worker_takes_the_place_of_a_holder_that_died() -> None:
     assert content_of(found) == b"packed"
     second.close()
     third.close()
+
+
+PACKER = """
+import fcntl, os, sys, time
+from diptych.runtime.weight_store.client import HostWeights
+weights = HostWeights(sys.argv[1])
+assert weights.obtain(sys.argv[2]) is None
+file = os.memfd_create("weights", os.MFD_ALLOW_SEALING)
+os.write(file, b"packed by a process")
+if sys.argv[3] == "whole":
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    weights.publish(sys.argv[2], file)
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["half", "whole"])
+def test_a_packer_that_is_killed(state: str) -> None:
+    """A whole file outlives the process that made it; of half a file nothing is left, and another packs."""
+    holder = WeightHolder(f"diptych-test-{secrets.token_hex(8)}")
+    key, after = new_key(), HostWeights(holder.name)
+    packer = subprocess.Popen(
+        [sys.executable, "-c", PACKER, holder.name, key, state], stdout=subprocess.PIPE, text=True
+    )
+    with packer:
+        assert packer.stdout is not None
+        assert packer.stdout.readline() == "there\n"
+        packer.kill()
+    file = after.obtain(key)
+    if state == "whole":
+        assert content_of(file) == b"packed by a process"
+    else:
+        assert file is None
+    after.close()
+    holder.close()
 
 
 def test_a_supervisor_that_is_gone_is_an_error() -> None:
