@@ -62,7 +62,7 @@ from gateway import limits
 from gateway.access.access import Access, Caller
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
-from gateway.admission.queue import FIRST_RETRY_S
+from gateway.admission.wait import FIRST_RETRY_S
 from gateway.request.field_checks import id_from_header
 
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # some versions of gRPC give "infinite" as a very large number

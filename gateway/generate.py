@@ -37,7 +37,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
-from gateway.admission.queue import Ticket
+from gateway.admission.ticket import Ticket
 from gateway.attempt.work import Job, TraceParent, new_work_id
 from gateway.call import Call
 from gateway.model.served_model import ServedModel

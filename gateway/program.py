@@ -33,7 +33,8 @@ from gateway.adapter_service import AdapterService, read_configured
 from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.memory_quota import MemoryQuota
-from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
+from gateway.admission.queue import AdmissionQueue
+from gateway.admission.wait import MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings, listed

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import Capacity
-from gateway.admission.queue import AdmissionQueue, Ticket
+from gateway.admission.queue import AdmissionQueue
+from gateway.admission.ticket import Ticket
 
 OnAdmitted = Callable[[tuple[int, ...]], None]
 """Receives the indices of the choices that may start."""

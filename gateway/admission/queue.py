@@ -19,89 +19,27 @@ where a request still goes to the worker that is best at its admission.
 
 A request is refused on arrival when the requests before it would take longer than its deadline or than
 `MaxQueueDelay` allows. Under an overload the accepted requests then wait about as long as at a high load, and
-the others are refused at once. The rates are measured: whatever slows the workers down (blocks that run out,
-decode steps that share the machine) shortens the queue that is allowed.
+the others are refused at once (`gateway.admission.wait`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.access import DEFAULT_TENANT
-from gateway.admission.capacity import KvBudget, ThroughputEstimator
+from gateway.admission.capacity import KvBudget
 from gateway.admission.fair_queue import FairQueue, FairShares
+from gateway.admission.ticket import Ticket
+from gateway.admission.wait import MaxQueueDelay, WaitEstimator
 
 REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # at a prefill worker at least, however long: one runs, one is next
 WINDOW_TOKENS = 1024  # at a prefill worker at least: two steps of the default size,
 WINDOW_S = 0.5  # or as many as it computes in this time
-SMOOTHING = 0.05  # weight of one request in the averages
-FIRST_RETRY_S = 1.0  # the retry hint while no rate was measured
-SHORTEST_RETRY_S = 0.05
-LONGEST_RETRY_S = 30.0
 RESERVE = 8  # one place in so many is for the first sequences of requests, and for tenants below their share
 SMALLEST_SHARED = 4  # places; with fewer there is nothing to reserve
-
-
-@dataclass(frozen=True, slots=True)
-class MaxQueueDelay:
-    """Bound of a request's wait, as predicted at its arrival.
-
-    ``seconds``, or if None ``services`` times the duration of one prefill of average length. At 80% of its
-    capacity a queue with random arrivals has up to ten services before the unluckiest percent (M/D/1).
-    Four keep the workers busy and are gone soon after an overload ends.
-    """
-
-    seconds: float | None = None
-    services: float = 4.0
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """Place of one request in the queue.
-
-    Attributes:
-        sequences: outputs of the request; those that run now are in ``running``, with the times of their
-            starts.
-        together: its sequences step together (a beam search), and start and end together.
-        shared_kv, own_kv: tokens of KV memory that it probably holds at its end, for its prompt and for each
-            sequence.
-        kv_tokens: of these, reserved now.
-        queued_kv: tokens counted as waiting while it is queued.
-    """
-
-    tokens: int
-    priority: int
-    sequences: int = 1
-    tenant: str = DEFAULT_TENANT
-    together: bool = False
-    shared_kv: int = 0
-    own_kv: int = 0
-    kv_tokens: int = 0
-    queued_kv: int = 0
-    started: int = 0
-    prefilled: bool = False
-    over: bool = False
-    running: dict[int, float] = field(default_factory=dict, repr=False)
-    _announced: int = field(default=0, repr=False)
-
-    @property
-    def admitted(self) -> bool:
-        """True once a sequence may run."""
-        return self.started > 0
-
-    @property
-    def extras(self) -> int:
-        """Running sequences but for the first one."""
-        return 0 if self.together else max(len(self.running) - 1, 0)
-
-    def take_admitted(self) -> tuple[int, ...]:
-        """Return the indices of the sequences that were admitted since the last call."""
-        first, self._announced = self._announced, self.started
-        return tuple(range(first, self.started))
 
 
 class AdmissionQueue:
@@ -126,7 +64,7 @@ class AdmissionQueue:
     ) -> None:
         self._limit = self._max_running = max_running
         self._shares = FairShares(max_waiting_tokens)
-        self._max_delay = max_delay or MaxQueueDelay(seconds=float("inf"))
+        self._wait = WaitEstimator(max_delay)
         self._tenants = tenants
         self._queue: FairQueue[Ticket] = FairQueue()  # requests without a sequence so far
         self._more: FairQueue[Ticket] = (
@@ -137,11 +75,8 @@ class AdmissionQueue:
         self._newly_admitted: list[Ticket] = []
         self._prefill_workers = 1
         self._dead = False  # no workers at all
-        self.rate = ThroughputEstimator()  # prompt tokens per second
+        self.rate = self._wait.rate  # prompt tokens per second
         self.kv = KvBudget()
-        self._mean_tokens: float | None = None  # of a request
-        self._mean_stay_s: float | None = None  # of a sequence, from admission to end
-        self._promised_until = 0.0  # retry hints given so far end then
         self.running = 0  # requests with a running sequence
         self.sequences = 0  # that run
         self._extras = 0  # of these, beyond the first of each request
@@ -219,13 +154,12 @@ class AdmissionQueue:
         ticket = Ticket(tokens, priority, sequences, tenant, together, shared_kv, own_kv)
         wait_s = self._predicted_wait_s(ticket)
         if not self._shares.fits(tenant, tokens):
-            raise QueueFull(self._hint_s(tokens, wait_s, now))
+            raise QueueFull(self._wait.hint_s(tokens, wait_s, now))
         if time_left_s is not None and wait_s > time_left_s:
-            raise DeadlineUnattainable(self._hint_s(tokens, wait_s - time_left_s, now))
-        if wait_s > (allowed_s := self._allowed_s(tokens)):
-            raise QueueFull(self._hint_s(tokens, wait_s - allowed_s, now))
-        mean = self._mean_tokens
-        self._mean_tokens = tokens if mean is None else mean + SMOOTHING * (tokens - mean)
+            raise DeadlineUnattainable(self._wait.hint_s(tokens, wait_s - time_left_s, now))
+        if wait_s > (allowed_s := self._wait.allowed_s(tokens, self._prefill_workers)):
+            raise QueueFull(self._wait.hint_s(tokens, wait_s - allowed_s, now))
+        self._wait.learn_tokens(tokens)
         self.rate.begin(now)
         self._shares.take(tenant, tokens)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
@@ -292,8 +226,7 @@ class AdmissionQueue:
 
     def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
         if ticket.prefilled and now is not None:
-            stay, mean = now - started_at, self._mean_stay_s
-            self._mean_stay_s = stay if mean is None else mean + SMOOTHING * (stay - mean)
+            self._wait.learn_stay(now - started_at)
         if output_tokens:
             self.kv.learn(ticket.tenant, output_tokens)
 
@@ -340,11 +273,10 @@ class AdmissionQueue:
 
         0 while nothing was measured: no request is refused on a guess.
         """
-        per_s = self.rate.per_s
         queued = self.waiting_tokens - self.dispatched_tokens
         before = self._queue.cost_before(ticket.tenant, ticket.tokens)
-        prefill_s = 0.0 if per_s is None else (self.dispatched_tokens + before) / per_s
-        if self._mean_stay_s is None or not self.running:
+        prefill_s = self._wait.prefill_s(self.dispatched_tokens + before)
+        if not (self._wait.stay_known and self.running):
             return prefill_s
         share = min(before / queued, 1.0) if queued else 0.0  # of the queue, before it
         turns = share * len(self._queue)
@@ -353,24 +285,7 @@ class AdmissionQueue:
         over = self.sequences + turns + self._at_least(ticket) - self._limit
         kv_tokens = share * self._queued_kv_tokens + self.kv.clipped(self._first_kv(ticket))
         stays = max(over / self._limit, self.kv.excess(kv_tokens))
-        return max(prefill_s, stays * self._mean_stay_s)
-
-    def _allowed_s(self, tokens: int) -> float:
-        if self._max_delay.seconds is not None:
-            return self._max_delay.seconds
-        per_s = self.rate.per_s
-        if per_s is None:
-            return float("inf")
-        return self._max_delay.services * self._prefill_workers * (self._mean_tokens or tokens) / per_s
-
-    def _hint_s(self, tokens: int, excess_s: float, now: float) -> float:
-        """Return the seconds until there is room for ``tokens``, if refused clients retry at their hints."""
-        per_s = self.rate.per_s
-        if per_s is None:
-            return FIRST_RETRY_S
-        at = max(now + excess_s, self._promised_until)
-        self._promised_until = min(at + tokens / per_s, now + LONGEST_RETRY_S)
-        return _bounded(at - now)
+        return max(prefill_s, self._wait.places_s(stays))
 
     @property
     def _reserve(self) -> int:
@@ -464,7 +379,3 @@ class AdmissionQueue:
             return True
         window = max(WINDOW_TOKENS * self._prefill_workers, WINDOW_S * (self.rate.per_s or 0.0))
         return self.dispatched_tokens + ticket.tokens <= window
-
-
-def _bounded(seconds: float) -> float:
-    return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)

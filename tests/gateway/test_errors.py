@@ -20,7 +20,7 @@ import pytest
 
 from diptych.runtime import errors
 from diptych.worker.v1 import work_pb2
-from gateway.admission.queue import FIRST_RETRY_S
+from gateway.admission.wait import FIRST_RETRY_S
 from gateway.model.served_model import ServedModel
 from tests.gateway.failing_calls import SECRET, Told, check_http, told
 from tests.gateway.running_gateway import Stack, collect, running, until

@@ -44,7 +44,8 @@ def test_a_bare_engine_that_does_not_start_is_told() -> None:
         pass
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_both_by_turns(rounds: int, tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     sizes = ["--clients", "2", "--per-client", "2", "--input-len", "20", "--output-len", "8"]

@@ -7,7 +7,8 @@ import pytest
 from diptych.runtime.errors import QueueFull
 from gateway.admission.capacity import FIRST_GUESS_TOKENS, FIRST_S, Capacity, KvBudget, ThroughputEstimator
 from gateway.admission.gate import AdmissionGate
-from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
+from gateway.admission.queue import AdmissionQueue
+from gateway.admission.wait import MaxQueueDelay
 
 SIZE = 16
 

@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
-from gateway.admission.queue import (
-    REQUEST_OVERHEAD_TOKENS,
-    WINDOW_TOKENS,
-    AdmissionQueue,
-    MaxQueueDelay,
-    Ticket,
-)
+from gateway.admission.queue import REQUEST_OVERHEAD_TOKENS, WINDOW_TOKENS, AdmissionQueue
+from gateway.admission.ticket import Ticket
+from gateway.admission.wait import MaxQueueDelay
 
 
 def test_queue_admits_by_priority_then_arrival() -> None:

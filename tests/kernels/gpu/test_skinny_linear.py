@@ -94,8 +94,7 @@ def test_the_gated_product_has_the_bits_of_product_and_activation(
     ("outputs", "inputs", "dtype"),
     [
         *((40, 1000, dtype) for dtype in SHORT),
-        (16_392, 64, torch.bfloat16),
-        pytest.param(16_392, 64, torch.float16, marks=pytest.mark.full),
+        *(pytest.param(16_392, 64, dtype, marks=pytest.mark.full) for dtype in SHORT),
     ],
 )
 def test_a_row_alone_has_the_bits_that_it_has_among_others(
