@@ -2,7 +2,7 @@
 
 The life of a key's file:
 
-    nobody asks -get-> PACKING by one worker, others wait -done, sealed-> HELD -last lease ends-> LINGERING
+    none -get-> PACKING by one worker, others wait -done, sealed-> HELD -last lease ends-> LINGERING
         PACKING -that worker dies-> PACKING by the next that waits, or forgotten
         LINGERING -get-> HELD;  -`linger_s`-> forgotten
 
@@ -29,7 +29,7 @@ load."""
 
 @dataclass(eq=False)
 class _File:
-    """What is known of one key."""
+    """State of one key's file, and the connections that it concerns."""
 
     fd: int | None = None
     packer: socket.socket | None = None

@@ -170,7 +170,7 @@ def test_auto_warns_when_it_falls_back_to_torch(
         raise NativeUnavailable("Resource temporarily unavailable")
 
     save(CONFIGS["llama"], tmp_path)
-    monkeypatch.setattr("diptych.engine.backends.native.backend.NativeBackend", fail)
+    monkeypatch.setattr("diptych.engine.backends.native.load.NativeBackend", fail)
     assert load_model(tmp_path, torch.float32).backend_name == "torch"
     [said] = [record for record in caplog.records if record.name == "diptych.engine.loaded_model"]
     assert said.levelno == logging.WARNING

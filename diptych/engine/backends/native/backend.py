@@ -16,7 +16,7 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
-from diptych.engine.backends.native.shared_weights import EmptyFile, PackedWeights
+from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.models.shape import ModelShape
@@ -45,7 +45,7 @@ class NativeBackend:
     def __init__(
         self,
         shape: ModelShape,
-        weights: Weights | PackedWeights,
+        weights: Weights | MappedWeights,
         dtype: torch.dtype,
         instruction_set: str | None = None,
         *,
@@ -84,7 +84,7 @@ class NativeBackend:
         weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
         self._library.diptych_tell(self._model, told)
         self._embedding: torch.Tensor | None = None
-        if isinstance(weights, PackedWeights):
+        if isinstance(weights, MappedWeights):
             self._check(self._library.diptych_map_weights(self._model, weights.file))
         else:
             self._pack(weights, packed)

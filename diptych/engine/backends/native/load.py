@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
-from diptych.engine.backends.native.shared_weights import EmptyFile, PackedWeights, from_store
+from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights, from_store
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.models.shape import ModelShape
@@ -40,7 +40,7 @@ def load_native(
         return NativeBackend(shape, checkpoint.read_all().weights, dtype, packed=file)
 
     def take(file: int) -> NativeBackend:
-        return NativeBackend(shape, PackedWeights(file, _STORAGE.get(precision, "dense")), dtype)
+        return NativeBackend(shape, MappedWeights(file, _STORAGE.get(precision, "dense")), dtype)
 
     def key() -> str:
         return packed_key(path, checkpoint.shape, precision, _best_set(precision))

@@ -27,7 +27,7 @@ _MOST_MORE = 1 << 30
 T = TypeVar("T")
 
 
-class PackedWeights(NamedTuple):
+class MappedWeights(NamedTuple):
     """A whole file of packed weights, which the native step maps."""
 
     file: int

@@ -12,7 +12,7 @@ import torch
 
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.batch import NativeError
-from diptych.engine.backends.native.shared_weights import EmptyFile, PackedWeights, from_store
+from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights, from_store
 from diptych.engine.loaded_model import load_model
 from diptych.engine.models.shape import ExpertsShape, ModelShape
 from diptych.engine.weights import Weights
@@ -67,7 +67,7 @@ def test_a_mapped_model_computes_the_same_bits(name: str) -> None:
     expected = logits(NativeBackend(shape, weights, dtype), shape, dtype)
     file = empty_file()
     packer = NativeBackend(shape, weights, dtype, packed=EmptyFile(file, MOST))
-    mapped = NativeBackend(shape, PackedWeights(file, weights.storage), dtype)
+    mapped = NativeBackend(shape, MappedWeights(file, weights.storage), dtype)
     os.close(file)
     assert torch.equal(logits(packer, shape, dtype), expected)
     del packer  # what the others map does not go with it
@@ -79,7 +79,7 @@ def test_another_models_file_is_another_model() -> None:
     shape, weights, dtype = MODELS["fp32"]
     file = empty_file()
     NativeBackend(shape, weights_of(shape, dtype, seed=6), dtype, packed=EmptyFile(file, MOST))
-    mapped = NativeBackend(shape, PackedWeights(file, "dense"), dtype)
+    mapped = NativeBackend(shape, MappedWeights(file, "dense"), dtype)
     os.close(file)
     assert not torch.equal(
         logits(mapped, shape, dtype), logits(NativeBackend(shape, weights, dtype), shape, dtype)
@@ -109,13 +109,13 @@ def test_a_file_of_another_shape_or_half_a_file_is_refused() -> None:
     file = empty_file()
     NativeBackend(shape, weights, dtype, packed=EmptyFile(file, MOST))
     with pytest.raises(NativeError, match="another shape"):
-        NativeBackend(replace(shape, rms_eps=1e-6), PackedWeights(file, "dense"), dtype)
+        NativeBackend(replace(shape, rms_eps=1e-6), MappedWeights(file, "dense"), dtype)
     os.truncate(file, 4096)
     with pytest.raises(NativeError, match="another version"):
-        NativeBackend(shape, PackedWeights(file, "dense"), dtype)
+        NativeBackend(shape, MappedWeights(file, "dense"), dtype)
     os.truncate(file, 0)
     with pytest.raises(NativeError, match="cut short"):
-        NativeBackend(shape, PackedWeights(file, "dense"), dtype)
+        NativeBackend(shape, MappedWeights(file, "dense"), dtype)
     os.close(file)
 
 
