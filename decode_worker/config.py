@@ -87,10 +87,10 @@ class DecodeSettings(WorkerSettings):
 
     @model_validator(mode="after")
     def _one_part_for_what_knows_no_parts(self) -> Self:
-        here = "does not go with --tensor-parallel or --sum-parts"
-        if self.speculative_tokens and self.parts > 1:
+        here = f"does not go with {self.group_flags}"
+        if self.speculative_tokens and self.in_parts:
             raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
-        if self.kv_tier and self.parts > 1:
+        if self.kv_tier and self.in_parts:
             raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self
 

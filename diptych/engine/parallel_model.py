@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,18 +10,21 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import Precision
+from diptych.engine.dtype import PLAIN, Precision
 from diptych.engine.loaded_model import lower_context
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel import shared_memory_communicator
 from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.gloo_communicator import GlooCommunicator
 from diptych.engine.parallel.nccl_communicator import NcclCommunicator
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator
+from diptych.engine.parallel.stages import Grid, Stage, deal_stages
 from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel.ways import Way, links_of, own_ways
 from diptych.engine.weights.checkpoint import open_checkpoint
-from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
+from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
 
 
@@ -31,6 +34,7 @@ class OpenParts:
 
     opened: OpenCheckpoint
     parts: tuple[Part, ...]
+    stages: tuple[Stage, ...]
 
     @property
     def shape(self) -> ModelShape:
@@ -47,35 +51,49 @@ class LoadedParts:
     """Bytes of the weights that this rank holds."""
 
 
-def open_parts(path: Path, precision: Precision, parts: int, max_context: int | None = None) -> OpenParts:
-    """Open a model and deal it to `parts`; its shape has `max_context` tokens where that is lower.
+@dataclass(frozen=True)
+class Dealing:
+    """Shares that a model is dealt to, the same for all processes of a group."""
 
-    Raises what `load_model` raises, and UnsupportedModel for a model that is not computed in parts: matrices
-    that cannot be cut are found here, by the first layer.
+    parts: int
+    """Parts in which products are added."""
+    stages: int = 1
+    whole_experts: bool = False
+    """Parts have whole experts, in place of a share of each."""
+
+
+def open_parts(
+    path: Path, precision: Precision, dealing: Dealing, max_context: int | None = None
+) -> OpenParts:
+    """Open a model and deal it; its shape has `max_context` tokens where that is lower.
+
+    Raises what `load_model` raises, and UnsupportedModel for a model that cannot be dealt so.
     """
+    if precision not in PLAIN:
+        raise UnsupportedModel(f"dtype {precision} is not computed in parts: {', '.join(PLAIN)} are")
     opened = open_checkpoint(path, precision)
     opened = replace(opened, shape=lower_context(opened.shape, max_context))
-    dealt = deal_parts(opened.shape, parts)
-    for field in ("q", "k", "v", "o", "up", "down"):
-        opened.read(f"layers.0.{field}", cut_of(field, dealt[0], opened.shape.head_dim))
-    return OpenParts(opened, dealt)
+    parts = deal_parts(opened.shape, dealing.parts, whole_experts=dealing.whole_experts)
+    return OpenParts(opened, parts, deal_stages(opened.shape, dealing.stages))
 
 
 def load_parts(
     model: OpenParts,
-    communicator: Communicator,
+    links: Links,
     stop_word: StopWord,
     threads: int,
     device: torch.device | str = "cpu",
+    stage: int = 0,
 ) -> LoadedParts:
-    """Read the weights of the parts that `communicator.rank` computes. Raises as `open_parts` does."""
-    own = parts_of_rank(len(model.parts), communicator.rank, communicator.ranks)
-    weights = read_parts(model.opened, [model.parts[number] for number in own])
+    """Read the weights that `links.ranks.rank` computes in a stage. Raises as `open_parts` does."""
+    own = parts_of_rank(len(model.parts), links.ranks.rank, links.ranks.ranks)
+    weights = read_parts(model.opened, [model.parts[number] for number in own], model.stages[stage])
     backend = PartsBackend(
         model.shape,
         model.parts,
         weights,
-        communicator,
+        links,
+        model.stages[stage],
         stop_word=stop_word,
         threads=threads,
         device=device,
@@ -84,14 +102,34 @@ def load_parts(
 
 
 def join_group(
-    rank: int, ranks: int, exchange_fd: int, open_store: Callable[[], c10d.Store], device: torch.device
-) -> Communicator:
-    """Join a group as `rank`: over the file `exchange_fd` on CPUs that order stores, else over a library.
+    number: int,
+    grid: Grid,
+    exchange_fds: Sequence[int],
+    open_store: Callable[[], c10d.Store],
+    device: torch.device,
+) -> Links:
+    """Join the communicators of a group as process `number`: over a file each, of which `exchange_fds` are
+    this process', on CPUs that order stores, else over a library.
 
     Raises GroupBroken, OSError.
     """
+    own = own_ways(number, grid)
+    if device.type != "cuda" and shared_memory_communicator.works_here():
+        files = zip(own, exchange_fds, strict=True)
+        return links_of(
+            number,
+            [
+                (way, SharedMemoryCommunicator(fd, way.members.index(number), len(way.members)))
+                for way, fd in files
+            ],
+        )
+    store = open_store()
+    return links_of(number, [(way, _over_library(way, number, store, device)) for way in own])
+
+
+def _over_library(way: Way, number: int, store: c10d.Store, device: torch.device) -> Communicator:
+    rank, ranks = way.members.index(number), len(way.members)
+    under = c10d.PrefixStore(f"{way.kind}-{way.members[0]}", store)
     if device.type == "cuda":
-        return NcclCommunicator(open_store(), rank, ranks, device)
-    if shared_memory_communicator.works_here():
-        return SharedMemoryCommunicator(exchange_fd, rank, ranks)
-    return GlooCommunicator(open_store(), rank, ranks)
+        return NcclCommunicator(under, rank, ranks, device)
+    return GlooCommunicator(under, rank, ranks)

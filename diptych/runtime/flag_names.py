@@ -24,6 +24,8 @@ SYNONYMS: Mapping[str, str] = {
     "max_num_seqs": "max_batch",
     "num_gpu_blocks_override": "kv_blocks",
     "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
+    "enable_expert_parallel": "expert_parallel",
     "kv_cache_memory": "kv_memory_mib",
     "kv_cache_memory_bytes": "kv_memory_mib",
 }

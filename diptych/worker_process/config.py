@@ -42,6 +42,17 @@ class WorkerSettings(ProgramSettings):
         "Processes of this worker, each of which computes its share of every layer and holds those weights.",
         section="Parallelism",
     )
+    pipeline_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
+        1,
+        "Stages of this worker, each of --tensor-parallel processes that compute and hold some layers.",
+        section="Parallelism",
+    )
+    expert_parallel: bool = setting(
+        False,
+        "Deal a model's experts to the parts whole, in place of a share of each expert; the same for all "
+        "workers.",
+        section="Parallelism",
+    )
     sum_parts: Annotated[int, Field(ge=0, le=MAX_PARTS)] = setting(
         0,
         "Parts in which products are added, the same for all workers and a multiple of each one's "
@@ -113,6 +124,21 @@ class WorkerSettings(ProgramSettings):
         return self.sum_parts or self.tensor_parallel
 
     @property
+    def in_parts(self) -> bool:
+        """True if the model is dealt to parts or stages, whatever the number of processes."""
+        return self.parts > 1 or self.pipeline_parallel > 1
+
+    @property
+    def group_flags(self) -> str:
+        """The flags by which this worker's model is dealt."""
+        chosen = {
+            "--tensor-parallel": self.tensor_parallel,
+            "--pipeline-parallel": self.pipeline_parallel,
+        }
+        flags = [f"{flag} {value}" for flag, value in chosen.items() if value > 1]
+        return " ".join(flags) or f"--sum-parts {self.parts}"
+
+    @property
     def step_pacing(self) -> tuple[float, float]:
         """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
         return 1.0, 1.0
@@ -149,9 +175,13 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     parts, ranks = settings.parts, settings.tensor_parallel
     if parts % ranks:
         yield f"--sum-parts {parts} is no multiple of --tensor-parallel {ranks}"
-    if parts == 1:
+    if settings.expert_parallel and parts == 1:
+        yield "--expert-parallel deals experts to the parts of --tensor-parallel or --sum-parts: there is one"
+    if ranks * settings.pipeline_parallel > MAX_RANKS:
+        yield f"{settings.group_flags}: more than {MAX_RANKS} processes"
+    if not settings.in_parts:
         return
-    flag = f"--tensor-parallel {ranks}" if ranks > 1 else f"--sum-parts {parts}"
+    flag = settings.group_flags
     if settings.backend in ("native", "triton"):
         yield f"--backend {settings.backend} does not compute with {flag}: only torch does"
     if settings.quantization != "auto":
@@ -160,7 +190,7 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.speculative_model is not None:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
-    if ranks > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
+    if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
 
 
@@ -181,8 +211,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
-    if settings.parts > 1:
-        yield f"--tensor-parallel, --sum-parts {settings.parts}: groups compute on CPUs so far, {here}"
+    if settings.in_parts:
+        yield f"{settings.group_flags}: groups compute on CPUs so far, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

@@ -15,6 +15,7 @@ from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
+from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
 from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
@@ -55,6 +56,8 @@ class LoadedEngine:
     dtype: str
     parts: int = 1
     """Parts in which products are added."""
+    whole_experts: bool = False
+    """Parts have whole experts: products of experts are added in another order."""
     group: RankGroup | None = None
     """The other processes of this worker that compute; None where it is alone."""
     encoder: ImageEncoder | None = None
@@ -86,6 +89,7 @@ class LoadedEngine:
             hash_version=HASH_VERSION,
             tensor_parallel=1 if self.group is None else self.group.size,
             sum_parts=self.parts,
+            expert_parallel=self.whole_experts,
             draft_digest="" if self.draft is None else self.draft.digest,
         )
 
@@ -97,10 +101,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 async def load_engine(settings: WorkerSettings) -> LoadedEngine:
     """Load the model and run its self-test, off the event loop: it takes seconds. Raises SelfTestFailed."""
     group = None
-    if settings.tensor_parallel > 1:
-        group = RankGroup(
-            settings.tensor_parallel, f"{settings.program}/{settings.worker_id}", settings.log_level
-        )
+    grid = Grid(settings.tensor_parallel, settings.pipeline_parallel)
+    if grid.size > 1:
+        group = RankGroup(grid, f"{settings.program}/{settings.worker_id}", settings.log_level)
     return await asyncio.to_thread(_load, settings, group)
 
 
@@ -123,7 +126,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
-    if settings.parts > 1:
+    if settings.in_parts:
         model = load_in_parts(settings, path, dtype, device, group)
     else:
         model = _model(settings, path, dtype, device, settings.max_model_len)
@@ -145,7 +148,16 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
     engine = LoadedEngine(
-        model, runner, layout, model_digest(path), dtype, settings.parts, group, encoder, draft
+        model,
+        runner,
+        layout,
+        model_digest(path),
+        dtype,
+        settings.parts,
+        settings.expert_parallel,
+        group,
+        encoder,
+        draft,
     )
     run_self_test(runner, layout)
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
@@ -199,8 +211,8 @@ class ImpossibleSettings(StartupError):
 
 def _check_reads_images(settings: WorkerSettings) -> None:
     """Check the settings of a worker whose model reads images. Raises ImpossibleSettings."""
-    if settings.parts > 1:
-        raise ImpossibleSettings("--tensor-parallel and --sum-parts do not go with a model that reads images")
+    if settings.in_parts:
+        raise ImpossibleSettings(f"{settings.group_flags} does not go with a model that reads images")
     if settings.speculative_model is not None:
         raise ImpossibleSettings("--speculative-model does not go with a model that reads images")
 
@@ -210,7 +222,7 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
         return settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
-        native=settings.parts == 1 and settings.backend != "torch" and native_step_works(),
+        native=not settings.in_parts and settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=device.type == "cuda" or settings.backend == "triton",
         file_bytes=weight_bytes(path),

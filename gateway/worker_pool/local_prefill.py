@@ -21,16 +21,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.attempt.types import LocalPrefill
+from gateway.worker_pool.candidates import DecodeCandidate
+from gateway.worker_pool.cheapest_pair import MISSING_TOKEN_COST, SEQUENCE_COST
 from gateway.worker_pool.pair_savings import loaded_blocks
-from gateway.worker_pool.router import (
-    MISSING_TOKEN_COST,
-    SEQUENCE_COST,
-    DecodeCandidate,
-    NoWorker,
-    Route,
-    RouteRequest,
-    usable_blocks,
-)
+from gateway.worker_pool.router import NoWorker, Route, RouteRequest, usable_blocks
 from gateway.worker_pool.step_rates import StepRates
 
 HANDOFF_S = 0.003  # ask, grant and commit between two workers of one host

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
+from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 
 COMPUTE_COST = 1.0
 """Cost of computing a token, the unit of all costs: a pull that costs as much is not made."""

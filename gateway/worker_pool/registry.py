@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from diptych.runtime.discovery.records import WorkerRecord
 from gateway.admission.capacity import Capacity
 from gateway.attempt.types import Role
+from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.links import Link, LinkDown
 from gateway.worker_pool.local_prefill import LocalCandidate
 from gateway.worker_pool.prefix_held import Held
-from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.step_rates import StepRates
 
 KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "draft_digest")

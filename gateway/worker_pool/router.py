@@ -8,56 +8,23 @@ Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheape
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
 
-Equal costs are decided by a hash of (session or request, worker): a session stays where it was, and several
-gateways with the same view do not all send to the first worker of the list.
+`gateway.worker_pool.cheapest_pair` finds it, and decides between pairs of equal cost.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gateway.attempt.types import LocalPrefill, Role
-from gateway.worker_pool.pair_savings import held_blocks, loaded_blocks, pair_saving
+from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
+from gateway.worker_pool.cheapest_pair import cheapest_pair
+from gateway.worker_pool.pair_savings import held_blocks
 
-QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
-SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
-MISSING_TOKEN_COST = 4.0  # waiting for other requests' blocks is worse than recomputing
 BY_COST = "cost"
 WITHOUT_INDEX = "cost_without_index"  # the directory is unreachable: the last known copy decides
 POLICIES = (BY_COST, WITHOUT_INDEX)
 ONLY_CHOICE, PREFIX, LOAD = REASONS = ("only_choice", "prefix", "load")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
-    """A prefill worker that is linked now, with its load as best known."""
-
-    worker_id: str
-    kv_format: str  # pairs work only where these are equal
-    waiting_tokens: int
-    memory_domain: str = ""  # equal for workers that compute in one memory; others copy blocks
-    cached_blocks: int = 0  # leading blocks of this prompt in its own prefix cache, where blocks are copied
-    pull_cost: float | None = (
-        None  # of a token from a decode worker's pool, in tokens to compute; None = never
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    """A decode worker that is linked now, with its load as best known."""
-
-    worker_id: str
-    kv_format: str
-    block_size: int  # tokens
-    max_tokens: int  # prompt and output that one request may have there
-    free_blocks: int  # free or evictable
-    sequences: int  # running, or expected by this gateway
-    cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
-    memory_domain: str = ""  # as of prefill workers
-    tiered_blocks: int = 0  # blocks of the prompt after these that it holds in tiers
-    load_cost: float = 0.0  # of a token that it loads from there, in tokens to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,51 +118,14 @@ def choose_route(
     targets = [
         d for d in decode if d.worker_id not in request.avoid and d.max_tokens >= request.worst_case_tokens
     ]
-    pairs = [(p, d) for p in sources for d in targets if p.kv_format == d.kv_format]
-    if not pairs:
+    found = cheapest_pair(request.affinity, request.tokens, sources, targets)
+    if found is None:
         return NoWorker(Role.DECODE)
-    source, target = min(
-        pairs, key=lambda pair: (_cost(request, *pair), _tie(request.affinity, *pair), pair[1].worker_id)
-    )
-    return Route(
-        source.worker_id,
-        target.worker_id,
-        reason=_reason(request, pairs, (source, target)),
-        matched_blocks=pair_saving(request.tokens, source, target).blocks,
-        cost=_cost(request, source, target),
-    )
-
-
-def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
-    held = usable_blocks(request, decode)
-    needed = -(-request.tokens // decode.block_size) - held + loaded_blocks(held, decode)
-    missing = max(0, needed - decode.free_blocks) * decode.block_size
-    saving = pair_saving(request.tokens, prefill, decode)
-    return (
-        saving.compute_cost(request.tokens, decode.block_size, prefill.pull_cost, decode.load_cost)
-        + QUEUED_TOKEN_COST * prefill.waiting_tokens
-        + SEQUENCE_COST * decode.sequences
-        + MISSING_TOKEN_COST * missing
-    )
+    source, target = found.pair
+    reason = ONLY_CHOICE if found.only else PREFIX if found.saves_most else LOAD
+    return Route(source.worker_id, target.worker_id, reason, found.saving.blocks, found.cost)
 
 
 def usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
     """Return the blocks of the prompt that the decode worker holds; one token is always computed."""
     return held_blocks(request.tokens, decode)
-
-
-def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
-    name = "\0".join((affinity, prefill.worker_id, decode.worker_id))
-    return hashlib.blake2b(name.encode(), digest_size=8).digest()
-
-
-def _reason(
-    request: RouteRequest,
-    pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]],
-    chosen: tuple[PrefillCandidate, DecodeCandidate],
-) -> str:
-    if len(pairs) == 1:
-        return ONLY_CHOICE
-    saved = pair_saving(request.tokens, *chosen).blocks
-    others = [pair_saving(request.tokens, *pair).blocks for pair in pairs if pair != chosen]
-    return PREFIX if saved > min(others) and saved >= max(others) else LOAD

@@ -24,6 +24,7 @@ from gateway.attempt.work import Job
 from gateway.model.images import PromptImages
 from gateway.worker_pool.adapter_loads import AdapterLoads
 from gateway.worker_pool.arrival_wait import ArrivalWait
+from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import (
     AdapterAnswer,
     DecodeCodec,
@@ -44,12 +45,10 @@ from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
-    DecodeCandidate,
     NoAdapter,
     NoProof,
     NoWorker,
     Placement,
-    PrefillCandidate,
     Route,
     RouteRequest,
     choose_route,

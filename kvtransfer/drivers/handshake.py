@@ -43,6 +43,8 @@ class Fingerprint:
     """Ranks of the worker; two workers may differ in it."""
     sum_parts: int = 1
     """Parts in which products are added: other parts are other bits."""
+    expert_parallel: bool = False
+    """Parts have whole experts: their products are added in another order."""
 
     draft_digest: str = ""
     """Digest of the draft model, whose keys and values are a second segment of each block; empty without."""
@@ -50,7 +52,9 @@ class Fingerprint:
     @property
     def cache_layout(self) -> str:
         """Name of all by which gateways keep caches apart beside model, types and block size."""
-        return self.kv_layout if self.sum_parts == 1 else f"{self.kv_layout}+parts-{self.sum_parts}"
+        if self.sum_parts == 1:
+            return self.kv_layout
+        return f"{self.kv_layout}+parts-{self.sum_parts}" + ("-experts" if self.expert_parallel else "")
 
     def to_proto(self) -> handoff_pb2.Fingerprint:
         """Return the message for a hello or welcome."""

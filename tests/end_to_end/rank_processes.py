@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,21 @@ from diptych.engine.generate import generate
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
-from diptych.engine.parallel.communicator import Alone
+from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import load_parts, open_parts
+from diptych.engine.parallel_model import Dealing, load_parts, open_parts
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SamplingParams
-from tests.end_to_end.stack import Stack
+from tests.end_to_end.stack import Stack, running_stack
 
+NO_LOCAL_PREFILL = (
+    "--set",
+    "decode.max-local-prefill-tokens=0",
+    "--set",
+    "decode.max-fallback-prefill-tokens=0",
+)
+Degrees = Mapping[str, int | bool]
+"""Flags of one role, without their dashes."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -42,10 +52,17 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def alone(model: Path, parts: int, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+def alone(
+    model: Path,
+    parts: int,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    whole_experts: bool = False,
+) -> list[list[int]]:
     """Return the greedy answers of one process that computes all parts itself."""
-    opened = open_parts(model, "fp32", parts)
-    loaded = load_parts(opened, Alone(), StopWord(), 1)
+    opened = open_parts(model, "fp32", Dealing(parts, whole_experts=whole_experts))
+    loaded = load_parts(opened, ALONE, StopWord(), 1)
     made = Model(opened.shape, "fp32", torch.float32, loaded.backend, "torch")
     runner, memory = Runner(made, 1), KVMemory(made.kv_layout(16), 64)
     return [
@@ -68,3 +85,43 @@ def answer(stack: Stack, prompt: Sequence[int], tokens: int) -> list[int]:
     with Client(stack.address, retries=0) as client:
         found = client.generate(list(prompt), max_tokens=tokens, timeout_s=300, **GREEDY)
     return list(found.first.token_ids)
+
+
+@contextlib.contextmanager
+def serving(
+    model: str | Path, prefill: Degrees, decode: Degrees, transport: str = "shared_memory"
+) -> Iterator[Stack]:
+    """Run a system of two groups, of which no process is left at the end."""
+    flags = ["--model", str(model), "--dtype", "fp32", "--prefill-chunk", "48", "--kv-blocks", "96"]
+    for role, degrees in (("prefill", prefill), ("decode", decode)):
+        for flag, value in degrees.items():
+            flags += ["--set", f"{role}.{flag}={str(value).lower()}"]
+    env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
+    with running_stack(*flags, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:
+        assert len(processes(stack, "prefill")) == size_of(prefill)
+        assert len(processes(stack, "decode")) == size_of(decode)
+        yield stack
+        stack.wait_idle(120)
+        pids = [pid for role in ("prefill", "decode") for pid in processes(stack, role)]
+    until = time.monotonic() + 10
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def size_of(degrees: Degrees) -> int:
+    """Return the processes of a worker of these degrees."""
+    return math.prod(value for flag, value in degrees.items() if flag.endswith("-parallel") and value > 1)
+
+
+def resumed(stack: Stack, prompt: Sequence[int], count: int, victim: int) -> list[int]:
+    """Return the tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
+    tokens: list[int] = []
+    with Client(stack.address, retries=0) as client:
+        killed = False
+        for chunk in client.stream(list(prompt), max_tokens=count, timeout_s=300, **GREEDY):
+            tokens += chunk.token_ids
+            if not killed and len(tokens) >= 8:
+                kill(processes(stack, "decode")[victim])
+                killed = True
+    return tokens

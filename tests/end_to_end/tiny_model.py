@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -20,7 +20,12 @@ from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folde
 CONTEXT = 768
 
 
-def write(folder: Path, added: Sequence[str] = (), **sizes: int) -> Path:
+def write(
+    folder: Path,
+    added: Sequence[str] = (),
+    config_class: type[PreTrainedConfig] = LlamaConfig,
+    **sizes: int,
+) -> Path:
     """A Hugging Face folder. The end of sequence is likely enough to occur in short answers.
 
     `sizes` are fields of the config with other values. `added` are more tokens, control tokens if they begin
@@ -44,7 +49,7 @@ def write(folder: Path, added: Sequence[str] = (), **sizes: int) -> Path:
         "bos_token_id": tokenizer.token_to_id("<s>"),
         "eos_token_id": tokenizer.token_to_id("</s>"),
     }
-    config = LlamaConfig(**fields | sizes)
+    config = config_class(**fields | sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

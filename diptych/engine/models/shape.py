@@ -132,6 +132,13 @@ class ExpertsShape:
     """Biases of the experts' matrices."""
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
+    held: range | None = None
+    """Experts whose matrices are here, where a model is dealt to parts; None: all are."""
+
+    @property
+    def own(self) -> range:
+        """Numbers of the experts whose matrices are here."""
+        return range(self.num_experts) if self.held is None else self.held
 
     def __post_init__(self) -> None:
         for field in ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_per_token"):

@@ -1,11 +1,13 @@
-"""Dealing of a model's heads, inner numbers and vocabulary to parts, and of parts to ranks. Pure."""
+"""Dealing of a model's heads, inner numbers, experts and vocabulary to parts, and of parts to ranks. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.models.shape import ExpertsShape, ModelShape, UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,17 @@ class Part:
     """Numbers between the two products of the feed-forward."""
     vocab: range
     """Token ids whose embeddings and logits are here."""
+    experts: range | None = None
+    """Experts that are here whole; None: this part has some inner numbers of every expert."""
+    expert_inner: range = range(0)
+    """Inner numbers of each expert that is here."""
+    shared_inner: range = range(0)
+    """Inner numbers of the expert that every token passes."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the part that adds what is added once: biases of the products that parts add."""
+        return self.heads.start == 0
 
     def shape_of(self, shape: ModelShape) -> ModelShape:
         """Return the shape of the narrower model that this part of `shape` is."""
@@ -29,38 +42,66 @@ class Part:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             vocab_size=len(self.vocab),
+            experts=None if shape.experts is None else self._experts_of(shape.experts),
+        )
+
+    def _experts_of(self, experts: ExpertsShape) -> ExpertsShape:
+        return replace(
+            experts,
+            held=self.experts,
+            intermediate_size=len(self.expert_inner),
+            shared_size=len(self.shared_inner),
         )
 
 
-def why_not_in_parts(shape: ModelShape) -> str | None:
-    """Return what of a model is not computed in parts, None if all of it is."""
-    if shape.latent is not None:
-        return "attention over latents (MLA)"
-    if shape.experts is not None:
-        return "experts (MoE)"
-    if shape.qk_norm == "width":
-        return "a norm over the queries of all heads together"
-    return None
-
-
-def deal_parts(shape: ModelShape, count: int) -> tuple[Part, ...]:
+def deal_parts(shape: ModelShape, count: int, *, whole_experts: bool = False) -> tuple[Part, ...]:
     """Deal a model to `count` parts, as evenly as whole KV heads allow.
 
-    With more parts than KV heads, several parts share a KV head and divide its query heads.
+    With more parts than KV heads, several parts share a KV head and divide its query heads. Experts are dealt
+    whole, or each one's inner numbers as those of a dense feed-forward are.
 
-    Raises UnsupportedModel for a model that is not computed in parts, or has too little for so many.
+    Raises UnsupportedModel for a model that has too little for so many parts, or no experts to deal.
     """
-    if count > 1 and (why := why_not_in_parts(shape)) is not None:
-        raise UnsupportedModel(f"--sum-parts {count}: not computed in parts: {why}")
-    for size, what in (
-        (shape.num_heads, "query heads"),
-        (shape.intermediate_size, "inner numbers of a feed-forward"),
-    ):
+    if whole_experts and shape.experts is None:
+        raise UnsupportedModel("--expert-parallel: the model has no experts")
+    for size, what in _dealt_sizes(shape, whole_experts):
         if count > size:
             raise UnsupportedModel(f"--sum-parts {count}: the model has {size} {what}")
     heads = _heads(shape, count)
-    inner, vocab = deal(shape.intermediate_size, count), deal(shape.vocab_size, count)
-    return tuple(Part(*heads[index], inner[index], vocab[index]) for index in range(count))
+    # Where every layer has experts, nothing has these inner numbers.
+    inner = deal(max(shape.intermediate_size, count), count)
+    vocab = deal(shape.vocab_size, count)
+    return tuple(
+        Part(*heads[index], inner[index], vocab[index], **_dealt_experts(shape, count, index, whole_experts))
+        for index in range(count)
+    )
+
+
+def _dealt_sizes(shape: ModelShape, whole_experts: bool) -> Iterator[tuple[int, str]]:
+    """Yield the numbers of all that is dealt, and their names."""
+    yield shape.num_heads, "query heads"
+    if not all(layer.experts for layer in shape.layers):
+        yield shape.intermediate_size, "inner numbers of a feed-forward"
+    if (experts := shape.experts) is None:
+        return
+    if whole_experts:
+        yield experts.num_experts, "experts"
+    else:
+        yield experts.intermediate_size, "inner numbers of an expert"
+    if experts.shared_size:
+        yield experts.shared_size, "inner numbers of the shared expert"
+
+
+def _dealt_experts(shape: ModelShape, count: int, index: int, whole: bool) -> dict[str, Any]:
+    """Return the fields of part `index` that say what it has of experts."""
+    if (experts := shape.experts) is None:
+        return {}
+    size, shared = experts.intermediate_size, experts.shared_size
+    return {
+        "experts": deal(experts.num_experts, count)[index] if whole else None,
+        "expert_inner": range(size) if whole else deal(size, count)[index],
+        "shared_inner": deal(shared, count)[index],
+    }
 
 
 def deal(size: int, count: int) -> list[range]:

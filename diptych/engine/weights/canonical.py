@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ EXPERT = "experts.{}."
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each expert in their order."""
+    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each of `ExpertsShape.own` in order."""
 
     router: torch.Tensor
     """`[experts, hidden]`, float32 in every precision."""
@@ -217,7 +217,7 @@ def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
         yield "router_bias", (experts.num_experts,)
     if experts.correction_bias:
         yield "correction_bias", (experts.num_experts,)
-    for number in range(experts.num_experts):
+    for number in experts.own:
         for name, size in matrices(EXPERT.format(number), experts.intermediate_size):
             yield name, size
             if experts.bias:
@@ -229,12 +229,20 @@ def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
 
 
 def assemble(
-    shape: ModelShape, read: Callable[[str], Any], *, own_head: bool, without: Collection[str] = ()
+    shape: ModelShape,
+    read: Callable[[str], Any],
+    *,
+    own_head: bool,
+    without: Callable[[str], bool] = lambda _: False,
+    has_embed: bool = True,
+    has_head: bool = True,
 ) -> Weights:
     """Build `Weights` from a reader of canonical names: `embed`, `final_norm`, `head`, `layers.N.<field>`.
 
-    `own_head` says that the output matrix is a tensor of its own, read as `head`; `without` are fields of
-    layers that are left out. Raises UnsupportedModel if a tensor has another shape than `shape` says.
+    `own_head` says that the output matrix is a tensor of its own, read as `head`; `without` is asked for
+    fields of layers that are left out. Where the layers are a stage of a model, `has_embed` and `has_head`
+    say whether it begins with embeddings and ends with logits; what it does not need has no rows. Raises
+    UnsupportedModel if a tensor has another shape than `shape` says.
     """
 
     def checked(name: str, expected: tuple[int, ...]) -> Any:
@@ -248,16 +256,27 @@ def assemble(
     matrix, width = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
     layers = []
     for layer in range(shape.num_layers):
-        sizes = ((name, size) for name, size in layer_shapes(shape, layer) if name not in without)
+        sizes = ((name, size) for name, size in layer_shapes(shape, layer) if not without(name))
         tensors = {name: checked(f"layers.{layer}.{name}", size) for name, size in sizes}
         layers.append(layer_weights(shape, tensors))
+    final_norm = checked("final_norm", width)
+    # A tied output matrix is the embedding, which the last stage then reads for it.
+    needs_embed = has_embed or (has_head and not own_head)
+    embed = checked("embed", matrix) if needs_embed else _no_rows(layers[0], shape.hidden_size)
+    head = checked("head", matrix) if own_head and has_head else None
     return Weights(
-        embed=checked("embed", matrix),
+        embed=embed,
         layers=tuple(layers),
-        final_norm=checked("final_norm", width),
-        head=checked("head", matrix) if own_head else None,
+        final_norm=final_norm,
+        head=head if has_head else _no_rows(layers[0], shape.hidden_size),
         final_norm_bias=checked("final_norm_bias", width) if shape.norm_bias else None,
     )
+
+
+def _no_rows(layer: LayerWeights, width: int) -> torch.Tensor:
+    """Return a matrix without rows, of the type of a layer's."""
+    dtype = layer.o.dtype if isinstance(layer.o, torch.Tensor) else torch.float32
+    return torch.empty((0, width), dtype=dtype)
 
 
 def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights:
@@ -268,11 +287,11 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
         return LayerWeights(**tensors)
     assert shape.experts is not None
     beside = ("router", "router_bias", "correction_bias", "shared_router")
-    numbers = range(shape.experts.num_experts)
+    numbers = shape.experts.own
     lists: dict[str, Any] = {
         plural: tuple(tensors[EXPERT.format(number) + name] for number in numbers)
         for name, plural in _PLURALS.items()
-        if EXPERT.format(0) + name in tensors
+        if EXPERT.format(numbers.start) + name in tensors
     }
     experts = ExpertWeights(
         **{name: tensors[name] for name in beside if name in tensors},

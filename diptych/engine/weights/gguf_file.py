@@ -23,7 +23,7 @@ from diptych.engine.weights.block_quantised import (
 from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
-from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read
+from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, cut_from, rows_to_read
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.kquants import KQUANT_BYTES
@@ -90,8 +90,10 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
         if cut != WHOLE:
-            if precision not in PLAIN or stored.make is not None or stored.plus or stored.expert is not None:
+            if precision not in PLAIN:
                 raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
+            if stored.make is not None or stored.plus:
+                return cut_from(read(name), name, cut)
             return in_precision(name, _read_cut(tensor, rows, cut), precision, float32=stored.float32)
         if precision not in PLAIN and is_matrix(name) and stored.make is None:
             kept = kept_as(name)

@@ -2,20 +2,26 @@
 
 By rows    q, k, v and their biases (heads), gate and up (inner numbers), embed and head (vocabulary)
 By columns o (heads), down (inner numbers)
-Whole      norms, which every part needs; biases of o and down, which the first part alone adds
+By number  experts, where they are dealt whole
+Whole      norms, routers and what makes latents, which every part needs; biases of o and down, which the
+           first part alone adds
 
 The vocabulary is cut as well: the embedding is a fifth of the bundled model, and one exchange of hidden rows
-a step costs less than to hold it in every rank.
+a step costs less than to hold it in every rank. The embedding is read by the first stage of a pipeline, the
+output matrix by the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 
-from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights.canonical import Weights, assemble
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
 
@@ -26,48 +32,64 @@ _INNER_ROWS = frozenset({"gate", "up", "gate_bias", "up_bias"})
 _ONCE = frozenset({"o_bias", "down_bias"})
 
 
-def cut_of(field: str, part: Part, head_dim: int) -> Cut:
-    """Return the cut of a canonical tensor that `part` needs, by its name or its field in a layer."""
+def cut_of(name: str, part: Part, shape: ModelShape) -> Cut:
+    """Return the cut of a canonical tensor that `part` needs, by its name or its name below its layer's."""
+    owner, _, field = name.rpartition(".")
     if field in _VOCAB_ROWS:
         return Cut(rows=part.vocab)
-    if field in _QUERY_ROWS:
-        return Cut(rows=_lanes(part.heads, head_dim))
-    if field in _KV_ROWS:
-        return Cut(rows=_lanes(part.kv_heads, head_dim))
+    if owner.startswith("experts"):
+        return WHOLE if part.experts is not None else _of_inner(field, part.expert_inner)
+    if owner == "shared":
+        return _of_inner(field, part.shared_inner)
+    if field in _INNER_ROWS or field == "down":
+        return _of_inner(field, part.inner)
+    if shape.latent is not None:
+        return _of_latents(field, part, shape)
+    if field in _QUERY_ROWS or (field == "q_norm" and shape.qk_norm == "width"):
+        return Cut(rows=_lanes(part.heads, shape.head_dim))
+    if field in _KV_ROWS or (field == "k_norm" and shape.qk_norm == "width"):
+        return Cut(rows=_lanes(part.kv_heads, shape.head_dim))
     if field == "sinks":
         return Cut(rows=part.heads)
-    if field in _INNER_ROWS:
-        return Cut(rows=part.inner)
-    if field == "o":
-        return Cut(columns=_lanes(part.heads, head_dim))
-    return Cut(columns=part.inner) if field == "down" else WHOLE
+    return Cut(columns=_lanes(part.heads, shape.head_dim)) if field == "o" else WHOLE
 
 
-def read_parts(opened: OpenCheckpoint, parts: Sequence[Part]) -> tuple[Weights, ...]:
-    """Read the weights of `parts`, each those of a narrower model (`Part.shape_of`).
+def read_parts(opened: OpenCheckpoint, parts: Sequence[Part], stage: Stage) -> tuple[Weights, ...]:
+    """Read the weights that `parts` have in the layers of `stage`, each those of a narrower model
+    (`Part.shape_of`, `Stage.shape_of`).
 
-    Norms are read once and shared. Raises UnsupportedModel for a tensor of another shape than the model's,
-    or one that cannot be cut.
+    Tensors that all parts need whole are read once and shared. Raises UnsupportedModel for a tensor of
+    another shape than the model's, or one that cannot be cut.
     """
     whole: dict[str, torch.Tensor] = {}
-    return tuple(_read_part(opened, part, whole) for part in parts)
+    return tuple(_read_part(opened, part, stage, whole) for part in parts)
 
 
 def weight_bytes(parts: Sequence[Weights]) -> int:
     """Return the bytes of all tensors of `parts`, shared ones once."""
-    tensors = {
-        tensor.data_ptr(): tensor.nbytes
-        for part in parts
-        for record in (part, *part.layers)
-        for tensor in vars(record).values()
-        if isinstance(tensor, torch.Tensor)
-    }
-    return sum(tensors.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for part in parts for tensor in _tensors(part)}.values())
 
 
-def _read_part(opened: OpenCheckpoint, part: Part, whole: dict[str, torch.Tensor]) -> Weights:
+def _tensors(record: Any) -> Iterator[torch.Tensor]:
+    if isinstance(record, torch.Tensor):
+        yield record
+    elif isinstance(record, tuple):
+        for one in record:
+            yield from _tensors(one)
+    elif is_dataclass(record):
+        for field in fields(record):
+            yield from _tensors(getattr(record, field.name))
+
+
+def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str, torch.Tensor]) -> Weights:
+    shape = opened.shape
+
     def read(name: str) -> torch.Tensor:
-        cut = cut_of(name.rpartition(".")[2], part, opened.shape.head_dim)
+        below = name
+        if name.startswith("layers."):
+            _, layer, below = name.split(".", 2)
+            name = f"layers.{stage.layers.start + int(layer)}.{below}"
+        cut = cut_of(below, part, shape)
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
@@ -77,8 +99,41 @@ def _read_part(opened: OpenCheckpoint, part: Part, whole: dict[str, torch.Tensor
             whole[name] = tensor
         return tensor
 
-    without = () if part.inner.start == 0 else _ONCE
-    return assemble(part.shape_of(opened.shape), read, own_head=opened.own_head, without=without)
+    def without(name: str) -> bool:
+        """Return whether another part adds this bias."""
+        of_whole_expert = part.experts is not None and name.startswith("experts.")
+        return name.rpartition(".")[2] in _ONCE and not part.is_first and not of_whole_expert
+
+    return assemble(
+        stage.shape_of(part.shape_of(shape)),
+        read,
+        own_head=opened.own_head,
+        without=without,
+        has_embed=stage.is_first,
+        has_head=stage.is_last,
+    )
+
+
+def _of_inner(field: str, inner: range) -> Cut:
+    if field in _INNER_ROWS:
+        return Cut(rows=inner)
+    return Cut(columns=inner) if field == "down" else WHOLE
+
+
+def _of_latents(field: str, part: Part, shape: ModelShape) -> Cut:
+    """Return the cut of a tensor of attention over latents: these are whole, what they give is dealt."""
+    latent = shape.latent
+    assert latent is not None
+    match field:
+        case "q" | "q_b":
+            return Cut(rows=_lanes(part.heads, latent.plain + shape.head_dim))
+        case "k_b":
+            return Cut(rows=_lanes(part.heads, latent.plain))
+        case "v":
+            return Cut(rows=_lanes(part.heads, latent.value))
+        case "o":
+            return Cut(columns=_lanes(part.heads, latent.value))
+    return WHOLE
 
 
 def _lanes(heads: range, head_dim: int) -> range:

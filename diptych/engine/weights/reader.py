@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from diptych.engine.models.shape import BadModelFile, ModelShape
+from diptych.engine.models.shape import BadModelFile, ModelShape, UnsupportedModel
 from diptych.engine.weights.canonical import Checkpoint, Matrix, assemble
 from diptych.engine.weights.rows import Rows
 
@@ -62,6 +62,21 @@ def rows_to_read(rows: Rows, cut: Cut) -> tuple[slice, torch.Tensor | None]:
     chosen = rows if wanted is None else rows[wanted.start : wanted.stop]
     first = int(chosen.min())
     return slice(first, int(chosen.max()) + 1), chosen - first
+
+
+def cut_from(tensor: Matrix, name: str, cut: Cut) -> torch.Tensor:
+    """Return the part `cut` of a tensor that was read whole: its rows are no rows of the file.
+
+    Raises UnsupportedModel for a matrix that stays quantised.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedModel(f"tensor {name}: matrices that stay quantised are not read in parts")
+    rows, columns = cut.rows, cut.columns
+    if rows is not None:
+        tensor = tensor[rows.start : rows.stop]
+    if columns is not None:
+        tensor = tensor[:, columns.start : columns.stop]
+    return tensor.clone()  # the rest is not kept
 
 
 def check_columns(name: str, size: tuple[int, ...], cut: Cut) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
 from diptych.engine.weights.quantised import Codes, Scheme, Tensors, scheme_of
-from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read
+from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, cut_from, rows_to_read
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 from diptych.model_families import WRAPPERS
@@ -68,9 +68,11 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     matrices = _Matrices(tensors, scheme, precision, places, tied=tied)
 
     def read(name: str, cut: Cut = WHOLE) -> Matrix:
-        if is_matrix(name) and (quantised := matrices.read(name, cut)) is not None:
-            return quantised
+        if is_matrix(name) and (quantised := matrices.read(name)) is not None:
+            return quantised if cut == WHOLE else cut_from(quantised, name, cut)
         stored = places.of("embed" if name == "head" and tied else name)
+        if cut != WHOLE and stored.make is not None:
+            return cut_from(read(name), name, cut)
         if cut == WHOLE:
             tensor = _of_expert(tensors, stored).read(stored.name)
             if (rows := places.rows(name, stored, tuple(tensor.shape))) is not None:
@@ -203,13 +205,11 @@ class _Matrices:
         self._tensors, self._scheme, self._precision = tensors, scheme, precision
         self._places, self._shape, self._tied = places, places.shape, tied
 
-    def read(self, name: str, cut: Cut = WHOLE) -> Matrix | None:
+    def read(self, name: str) -> Matrix | None:
         """Read a matrix as the precision stores it; None if it is not quantised."""
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
         stored, matrix = self._places.of(name), self._places.matrix(name)
-        if cut != WHOLE:
-            raise UnsupportedModel(f"{matrix}: quantised matrices are not read in parts")
         try:
             found = self._scheme.read(matrix, _of_expert(self._tensors, stored))
         except BadModelFile as error:
@@ -286,12 +286,21 @@ class TensorFiles:
         handle, stored = self._found(name)
         return tuple(handle.get_slice(stored).get_shape())
 
-    def read_slice(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """Return these rows, and columns of them where there are such; no other bytes are read."""
+    def read_slice(self, name: str, rows: slice, columns: slice, expert: int | None = None) -> torch.Tensor:
+        """Return these rows, and columns of them where there are such; no other bytes are read.
+
+        With `expert` they are those of its part of a tensor of all experts. Raises BadModelFile.
+        """
         handle, stored = self._found(name)
         part = handle.get_slice(stored)
-        found: torch.Tensor = part[rows] if len(part.get_shape()) == 1 else part[rows, columns]
-        return found
+        size = part.get_shape()
+        if expert is None:
+            found: torch.Tensor = part[rows] if len(size) == 1 else part[rows, columns]
+            return found
+        _check_expert(name, size, expert)
+        one = slice(expert, expert + 1)
+        of_one: torch.Tensor = part[one, rows] if len(size) == 2 else part[one, rows, columns]
+        return of_one[0]
 
     def _found(self, name: str) -> tuple[Any, str]:
         if name not in self._files:
@@ -305,10 +314,14 @@ class TensorFiles:
             tensor: torch.Tensor = handle.get_tensor(stored)
             return tensor
         part = handle.get_slice(stored)
-        if expert >= part.get_shape()[0]:
-            raise BadModelFile(f"tensor {name} has {part.get_shape()[0]} experts")
+        _check_expert(name, part.get_shape(), expert)
         one: torch.Tensor = part[expert : expert + 1]
         return one[0]
+
+
+def _check_expert(name: str, size: Sequence[int], expert: int) -> None:
+    if expert >= size[0]:
+        raise BadModelFile(f"tensor {name} has {size[0]} experts")
 
 
 @dataclass(frozen=True)
@@ -331,14 +344,14 @@ def _of_expert(tensors: TensorFiles, stored: Stored) -> Tensors:
 
 
 def _read_cut(tensors: TensorFiles, places: _Places, name: str, stored: Stored, cut: Cut) -> torch.Tensor:
-    """Read a part of a canonical tensor. Raises UnsupportedModel if the file's is not the canonical one."""
-    if stored.make is not None or stored.expert is not None:
-        raise UnsupportedModel(f"tensor {stored.name} is not read in parts")
+    """Read a part of a canonical tensor, whose rows are rows of the file's. Raises BadModelFile."""
     size = tensors.size(stored.name)
+    if stored.expert is not None:
+        size = size[1:]
     check_columns(stored.name, size, cut)
     rows, order = rows_to_read(places.rows(name, stored, size), cut)
     columns = slice(None) if cut.columns is None else slice(cut.columns.start, cut.columns.stop)
-    tensor = tensors.read_slice(stored.name, rows, columns)
+    tensor = tensors.read_slice(stored.name, rows, columns, stored.expert)
     return tensor if order is None else tensor[order]
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel", "draft_digest", "sum_parts")
+    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel", "draft_digest", "sum_parts", "expert_parallel")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Fingerprint(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     dtype: str
     kv_dtype: str
@@ -33,7 +34,8 @@ class Fingerprint(_message.Message):
     tensor_parallel: int
     draft_digest: str
     sum_parts: int
-    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., sum_parts: _Optional[int] = ...) -> None: ...
+    expert_parallel: bool
+    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., sum_parts: _Optional[int] = ..., expert_parallel: _Optional[bool] = ...) -> None: ...
 
 class GrantId(_message.Message):
     __slots__ = ("id", "slot", "generation")

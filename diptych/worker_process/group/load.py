@@ -9,9 +9,10 @@ import torch
 
 from diptych.engine.dtype import PLAIN, Precision
 from diptych.engine.loaded_model import Model
-from diptych.engine.parallel.communicator import Alone, GroupBroken
+from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import LoadedParts, OpenParts, load_parts, open_parts
+from diptych.engine.parallel_model import Dealing, LoadedParts, OpenParts, load_parts, open_parts
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.config import WorkerSettings
@@ -38,18 +39,20 @@ def load_in_parts(
 
     Raises what `load_model` raises, RankCannotStart and GroupCannotStart. Blocks, so not on the event loop.
     """
-    model = open_parts(path, precision, settings.parts, settings.max_model_len)
+    dealing = Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
+    model = open_parts(path, precision, dealing, settings.max_model_len)
+    # Stages of a pipeline compute in turn: each has all threads.
     threads = threads_of_rank(settings.threads or usable_cores(), settings.tensor_parallel)
     dtype = PLAIN[precision]
     if group is None:
-        loaded = load_parts(model, Alone(), StopWord(), threads, device)
+        loaded = load_parts(model, ALONE, StopWord(), threads, device)
         return Model(model.shape, precision, dtype, loaded.backend, "torch-parts", device)
     order = StartRank(
-        rank=0,
-        ranks=group.size,
+        number=0,
+        grid=group.grid,
         model=path,
         precision=precision,
-        parts=settings.parts,
+        dealing=dealing,
         max_context=settings.max_model_len,
         threads=threads,
         device=str(device),
@@ -58,7 +61,7 @@ def load_in_parts(
     try:
         loaded = _load_everywhere(model, order, group, device)
     except (GroupBroken, TransportError, OSError) as error:
-        raise GroupCannotStart(f"--tensor-parallel {group.size}: {error}") from error
+        raise GroupCannotStart(f"{settings.group_flags}: {error}") from error
     backend = GroupBackend(loaded.backend, group)
     return Model(
         model.shape, precision, dtype, backend, "torch-parts", device, make_memory=group.memories.allocate
@@ -73,13 +76,14 @@ def threads_of_rank(threads: int, ranks: int) -> int:
 def _load_everywhere(
     model: OpenParts, order: StartRank, group: RankGroup, device: torch.device
 ) -> LoadedParts:
-    communicator = group.join(order)
-    loaded = load_parts(model, communicator, group.stop_word, order.threads, device)
+    links = group.join(order)
+    loaded = load_parts(model, links, group.stop_word, order.threads, device)
     sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
-        "%d ranks of %d parts, MiB of weights in each: %s",
+        "%d ranks in %d stages of %d parts, MiB of weights in each: %s",
         group.size,
-        order.parts,
+        group.grid.stages,
+        order.dealing.parts,
         ", ".join(f"{size / 2**20:.0f}" for size in sizes),
     )
     return loaded

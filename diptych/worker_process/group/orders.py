@@ -12,6 +12,8 @@ from pathlib import Path
 
 from diptych.engine.dtype import Precision
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.parallel.stages import Grid
+from diptych.engine.parallel_model import Dealing
 from kvtransfer.transports.base import Welcome
 
 
@@ -19,11 +21,12 @@ from kvtransfer.transports.base import Welcome
 class StartRank:
     """Share of the model that a rank computes, and the group that it joins."""
 
-    rank: int
-    ranks: int
+    number: int
+    """Number of the process in its group (diptych/engine/parallel/stages.py)."""
+    grid: Grid
     model: Path
     precision: Precision
-    parts: int
+    dealing: Dealing
     max_context: int | None
     threads: int
     device: str

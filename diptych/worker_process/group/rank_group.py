@@ -25,11 +25,14 @@ from typing import Any, NoReturn
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.parallel.communicator import Communicator, GroupBroken
+from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
+from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import exchange_file
+from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel.ways import ways_of
 from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
@@ -59,18 +62,18 @@ class _Rank:
 class RankGroup:
     """Ranks 1 and up of a group, seen from rank 0."""
 
-    def __init__(self, ranks: int, log_name: str, log_level: str) -> None:
-        """Start the other `ranks - 1` processes. Call it on the event loop, in the main thread: the kernel's
+    def __init__(self, grid: Grid, log_name: str, log_level: str) -> None:
+        """Start the other processes of `grid`. Call it on the event loop, in the main thread: the kernel's
         signal at the death of a parent follows the thread that started the child.
         """
-        self.size = ranks
+        self.grid, self.size = grid, grid.size
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd)
         self.stop_word.reset()
-        self._exchange_fd = exchange_file(ranks)
+        self._exchanges = [(way, exchange_file(len(way.members))) for way in ways_of(grid)]
         self._death, self._alive = os.pipe()
         """Pipe whose only writing end this process holds: its closing ends the ranks."""
-        names = [f"{log_name}/rank-{number}" for number in range(1, ranks)]
+        names = [f"{log_name}/rank-{number}" for number in range(1, grid.size)]
         self._ranks = [self._start(number, name, log_level) for number, name in enumerate(names, start=1)]
         self.memories = SharedMemories([(rank.process.pid, rank.control) for rank in self._ranks])
         loop = asyncio.get_running_loop()
@@ -84,18 +87,18 @@ class RankGroup:
 
     # -- the start
 
-    def join(self, order: StartRank) -> Communicator:
-        """Send each rank its `order`, and return this rank's end of the group once all have joined.
+    def join(self, order: StartRank) -> Links:
+        """Send each rank its `order`, and return this rank's ends of the group once all have joined.
 
         Raises GroupBroken, TransportError, OSError.
         """
         listener, port = listen_for_store(LOOPBACK)
         for rank in self._ranks:
-            rank.control.send(replace(order, rank=rank.number, store_port=port))
+            rank.control.send(replace(order, number=rank.number, store_port=port))
         return join_group(
             0,
-            self.size,
-            self._exchange_fd,
+            self.grid,
+            self._exchange_fds(0),
             lambda: open_store(LOOPBACK, port, listener, BUILD_S),
             torch.device(order.device),
         )
@@ -141,11 +144,15 @@ class RankGroup:
         _log.critical("rank %d (pid %d) died: its group ends", rank.number, rank.process.pid)
         leave(_DIED)
 
+    def _exchange_fds(self, number: int) -> list[int]:
+        """Return the files of the exchanges that a process takes part in, in the order in which it joins."""
+        return [fd for way, fd in self._exchanges if number in way.members]
+
     def _start(self, number: int, name: str, log_level: str) -> _Rank:
         ends = [socket.socketpair(), socket.socketpair()]
         theirs = [their.fileno() for _, their in ends]
         command = [*module_command(RANK_MODULE), name, log_level]
-        fds = (*theirs, self._stop_fd, self._exchange_fd, self._death)
+        fds = (*theirs, self._stop_fd, self._death, *self._exchange_fds(number))
         process = subprocess.Popen([*command, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL)
         for _, their in ends:
             their.close()

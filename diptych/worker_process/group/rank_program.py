@@ -1,7 +1,7 @@
 """The program of ranks 1 and up: load a share of the model, then compute it in every step of rank 0's.
 
-Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the exchange
-and the death pipe.
+Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the death pipe and
+the files of the exchanges.
 Only rank 0 starts it. It serves no port, and a signal that asks to stop is rank 0's business.
 """
 
@@ -84,7 +84,7 @@ class Memories:
 def main(argv: Sequence[str]) -> None:
     """Serve as one rank until rank 0 is gone."""
     name, log_level, *descriptors = argv
-    plans_fd, control_fd, stop_fd, exchange_fd, death_fd = map(int, descriptors)
+    plans_fd, control_fd, stop_fd, death_fd, *exchange_fds = map(int, descriptors)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     watch_parent(death_fd)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     control: Connection[Any, Any] = Connection(control_fd)
     plans: Connection[Any, Any] = Connection(plans_fd)
     try:
-        loaded = _load(control.recv(), StopWord(stop_fd), exchange_fd)
+        loaded = _load(control.recv(), StopWord(stop_fd), exchange_fds)
     except Exception as error:
         _log.exception("this rank cannot start")
         control.send(RankFailed(str(error) or repr(error)))
@@ -113,18 +113,19 @@ def main(argv: Sequence[str]) -> None:
         leave(1)
 
 
-def _load(order: StartRank, stop_word: StopWord, exchange_fd: int) -> LoadedParts:
+def _load(order: StartRank, stop_word: StopWord, exchange_fds: Sequence[int]) -> LoadedParts:
     torch.set_num_threads(order.threads)
-    model = open_parts(order.model, order.precision, order.parts, order.max_context)
+    model = open_parts(order.model, order.precision, order.dealing, order.max_context)
     device = torch.device(order.device)
-    communicator = join_group(
-        order.rank,
-        order.ranks,
-        exchange_fd,
+    links = join_group(
+        order.number,
+        order.grid,
+        exchange_fds,
         lambda: open_store(LOOPBACK, order.store_port, None, BUILD_S),
         device,
     )
-    return load_parts(model, communicator, stop_word, order.threads, device)
+    stage, _ = order.grid.place(order.number)
+    return load_parts(model, links, stop_word, order.threads, device, stage)
 
 
 def _compute(plans: Connection[Any, Any], backend: PartsBackend, memories: Memories) -> None:

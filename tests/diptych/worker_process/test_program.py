@@ -135,7 +135,7 @@ async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_
 @pytest.mark.parametrize(
     ("flag", "problem"),
     [
-        ("--sum-parts=2", "--tensor-parallel and --sum-parts do not go with a model that reads images"),
+        ("--sum-parts=2", "--sum-parts 2 does not go with a model that reads images"),
         ("--speculative-model=bundled", "--speculative-model does not go with a model that reads images"),
     ],
 )

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from gateway.attempt.types import LocalPrefill, Role
+from gateway.worker_pool.candidates import DecodeCandidate
+from gateway.worker_pool.cheapest_pair import SEQUENCE_COST
 from gateway.worker_pool.codec import StepTime
 from gateway.worker_pool.local_prefill import LocalCandidate, LocalMode, choose_local, local_cost_s
-from gateway.worker_pool.router import SEQUENCE_COST, DecodeCandidate, NoWorker, Route, RouteRequest
+from gateway.worker_pool.router import NoWorker, Route, RouteRequest
 from gateway.worker_pool.step_rates import FIRST_TOKEN_S, StepRates, prefill_token_s
 
 DECODE = DecodeCandidate("d1", "f", block_size=16, max_tokens=16_000, free_blocks=1000, sequences=0)

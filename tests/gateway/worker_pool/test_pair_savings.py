@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.pair_savings import PairSaving, most_saved_tokens, pair_saving
-from gateway.worker_pool.router import (
-    DecodeCandidate,
-    PrefillCandidate,
-    Route,
-    RouteRequest,
-    choose_route,
-)
+from gateway.worker_pool.router import Route, RouteRequest, choose_route
 
 COPYING = PrefillCandidate("p1", "f", waiting_tokens=0, memory_domain="host", pull_cost=0.1)
 OWNER = DecodeCandidate(

@@ -31,6 +31,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 Where attention is over latents, queries and latents take the place of all three (latent_attention.py).
 """
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries `[T, N, D]`, keys and values `[T, K, D]`."""
 Angles = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin `[T, D / 2]` of each rotation of the model."""
 
@@ -152,10 +154,18 @@ class Decoder:
         adapters: StepAdapters | None,
     ) -> torch.Tensor:
         """Return what attention gives for `normed [T, H]`, before its norm: `[T, H]`."""
-        shape, latents = self.shape, self._latents[index]
+        latents = self._latents[index]
         if latents is not None:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
+        projected = self.project(index, layer, normed, adapters)
+        return self.mix(index, layer, projected, angles, growth, attend, adapters)
+
+    def project(
+        self, index: int, layer: FusedLayer, normed: torch.Tensor, adapters: StepAdapters | None
+    ) -> Projected:
+        """Return queries `[T, N, D]`, keys and values `[T, K, D]` of `normed [T, H]`, not normalised yet."""
         assert layer.qkv is not None
+        shape = self.shape
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
         joined = self._linear(normed, layer.qkv, layer.qkv_bias)
         if adapters is not None:
@@ -164,26 +174,50 @@ class Decoder:
         q_TND, k_TKD, v_TKD = joined.view(-1, heads + 2 * kv_heads, width).split(
             [heads, kv_heads, kv_heads], dim=1
         )
+        return q_TND, k_TKD, v_TKD
+
+    def mix(
+        self,
+        index: int,
+        layer: FusedLayer,
+        projected: Projected,
+        angles: Angles,
+        growth: torch.Tensor | None,
+        attend: Attend,
+        adapters: StepAdapters | None,
+        mean_squares: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    ) -> torch.Tensor:
+        """Return what attention gives for queries, keys and values, before its norm: `[T, H]`.
+
+        `mean_squares` are those of all heads' queries and keys, `[T, 1]`, where these are a part of them.
+        """
+        shape = self.shape
+        q_TND, k_TKD, v_TKD = projected
+        of_q, of_k = mean_squares
         if not shape.qk_norm_after_rotation:
-            q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
+            q_TND = self._qk_norm(q_TND, layer.q_norm, of_q)
+            k_TKD = self._qk_norm(k_TKD, layer.k_norm, of_k)
         rotation = shape.layers[index].rotation
         if rotation is not None:
             q_TND, k_TKD = rotary(q_TND, *angles[rotation]), rotary(k_TKD, *angles[rotation])
         if shape.qk_norm_after_rotation:
-            q_TND, k_TKD = self._qk_norm(q_TND, layer.q_norm), self._qk_norm(k_TKD, layer.k_norm)
+            q_TND = self._qk_norm(q_TND, layer.q_norm, of_q)
+            k_TKD = self._qk_norm(k_TKD, layer.k_norm, of_k)
         if growth is not None:
             q_TND = q_TND * growth
         mixed = attend(index, q_TND, k_TKD, v_TKD)
-        mixed = mixed.reshape(-1, heads * width)
+        mixed = mixed.flatten(1)
         out = self._linear(mixed, layer.o, layer.o_bias)
         return out if adapters is None else adapters.add(index, ("o",), mixed, out, out.shape[1:])
 
-    def _qk_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def _qk_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, mean_square: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return `x [T, heads, D]` normalised over each head, or over all heads together."""
         if weight is None:
             return x
         if self.shape.qk_norm == "width":
-            return rms_norm(x.flatten(1), weight, self.shape.rms_eps).view(x.shape)
+            return rms_norm(x.flatten(1), weight, self.shape.rms_eps, mean_square).view(x.shape)
         return rms_norm(x, weight, self.shape.rms_eps)
 
     def feed_forward(

@@ -55,34 +55,38 @@ class ExpertFeedForward:
     ) -> None:
         """Prepare the experts; `dense` gives the numbers of a stored matrix, `linear` multiplies by them."""
         self._shape = shape
-        self._weights = weights
+        self._router = weights.router, weights.router_bias, weights.correction_bias
+        self._shared_router = weights.shared_router
         self._linear = linear
         self._gate = gate
-        self._experts = [_expert(weights, number, dense) for number in range(shape.num_experts)]
+        self._experts = {number: _expert(weights, at, dense) for at, number in enumerate(shape.own)}
         self._shared = _shared(weights, dense)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the feed-forward output of normed rows: `[T, H]` in their dtype."""
+        """Return the feed-forward output of normed rows: `[T, H]` in their dtype.
+
+        Where only some experts are here, it is what these give.
+        """
         experts_TK, weights_TK = self.route(x_TH)
         sum_TH = torch.zeros(x_TH.shape, device=x_TH.device)
-        for number in experts_TK.unique().tolist():
+        for number in filter(self._experts.__contains__, experts_TK.unique().tolist()):
             rows, places = torch.where(experts_TK == number)
             out = self._compute(self._experts[number], x_TH[rows]).float()
             sum_TH[rows] += out * weights_TK[rows, places].unsqueeze(1)
         if self._shared is not None:
             shared = self._compute(self._shared, x_TH).float()
-            if self._weights.shared_router is not None:
-                shared *= torch.sigmoid(functional.linear(x_TH.float(), self._weights.shared_router))
+            if self._shared_router is not None:
+                shared *= torch.sigmoid(functional.linear(x_TH.float(), self._shared_router))
             sum_TH += shared
         return sum_TH.to(x_TH.dtype)
 
     def route(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each row, ascending, and their weights: `[T, K]` both."""
-        weights, shape = self._weights, self._shape
-        logits = functional.linear(x_TH.float(), weights.router, weights.router_bias)
+        shape, (router, bias, correction) = self._shape, self._router
+        logits = functional.linear(x_TH.float(), router, bias)
         return route_experts(
             logits,
-            weights.correction_bias,
+            correction,
             count=shape.experts_per_token,
             routing=shape.routing,
             normalise=shape.normalise,
@@ -97,13 +101,13 @@ class ExpertFeedForward:
         return self._linear(inner, expert.down, expert.down_bias)
 
 
-def _expert(weights: ExpertWeights, number: int, dense: Callable[[Matrix], torch.Tensor]) -> _Expert:
-    biased = bool(weights.down_biases)
+def _expert(weights: ExpertWeights, at: int, dense: Callable[[Matrix], torch.Tensor]) -> _Expert:
+    biased = bool(weights.gate_biases)
     return _Expert(
-        gate_up=torch.cat([dense(weights.gates[number]), dense(weights.ups[number])]),
-        gate_up_bias=torch.cat([weights.gate_biases[number], weights.up_biases[number]]) if biased else None,
-        down=dense(weights.downs[number]),
-        down_bias=weights.down_biases[number] if biased else None,
+        gate_up=torch.cat([dense(weights.gates[at]), dense(weights.ups[at])]),
+        gate_up_bias=torch.cat([weights.gate_biases[at], weights.up_biases[at]]) if biased else None,
+        down=dense(weights.downs[at]),
+        down_bias=weights.down_biases[at] if weights.down_biases else None,
     )
 
 

@@ -8,6 +8,7 @@ latents' space, and what is mixed there into values afterwards. Nothing but a to
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,7 @@ class LatentAttention:
     ) -> None:
         self._linear, self._latent = linear, latent
         self._heads, self._rotated = shape.num_heads, shape.head_dim
-        self._layer = layer
+        self._layer = replace(layer, experts=None, gate=None, up=None, down=None)  # which this need not keep
         self._q_a = None if layer.q_a is None else dense(layer.q_a)
         self._q, self._kept, self._o = dense(layer.q), dense(layer.k), dense(layer.o)
         assert layer.k_b is not None

@@ -1,7 +1,8 @@
 """The torch backend of one rank of a group, or of one process that computes all parts by itself.
 
 Ranks of one host map the same KV memory, and each reads and writes the KV heads of its own parts. Where two
-ranks have a part each of one KV head, both write the same bytes to the same place.
+ranks have a part each of one KV head, or of attention over one latent, both write the same bytes to the same
+place. A stage of a pipeline has a view of its layers of the same blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from diptych.engine.backends.torch.parts_decoder import PartsDecoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.pipeline import Links
+from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights import Weights
 
@@ -31,25 +33,27 @@ class PartsBackend:
         shape: ModelShape,
         parts: Sequence[Part],
         weights: Sequence[Weights],
-        communicator: Communicator,
+        links: Links,
+        stage: Stage,
         *,
         stop_word: StopWord,
         threads: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Prepare the decoder of the parts that `communicator.rank` computes, whose `weights` these are.
+        """Prepare the decoder of the parts that `links.ranks.rank` computes, whose `weights` these are in the
+        layers of `stage`.
 
         Every step has `threads` cores: with others a library might add in another order.
         """
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
-        self._leads = communicator.rank == 0
+        self._leads, self._layers = links.leads, stage.layers
         weights = [on_device(own, self._device) for own in weights]
-        self._decoder = PartsDecoder(shape, parts, weights, communicator)
+        self._decoder = PartsDecoder(shape, parts, weights, links, stage)
         self._rules = [
             [
                 ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
-                for index, layer in enumerate(own.layers)
+                for index, layer in zip(stage.layers, own.layers, strict=True)
             ]
             for own in weights
         ]
@@ -68,7 +72,7 @@ class PartsBackend:
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups = group_rows(sequences)
             attends = [
-                _attention([_of_heads(group, part.kv_heads) for group in groups], rules)
+                self._attention([self._view(group, part.kv_heads) for group in groups], rules)
                 for part, rules in zip(self._decoder.own, self._rules, strict=True)
             ]
 
@@ -77,7 +81,10 @@ class PartsBackend:
                     self._stop_word.stop_before(layer + 1)
                 return not self._stop_word.stops(layer)
 
-            logits = self._decoder.forward(tokens, positions, last, attends, wanted)
+            def finished() -> bool:
+                return not self._stop_word.stops(self._shape.num_layers - 1)
+
+            logits = self._decoder.forward(tokens, positions, last, attends, wanted, finished)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:
@@ -89,19 +96,24 @@ class PartsBackend:
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
 
+    def _view(self, group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
+        """Return a group with a view of the stage's layers and of these KV heads of all blocks."""
+        layers, blocks = self._layers, group.blocks
+        return replace(group, blocks=blocks[:, layers.start : layers.stop, :, kv_heads.start : kv_heads.stop])
 
-def _of_heads(group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
-    """Return a group with a view of these KV heads of all blocks; it may have gaps between them."""
-    return replace(group, blocks=group.blocks[:, :, :, kv_heads.start : kv_heads.stop])
+    def _attention(self, groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:
+        """Return the attention of one part over the step's groups."""
+        latent, scale = self._shape.latent, self._shape.score_scale
 
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if latent is not None:
+                mixed = q.new_zeros(*q.shape[:-1], latent.rank)
+                for group in groups:
+                    group.attend_latents(layer, scale, q, k, mixed)
+                return mixed
+            mixed = torch.zeros_like(q)
+            for group in groups:
+                group.attend(layer, rules[layer], q, k, v, mixed, None)
+            return mixed
 
-def _attention(groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:
-    """Return the attention of one part over the step's groups."""
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        mixed = torch.zeros_like(q)
-        for group in groups:
-            group.attend(layer, rules[layer], q, k, v, mixed, None)
-        return mixed
-
-    return attend
+        return attend

@@ -3,6 +3,13 @@
 Names carry shapes as in decoder.py, and P is the number of all parts. Every product has the shape of a part,
 at every degree, and what the parts give is added in their order, in float32. So the same parts give the same
 bits on one rank and on many.
+
+Experts need no exchange of their own. All ranks of a stage have all hidden rows, because attention adds the
+parts of all heads, and need all sums after the experts for the next attention. So each row is already where
+its experts are, and what leaves a rank is its parts' sums, `[T, H]` each. To send rows to their experts and
+back all-to-all, `K` outputs a row, pays where attention is dealt by sequences and a rank has some rows only.
+
+A rank of a pipeline has the layers of its stage. Numbers of layers are the stage's here, except for `wanted`.
 """
 
 from __future__ import annotations
@@ -12,10 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.nn import functional
 
-from diptych.engine.backends.torch.decoder import Attend, Decoder
+from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Projected
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.pipeline import Links, receive, send
+from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import Weights
 
 
@@ -23,23 +31,26 @@ class PartsDecoder:
     """Token ids in, logits of chosen tokens out on rank 0; every rank calls it with the same step."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        parts: Sequence[Part],
-        weights: Sequence[Weights],
-        communicator: Communicator,
+        self, shape: ModelShape, parts: Sequence[Part], weights: Sequence[Weights], links: Links, stage: Stage
     ) -> None:
-        """Take all parts of the model, and the weights of those that this rank computes."""
-        self._shape, self._communicator = shape, communicator
-        dealt = [parts_of_rank(len(parts), rank, communicator.ranks) for rank in range(communicator.ranks)]
-        self.own = [parts[number] for number in dealt[communicator.rank]]
-        self._decoders = [
-            Decoder(part.shape_of(shape), own) for part, own in zip(self.own, weights, strict=True)
+        """Take all parts of the model, and the weights that this rank's have in the layers of `stage`."""
+        self._shape, self._stage = stage.shape_of(shape), stage
+        self._links, self._communicator = links, links.ranks
+        ranks = self._communicator.ranks
+        dealt = [parts_of_rank(len(parts), rank, ranks) for rank in range(ranks)]
+        numbers = dealt[self._communicator.rank]
+        self.own = [parts[number] for number in numbers]
+        self.decoders = [
+            Decoder(part.shape_of(self._shape), own) for part, own in zip(self.own, weights, strict=True)
         ]
         self._embed = [own.embed for own in weights]
+        self._device = weights[0].embed.device
         spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
         self._widths = [len(span) for span in spans]
-        self._vocab_ends = torch.tensor([span.stop for span in spans], device=weights[0].embed.device)
+        self._vocab_ends = torch.tensor([span.stop for span in spans], device=self._device)
+        self._own_keys = torch.tensor(
+            [not _repeats_keys(parts, number) for number in numbers], device=self._device
+        )
 
     def forward(
         self,
@@ -48,34 +59,109 @@ class PartsDecoder:
         last: torch.Tensor,
         attends: Sequence[Attend],
         wanted: Callable[[int], bool],
+        finished: Callable[[], bool],
     ) -> torch.Tensor | None:
         """Return float32 logits `[len(last), vocab]` of the rows `last` of the step; None on other ranks.
 
         Args:
             attends: attention of each own part.
-            wanted: asked before every layer, by its number; it answers all ranks alike. None is returned
-                once it says no.
+            wanted: asked before every layer of the stage, by its number in the model; it answers all ranks of
+                the stage alike.
+            finished: asked after them whether all layers of the model are computed; it answers all ranks
+                alike. None is returned where they are not.
         """
-        lead = self._decoders[0]  # norms are the same in all
+        lead = self.decoders[0]  # norms are the same in all
         angles, growth = lead.angles(positions), lead.growth(positions)
-        x_TH = self._embedded(tokens)
-        for index, layer in enumerate(lead.layers):
-            if not wanted(index):
-                return None
-            normed = lead.norm(x_TH, layer.input_norm, layer.input_norm_bias)
-            attended = self._sum(
+        x_TH = self._received(tokens)
+        for index in range(len(lead.layers)):
+            if not wanted(self._stage.layers.start + index):
+                break
+            x_TH = self._layer(index, x_TH, angles, growth, attends)
+        if self._links.after is not None:
+            send(self._links.after, x_TH)  # even if the step has ended: the next stage waits for it
+        if not finished():
+            return None
+        logits = None
+        if self._stage.is_last:
+            x_TH = lead.norm(x_TH[last], lead.final_norm, lead.final_norm_bias)
+            logits = self._all_logits(x_TH)
+        return self._at_home(logits, len(last))
+
+    def _layer(
+        self,
+        index: int,
+        x_TH: torch.Tensor,
+        angles: Angles,
+        growth: torch.Tensor | None,
+        attends: Sequence[Attend],
+    ) -> torch.Tensor:
+        lead = self.decoders[0]
+        layer = lead.layers[index]
+        normed = lead.norm(x_TH, layer.input_norm, layer.input_norm_bias)
+        if self._shape.qk_norm == "width" and self._shape.latent is None:
+            outputs = self._attention_normed_together(index, normed, angles, growth, attends)
+        else:
+            outputs = (
                 decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, None)
-                for decoder, attend in zip(self._decoders, attends, strict=True)
+                for decoder, attend in zip(self.decoders, attends, strict=True)
             )
-            x_TH = x_TH + lead.added(attended, layer.attention_out_norm)
-            if not self._shape.parallel_residual:
-                normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
-            fed = self._sum(
-                decoder.feed_forward(index, decoder.layers[index], normed, None) for decoder in self._decoders
-            )
-            x_TH = x_TH + lead.added(fed, layer.feed_forward_out_norm)
-        x_TH = lead.norm(x_TH[last], lead.final_norm, lead.final_norm_bias)
-        return self._all_logits(x_TH)
+        x_TH = x_TH + lead.added(self._sum(outputs), layer.attention_out_norm)
+        if not self._shape.parallel_residual:
+            normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
+        fed = self._sum(
+            decoder.feed_forward(index, decoder.layers[index], normed, None) for decoder in self.decoders
+        )
+        return x_TH + lead.added(fed, layer.feed_forward_out_norm)
+
+    def _attention_normed_together(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        angles: Angles,
+        growth: torch.Tensor | None,
+        attends: Sequence[Attend],
+    ) -> Iterable[torch.Tensor]:
+        """Yield each own part's attention where queries are normalised over all heads, and so are keys."""
+        projected = [decoder.project(index, decoder.layers[index], normed, None) for decoder in self.decoders]
+        means = self._mean_squares(projected)
+        for decoder, each, attend in zip(self.decoders, projected, attends, strict=True):
+            yield decoder.mix(index, decoder.layers[index], each, angles, growth, attend, None, means)
+
+    def _mean_squares(self, projected: Sequence[Projected]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the means of the squares of all heads' queries and of all keys, float32 `[T, 1]` both.
+
+        Keys that several parts have count once.
+        """
+        q = torch.stack([each[0].float().square().sum(dim=(1, 2)) for each in projected])
+        k = torch.stack([each[1].float().square().sum(dim=(1, 2)) for each in projected])
+        own_P2T = torch.stack([q, k * self._own_keys[:, None]], dim=1)
+        every_P2T = self._communicator.all_gather(own_P2T).flatten(0, 1)
+        total_2T = every_P2T[0]
+        for of_part in every_P2T[1:]:
+            total_2T = total_2T + of_part
+        width = self._shape.head_dim
+        means = (
+            total_2T[0] / (self._shape.num_heads * width),
+            total_2T[1] / (self._shape.num_kv_heads * width),
+        )
+        return means[0][:, None], means[1][:, None]
+
+    def _received(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden rows that enter the stage's first layer."""
+        if self._links.before is None:
+            return self._embedded(tokens)
+        width, dtype = self._shape.hidden_size, self.decoders[0].dtype
+        like = torch.zeros((len(tokens), width), dtype=dtype, device=self._device)
+        return receive(self._links.before, like)
+
+    def _at_home(self, logits: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+        """Return the last stage's logits on rank 0."""
+        if (home := self._links.home) is None:
+            return logits
+        if logits is not None:
+            send(home, logits)
+            return None
+        return receive(home, torch.zeros((rows, self._shape.vocab_size), device=self._device))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of `tokens`, each as the rank that holds it has it."""
@@ -87,7 +173,7 @@ class PartsDecoder:
             own_TH[here] = functional.embedding(tokens[here] - part.vocab.start, embed)
         holders = torch.bucketize(tokens, self._vocab_ends, right=True)
         x_TH = self._communicator.all_gather(own_TH)[holders, torch.arange(len(tokens), device=tokens.device)]
-        return self._decoders[0].scaled(x_TH)
+        return self.decoders[0].scaled(x_TH)
 
     def _sum(self, outputs: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the sum of all parts' outputs `[T, H]`, added in the order of the parts."""
@@ -99,8 +185,8 @@ class PartsDecoder:
         return total_TH.to(own_PTH.dtype)
 
     def _all_logits(self, x_TH: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits of all ranks' vocabulary on rank 0."""
-        own = torch.cat([decoder.logits(x_TH) for decoder in self._decoders], dim=1)
+        """Return the logits of all ranks' vocabulary on the stage's first rank."""
+        own = torch.cat([decoder.logits(x_TH) for decoder in self.decoders], dim=1)
         padded = functional.pad(own, (0, max(self._widths) - own.shape[1]))
         gathered = self._communicator.gather(padded)
         if gathered is None:
@@ -108,3 +194,8 @@ class PartsDecoder:
         return torch.cat(
             [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
         )
+
+
+def _repeats_keys(parts: Sequence[Part], number: int) -> bool:
+    """Return whether the part before has the same KV head."""
+    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads

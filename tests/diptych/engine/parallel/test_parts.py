@@ -83,9 +83,13 @@ def test_ranks_take_parts_in_a_row() -> None:
     [
         (shape_of(9, 3), 10, "9 query heads"),
         (shape_of(9, 3, inner=4), 5, "4 inner numbers"),
-        (shape_of(qk_norm="width"), 2, "a norm over the queries of all heads"),
-        (shape_of(experts=ExpertsShape(4, 2, 32)), 2, "experts"),
-        (shape_of(4, 1, latent=LatentShape(32, 16, 16)), 2, "latents"),
+        (
+            shape_of(experts=ExpertsShape(4, 2, 3), layers=(LayerShape(experts=True),)),
+            4,
+            "3 inner numbers of an",
+        ),
+        (shape_of(experts=ExpertsShape(4, 2, 8, shared_size=3)), 4, "3 inner numbers of the shared expert"),
+        (shape_of(4, 1, latent=LatentShape(32, 16, 16)), 5, "4 query heads"),
     ],
 )
 def test_what_is_not_dealt_is_refused_by_name(shape: ModelShape, parts: int, named: str) -> None:

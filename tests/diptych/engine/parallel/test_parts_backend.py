@@ -26,7 +26,7 @@ EXACT = 1e-4
 """Largest difference of a logit in float32."""
 SAMPLE = frozenset({"gemma2", "seed-oss", "starcoder2", "phi3-longrope", "cohere2", "granite"})
 """Cases of every kind of switch that parts meet: caps, norms, biases, fused matrices, one norm for both."""
-IN_PARTS = sorted(name for name in CASES if not name.startswith("olmo"))
+IN_PARTS = sorted(CASES)
 TEXT, GREEDY = 70, 12
 
 
@@ -58,10 +58,11 @@ def whole(opened: OpenCheckpoint, text: list[int]) -> torch.Tensor:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    """Two parts (3 KV heads: uneven), and six (two to a KV head)."""
+    """Two parts (3 KV heads: uneven), and six, two to a KV head where there are so many query heads."""
     opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
     expected = whole(opened, text)
-    for parts, degrees in ((2, (1, 2)), (6, (1, 2, 3, 6))):
+    more = (6, (1, 2, 3, 6)) if opened.shape.num_heads >= 6 else (3, (1, 3))
+    for parts, degrees in ((2, (1, 2)), more):
         found = {}
         for ranks in degrees:
             group = ThreadGroup(opened, parts, ranks)

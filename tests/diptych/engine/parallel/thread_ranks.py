@@ -12,10 +12,11 @@ from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.communicator import Alone, Communicator
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.stages import Grid, Stage, deal_stages
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.weights.part_weights import read_parts
+from diptych.engine.parallel.ways import links_of, own_ways, ways_of
+from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
 
 BLOCK = 16
@@ -57,21 +58,40 @@ class ThreadGroup:
         parts: int,
         ranks: int,
         *,
+        stages: int = 1,
+        whole_experts: bool = False,
         dealt: Sequence[Part] | None = None,
-        same_weights: bool = True,
+        dealt_stages: Sequence[Stage] | None = None,
     ) -> None:
-        """Deal a model; `dealt` are other parts than those that it should have, for controls."""
+        """Deal a model; `dealt` and `dealt_stages` are others than those that weights are read for, for
+        controls.
+        """
         self.shape: ModelShape = opened.shape
-        self.right = deal_parts(opened.shape, parts)
+        self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts)
         self.parts = self.right if dealt is None else tuple(dealt)
-        meeting, self.stop_word = Meeting(ranks), StopWord()
+        right_stages = deal_stages(opened.shape, stages)
+        used_stages = right_stages if dealt_stages is None else dealt_stages
+        grid, self.stop_word = Grid(ranks, stages), StopWord()
+        meetings = {way: Meeting(len(way.members)) for way in ways_of(grid)}
         self.backends = []
-        for rank in range(ranks):
-            communicator: Communicator = ThreadCommunicator(meeting, rank) if ranks > 1 else Alone()
-            own = parts_of_rank(parts, rank, ranks)
-            weights = read_parts(opened, [(self.right if same_weights else self.parts)[one] for one in own])
+        self.weight_bytes = []
+        for number in range(grid.size):
+            ends = [
+                (way, ThreadCommunicator(meetings[way], way.members.index(number)))
+                for way in own_ways(number, grid)
+            ]
+            stage, rank = grid.place(number)
+            own = [self.right[one] for one in parts_of_rank(parts, rank, ranks)]
+            weights = read_parts(opened, own, right_stages[stage])
+            self.weight_bytes.append(weight_bytes(weights))
             backend = PartsBackend(
-                opened.shape, self.parts, weights, communicator, stop_word=self.stop_word, threads=1
+                opened.shape,
+                self.parts,
+                weights,
+                links_of(number, ends),
+                used_stages[stage],
+                stop_word=self.stop_word,
+                threads=1,
             )
             self.backends.append(backend)
 
@@ -109,4 +129,7 @@ class ThreadGroup:
 
 def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVMemory:
     """Return blocks with all heads of a model."""
-    return KVMemory(KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype), blocks)
+    latent = shape.latent is not None
+    width = shape.kept_numbers if latent else shape.head_dim
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, width, BLOCK, dtype, latent=latent)
+    return KVMemory(layout, blocks)

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from diptych.engine.models.shape import BadModelFile, UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
-from diptych.engine.parallel_model import open_parts
+from diptych.engine.parallel.stages import Stage, deal_stages
+from diptych.engine.parallel_model import Dealing, open_parts
 from diptych.engine.weights import gguf_file, safetensors_folder
 from diptych.engine.weights.canonical import Weights
 from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
 from diptych.engine.weights.gguf_header import GgufTensor
 from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
-from diptych.engine.weights.reader import Cut
+from diptych.engine.weights.reader import Cut, OpenCheckpoint
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save
 from tests.diptych.engine.weights.quantised_folders import awq, plain_folder, write
 
@@ -30,15 +31,20 @@ def cut(tensor: torch.Tensor, of: object) -> torch.Tensor:
     return tensor if columns is None else tensor[:, columns.start : columns.stop]
 
 
+def whole_model(opened: OpenCheckpoint) -> Stage:
+    (stage,) = deal_stages(opened.shape, 1)
+    return stage
+
+
 def check_parts_are_cut_from(whole: Weights, path: Path, parts: int) -> None:
     opened = open_checkpoint(path, "fp32")
     dealt = deal_parts(opened.shape, parts)
-    for part, own in zip(dealt, read_parts(opened, dealt), strict=True):
+    for part, own in zip(dealt, read_parts(opened, dealt, whole_model(opened)), strict=True):
         assert torch.equal(own.embed, whole.embed[part.vocab.start : part.vocab.stop])
         for layer, all_of_it in zip(own.layers, whole.layers, strict=True):
             for field, tensor in vars(layer).items():
                 if tensor is not None:
-                    expected = cut(getattr(all_of_it, field), cut_of(field, part, opened.shape.head_dim))
+                    expected = cut(getattr(all_of_it, field), cut_of(field, part, opened.shape))
                     assert torch.equal(tensor, expected), field
 
 
@@ -57,7 +63,7 @@ def test_a_gguf_files_parts_are_cuts_of_the_whole(bundled_path: Path) -> None:
         name = f"layers.29.{field}"
         whole = opened.read(name)
         for part in parts:
-            of = cut_of(field, part, opened.shape.head_dim)
+            of = cut_of(field, part, opened.shape)
             assert torch.equal(opened.read(name, of), cut(whole, of)), field
     rows = Cut(rows=parts[3].vocab)
     assert torch.equal(opened.read("embed", rows), cut(opened.read("embed"), rows))
@@ -98,7 +104,7 @@ def test_a_rank_reads_no_more_than_its_cuts(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(files, "read", spied)
     monkeypatch.setattr(files, "read_slice", counted)
     parts = deal_parts(opened.shape, 3)
-    own = read_parts(opened, [parts[number] for number in parts_of_rank(3, 1, 3)])
+    own = read_parts(opened, [parts[number] for number in parts_of_rank(3, 1, 3)], whole_model(opened))
     assert sum(sizes) <= weight_bytes(own) <= everything / 3 * 1.1
 
 
@@ -112,20 +118,23 @@ def test_no_rank_of_the_bundled_model_holds_a_tenth_more_than_its_share(
     everything = weight_bytes([read_checkpoint(bundled_path, "bf16").weights])
     dealt = deal_parts(opened.shape, parts)
     held = [
-        weight_bytes(read_parts(opened, [dealt[n] for n in parts_of_rank(parts, rank, ranks)]))
+        weight_bytes(
+            read_parts(opened, [dealt[n] for n in parts_of_rank(parts, rank, ranks)], whole_model(opened))
+        )
         for rank in range(ranks)
     ]
     assert max(held) <= everything / ranks * 1.1
     assert sum(held) >= everything
 
 
-def test_a_quantised_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+def test_a_quantised_folders_parts_are_cuts_of_the_whole(tmp_path: Path) -> None:
+    """Matrices of codes are read whole and made full numbers, of which a part is kept."""
     folder = plain_folder(tmp_path)
-    assert len(open_parts(folder, "fp32", 2).parts) == 2
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write(folder, quantisation, awq())
-    with pytest.raises(UnsupportedModel, match="q_proj: quantised matrices are not read in parts"):
-        open_parts(folder, "fp32", 2)
+    check_parts_are_cut_from(read_checkpoint(folder, "fp32").weights, folder, 2)
+    with pytest.raises(UnsupportedModel, match="dtype int8 is not computed in parts"):
+        open_parts(folder, "int8", Dealing(2))
 
 
 def test_a_folder_whose_tensor_is_too_small_is_refused(tmp_path: Path) -> None:
@@ -135,4 +144,4 @@ def test_a_folder_whose_tensor_is_too_small_is_refused(tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     opened = open_checkpoint(folder, "fp32")
     with pytest.raises(BadModelFile, match=r"layers.1.mlp.down_proj.weight is .*: it has no columns"):
-        read_parts(opened, deal_parts(opened.shape, 2))
+        read_parts(opened, deal_parts(opened.shape, 2), whole_model(opened))

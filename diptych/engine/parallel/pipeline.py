@@ -1,0 +1,49 @@
+"""The way of a step's numbers through the stages of a pipeline.
+
+    hidden rows   from each rank of a stage to the rank of the same number in the next one
+    logits        from the first rank of the last stage to that of the first, which samples
+
+Each way is a communicator of two processes, of which the receiving one is rank 0. All ranks of a stage have
+the same hidden rows, so that none is gathered or cut on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.engine.parallel.communicator import Alone, Communicator
+
+
+@dataclass(frozen=True)
+class Links:
+    """Ends that a process of a group holds; a way that it is not on is None."""
+
+    ranks: Communicator
+    """The ranks of its own stage."""
+    before: Communicator | None = None
+    after: Communicator | None = None
+    home: Communicator | None = None
+    """Way from the last stage to the first, for the first rank of both."""
+
+    @property
+    def leads(self) -> bool:
+        """True for the process that gets the logits."""
+        return self.before is None and self.ranks.rank == 0
+
+
+ALONE = Links(Alone())
+"""The ends of a process that is no group."""
+
+
+def send(way: Communicator, numbers: torch.Tensor) -> None:
+    """Send a tensor; returns when the other process has come for it. Raises GroupBroken."""
+    way.gather(numbers)
+
+
+def receive(way: Communicator, like: torch.Tensor) -> torch.Tensor:
+    """Return the other process' tensor, which has the shape and type of `like`. Raises GroupBroken."""
+    everything = way.gather(like)
+    assert everything is not None, "the receiving process is rank 0"
+    return everything[1]
