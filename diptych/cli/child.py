@@ -45,7 +45,7 @@ class Slot:
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
     "worker_id" begins with the process's name and is another one at each start; "replaces" are the ids of
-    those that died there.
+    those that died there. "weight_holder" is the name under which the supervisor keeps packed weights.
     """
 
     name: str
@@ -55,12 +55,13 @@ class Slot:
 class Inherited:
     """Descriptors that every child shares with the supervisor: the read end of the pipe whose end of file
     tells it that the supervisor died, the file on whose bytes workers lend each other cores, and the one that
-    lists the workers for gateways.
+    lists the workers for gateways. And the name of the socket that has packed weights, empty for none.
     """
 
     death_fd: int
     cores_fd: int
     workers_fd: int
+    weight_holder: str = ""
 
 
 class ChildFailed(Exception):
@@ -148,6 +149,7 @@ class Child:
             names = {
                 **spec.values,
                 **fds,
+                "weight_holder": inherited.weight_holder,
                 "worker_id": f"{spec.name}-{secrets.token_hex(_ID_BYTES)}",
                 "replaces": ",".join(spec.died),
             }

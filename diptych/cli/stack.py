@@ -23,7 +23,7 @@ ROLES = tuple(MODULES)
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
-        "workers-fd",
+        *("workers-fd", "weight-holder"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
         "config-digest",
         *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
@@ -89,6 +89,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
         "sum-parts": common_parts(options),
         "role-changes": role_changes(options),
+        "weight-holder": Slot("weight_holder"),
     }
     gateway = _spec(
         "gateway",

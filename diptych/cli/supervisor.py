@@ -16,6 +16,7 @@ killed itself, the death pipe and the kernel's parent-death signal end all the o
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_
 from diptych.runtime.discovery.records import Role
 from diptych.runtime.discovery.worker_file import WorkerFile
 from diptych.runtime.role_change import role_asked_by
+from diptych.runtime.weight_store.holder import WeightHolder
 
 _KEPT_LINES = 40
 ServesWithout = Callable[[ChildSpec], Awaitable[bool]]
@@ -89,8 +91,12 @@ class Supervisor:
         # Children inherit the read end alone: the write end closes with this process, however it ends.
         death_read, self._death_write = os.pipe()
         self.workers = WorkerFile()
+        self._weights = _weight_holder()
         self._inherited = Inherited(
-            death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC), self.workers.fd
+            death_read,
+            os.memfd_create("diptych-cores", os.MFD_CLOEXEC),
+            self.workers.fd,
+            "" if self._weights is None else self._weights.name,
         )
 
     async def start(
@@ -183,6 +189,8 @@ class Supervisor:
         for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
             os.close(fd)
         self.workers.close()
+        if self._weights is not None:
+            self._weights.close()
 
     def kill(self) -> None:
         """End every process at once, without grace. `stop` is still to be awaited."""
@@ -316,6 +324,14 @@ class Supervisor:
             child.send(signal.SIGKILL)
         if late:
             await asyncio.wait(late)
+
+
+def _weight_holder() -> WeightHolder | None:
+    """Return the holder of packed weights, which keeps them while no worker is up; None where none can be."""
+    try:
+        return WeightHolder(f"diptych-weights-{secrets.token_hex(16)}")
+    except OSError:  # no abstract sockets here: workers find each other, or have their own
+        return None
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -26,7 +26,9 @@ from diptych.engine.gpu_precision import describe_matrices
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights import Weights
-from diptych.engine.weights.checkpoint import read_checkpoint
+from diptych.engine.weights.checkpoint import open_checkpoint
+from diptych.engine.weights.reader import OpenCheckpoint
+from diptych.engine.weights.store import WeightStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ def load_model(
     device: torch.device | str = "cpu",
     kv_cache: KVCacheDtype = "auto",
     max_context: int | None = None,
+    store: WeightStore | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 
@@ -100,7 +103,8 @@ def load_model(
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
     GPU it takes triton where that computes the model's shape, else torch. `kv_cache` says in what numbers
-    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by it.
+    keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by
+    it. What the native step packs lies once for all processes with the same `store`.
 
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
@@ -108,17 +112,21 @@ def load_model(
     chosen, where = _precision(precision), torch.device(device)
     _check_choice(chosen, backend, where)
     _check_kv_cache(kv_cache, backend, where)
-    checkpoint = read_checkpoint(path, chosen)
-    weights, dtype = checkpoint.weights, kept_dtype(kv_cache, chosen)
+    checkpoint = open_checkpoint(path, chosen)
+    dtype = kept_dtype(kv_cache, chosen)
     shape = lower_context(checkpoint.shape, max_context)
     if kv_cache == "fp8" and shape.latent is not None:
         raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
+        weights = checkpoint.read_all().weights
         made, name, where, why = _make_on_gpu(shape, weights, chosen, where, scales)
         computed = describe_matrices(weights, where) if chosen in ON_GPU_QUANTISED else ""
         return Model(shape, chosen, dtype, made, name, where, why, matrices=computed)
-    made, name, why = _make_on_cpu(shape, weights, dtype, backend, scales)
+    if backend == "torch":
+        made, name, why = TorchBackend(shape, checkpoint.read_all().weights, scales), "torch", None
+    else:
+        made, name, why = _make_on_cpu(path, chosen, checkpoint, shape, backend == "native", scales, store)
     return Model(shape, chosen, dtype, made, name, where, why)
 
 
@@ -182,23 +190,24 @@ def _make_on_gpu(
 
 
 def _make_on_cpu(
+    path: Path,
+    precision: Precision,
+    checkpoint: OpenCheckpoint,
     shape: ModelShape,
-    weights: Weights,
-    dtype: torch.dtype,
-    choice: BackendChoice,
+    native_only: bool,
     kv_scales: torch.Tensor | None,
+    store: WeightStore | None,
 ) -> tuple[Backend, BackendName, str | None]:
-    """Return a backend, its name, and why it is torch where a faster one was asked for."""
-    why = None
-    if choice != "torch":
-        # Imported here: it loads the native library, which the torch backend does not need.
-        from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
+    """Return a backend, its name, and why it is torch where the native one was asked for."""
+    # Imported here: it loads the native library, which the torch backend does not need.
+    from diptych.engine.backends.native.backend import NativeUnavailable
+    from diptych.engine.backends.native.load import load_native
 
-        try:
-            return NativeBackend(shape, weights, dtype), "native", None
-        except NativeUnavailable as error:
-            if choice == "native":
-                raise
-            why = str(error)
-            _LOG.warning("no native backend, torch computes, which is slower: %s", why)
-    return TorchBackend(shape, weights, kv_scales), "torch", why
+    try:
+        return load_native(path, precision, checkpoint, shape, store), "native", None
+    except NativeUnavailable as error:
+        if native_only:
+            raise
+        why = str(error)
+        _LOG.warning("no native backend, torch computes, which is slower: %s", why)
+    return TorchBackend(shape, checkpoint.read_all().weights, kv_scales), "torch", why

@@ -105,6 +105,14 @@ class WorkerSettings(ProgramSettings):
     worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
         10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
     )
+    share_weights: bool = setting(
+        True,
+        "Keep packed weights once for all CPU workers of this host and user; else in each worker.",
+        section="Compute",
+    )
+    weight_holder: Annotated[str, Field(pattern=r"^[\w-]*$")] = internal(
+        "", "Name of the abstract socket at which packed weights are to be had."
+    )
     cores_fd: int | None = internal(
         None, "File on whose bytes the workers of this machine lend each other cores."
     )

@@ -35,6 +35,7 @@ from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features, resolve_model
+from diptych.runtime.weight_store.client import HostWeights
 from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
@@ -224,6 +225,7 @@ def _model(
         device=device,
         kv_cache=settings.kv_cache_dtype,
         max_context=max_context,
+        store=HostWeights(settings.weight_holder or None) if settings.share_weights else None,
     )
 
 

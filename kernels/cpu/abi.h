@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 17
+#define DIPTYCH_ABI_VERSION 18
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -216,7 +216,25 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
                            const DiptychMatrix *parts, int32_t count);
 int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, const float *values, int32_t size);
-int32_t diptych_set_embedding(DiptychModel *model, const void *rows);  // [vocab, hidden]
+int32_t diptych_set_embedding(DiptychModel *model, const void *rows);  // [vocab, hidden]; null: the model's own
+
+// Whether the packed head has the very numbers of the embedding, rounded as that is: 1, and from then on rows are read
+// out of the head wherever no table is set; else 0.
+int32_t diptych_embed_from_head(DiptychModel *model);
+
+// Rows of the embedding, before their scale: `rows` [count, hidden].
+int32_t diptych_embedding_rows(const DiptychModel *model, const int32_t *tokens, int32_t count, float *rows);
+
+// Packs what is set from now on into `file`, an empty one in memory, so that other processes can map it. `most`: bytes
+// that it may take; address space, not memory. Before anything is set.
+int32_t diptych_share_weights(DiptychModel *model, int32_t file, int64_t most);
+
+// Ends that, of a model that has all its parts but rotary tables: puts the embedding beside them, if it is a table, and
+// cuts the file to its size. It may be sealed then; nothing can be set any more but rotary tables and an embedding.
+int32_t diptych_close_weights(DiptychModel *model);
+
+// Takes all parts but rotary tables from such a file, of a model of the same shape and instruction set.
+int32_t diptych_map_weights(DiptychModel *model, int32_t file);
 int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables, int32_t count, int32_t positions);
 
 // What becomes of a core that several processes of a machine share: a byte in memory of all of them.

@@ -4,9 +4,11 @@
 #include <string>
 
 #include "adapter.h"
+#include "embedding.h"
 #include "step_queue.h"
 #include "model.h"
 #include "model_parts.h"
+#include "shared_region.h"
 #include "step_state.h"
 
 using namespace diptych;
@@ -47,11 +49,26 @@ bool samples_all(const DiptychBatch &batch) {
     return batch.greedy != nullptr && std::find(batch.greedy, batch.greedy + rows, 0) == batch.greedy + rows;
 }
 
+// Whether the weights lie where they cannot be written.
+bool sealed(const DiptychModel &model) { return model.region.base() != nullptr && !model.region.writable(); }
+
+// Calls `what`, which throws where it cannot be done.
+template <class What>
+int32_t attempt(What what) {
+    try {
+        what();
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}
+
 // Packs a matrix of the model, or of one of its experts; `to` null: there is none.
 int32_t set_linear(DiptychModel *model, Linear *to, int32_t which, bool expert, const DiptychMatrix *parts,
                    int32_t count) {
     try {
         if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
+        if (sealed(*model)) return fail(DIPTYCH_INVALID, "the model's weights are shared");
         std::string found = refused_parts(*model, which, expert, parts, count);
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         bool interleaved = (which == DIPTYCH_GATE_UP || which == DIPTYCH_SHARED_GATE_UP) && count == 2;
@@ -141,8 +158,35 @@ int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, co
 }
 
 int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
-    model->embedding = rows;
+    model->embedding = rows == nullptr ? model->own_embedding : rows;
     return DIPTYCH_OK;
+}
+
+int32_t diptych_embed_from_head(DiptychModel *model) {
+    model->embeds_from_head = model->embeds_from_head || head_has_embedding(*model);
+    if (model->embeds_from_head) model->embedding = nullptr;
+    return model->embeds_from_head;
+}
+
+int32_t diptych_embedding_rows(const DiptychModel *model, const int32_t *tokens, int32_t count, float *rows) {
+    if (model->embedding == nullptr && !model->embeds_from_head) return fail(DIPTYCH_INVALID, "no embedding is set");
+    for (int64_t i = 0; i < count; i++) {
+        if (tokens[i] < 0 || tokens[i] >= model->shape.vocab) return fail(DIPTYCH_INVALID, "no such token");
+        read_embedding(*model, tokens[i], rows + i * model->shape.hidden);
+    }
+    return DIPTYCH_OK;
+}
+
+int32_t diptych_share_weights(DiptychModel *model, int32_t file, int64_t most) {
+    return attempt([&] { share_weights(*model, file, most); });
+}
+
+int32_t diptych_close_weights(DiptychModel *model) {
+    return attempt([&] { close_weights(*model); });
+}
+
+int32_t diptych_map_weights(DiptychModel *model, int32_t file) {
+    return attempt([&] { map_weights(*model, file); });
 }
 
 int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables, int32_t count, int32_t positions) {

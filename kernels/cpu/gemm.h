@@ -49,7 +49,6 @@ struct AnyKind {
 
 // Weights, keys and values fp32.
 struct Fp32 : AnyKind {
-    using Embedded = float;
     using Value = float;  // what the phases before a product write
     using Input = float;  // what the product reads
     using Stored = float;
@@ -90,7 +89,6 @@ struct Fp32 : AnyKind {
 
 // Weights, keys and values bf16, widened in registers; inputs stay fp32.
 struct WidenedBf16 : AnyKind {
-    using Embedded = bf16;
     using Value = float;
     using Input = float;
     using Stored = bf16;
@@ -132,13 +130,12 @@ struct WidenedBf16 : AnyKind {
 };
 
 // What kinds with quantised inputs share: rows lie in panels of `Rows`, side by side, one entry of each after another,
-// as a tile reads them. Keys, values and embedding are bf16.
+// as a tile reads them. Keys and values are bf16.
 template <class Entry, int Rows>
 struct Panels : AnyKind {
     using Value = float;
     using Input = Entry;
     using Stored = bf16;
-    using Embedded = bf16;
     static constexpr int kRows = Rows;
     static constexpr bool kEven = false;  // tiles are the panels that rows were quantised into
 

@@ -7,7 +7,6 @@ namespace diptych {
 namespace {
 
 struct PairedBf16 : AnyKind {
-    using Embedded = bf16;
     using Value = bf16;
     using Input = bf16;
     using Stored = bf16;

@@ -21,7 +21,6 @@ struct alignas(64) TileShapes {
 };
 
 struct TiledBf16 : AnyKind {
-    using Embedded = bf16;
     using Value = bf16;
     using Input = bf16;
     using Stored = bf16;

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -167,6 +167,11 @@ _SIGNATURES = {
     "diptych_set_linear": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_vector": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
+    "diptych_embed_from_head": (c_int32, (c_void_p,)),
+    "diptych_embedding_rows": (c_int32, (c_void_p, c_void_p, c_int32, c_void_p)),
+    "diptych_share_weights": (c_int32, (c_void_p, c_int32, c_int64)),
+    "diptych_close_weights": (c_int32, (c_void_p,)),
+    "diptych_map_weights": (c_int32, (c_void_p, c_int32)),
     "diptych_set_rotations": (c_int32, (c_void_p, POINTER(Rotation), c_int32, c_int32)),
     "diptych_adapter_new": (c_void_p, (c_void_p, POINTER(Change), c_int32)),
     "diptych_adapter_free": (None, (c_void_p,)),
@@ -178,6 +183,11 @@ _SIGNATURES = {
     "diptych_is_over": (c_int32, (c_void_p, c_uint64)),
     "diptych_collect": (c_int32, (c_void_p, c_uint64)),
 }
+
+
+def library_path() -> Path:
+    """Return the file of the library, which may not be there."""
+    return _PATH
 
 
 @cache

@@ -9,6 +9,7 @@
 #include "abi.h"
 #include "adapter.h"
 #include "bf16.h"
+#include "shared_region.h"
 #include "thread_team.h"
 #include "weight_memory.h"
 
@@ -89,12 +90,15 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
 struct DiptychModel {
     DiptychShape shape;
     const diptych::Kernels *kernels;
+    diptych::SharedRegion region;  // of packed weights that other processes map, or none
     // Codes apart: a step reads them or the bytes, from one matrix on to the next.
     diptych::WeightMemory memory, codes;
     std::vector<diptych::Layer> layers;
     diptych::Linear head;
     std::vector<float> final_norm;
     const void *embedding = nullptr;
+    const void *own_embedding = nullptr;  // the table beside the shared weights, or none
+    bool embeds_from_head = false;  // while there is no table: rows are read out of the packed head
     std::vector<DiptychRotation> rotations;
     int32_t positions = 0;  // that all of them reach
     std::array<const DiptychAdapter *, 256> adapters{};  // by slot

@@ -185,7 +185,8 @@ std::string refused_shape(const DiptychShape &s) {
 }
 
 std::string incomplete(const DiptychModel &model) {
-    if (model.embedding == nullptr || model.positions < 1) return "the model has no embedding or no rotary tables";
+    bool embeds = model.embedding != nullptr || model.embeds_from_head;
+    if (!embeds || model.positions < 1) return "the model has no embedding or no rotary tables";
     if (!model.head.data || model.final_norm.empty()) return "the model has no head or no final norm";
     for (const Layer &layer : model.layers) {
         if (!whole_layer(model, layer)) return "a layer of the model is incomplete";

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention_tasks.h"
+#include "embedding.h"
 #include "feed_forward.h"
 #include "write_kv.h"
 
@@ -26,11 +27,10 @@ void embed(StepState &step) {
     const DiptychModel &model = *step.model;
     RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
     share_rows(step, groups, kRowChunk, [&](int64_t row) {
-        const auto *from = static_cast<const typename Kind::Embedded *>(model.embedding) +
-                           static_cast<int64_t>(step.rows[row].token) * model.shape.hidden;
         float *to = step.hidden_row(row);
         float scale = model.shape.embedding_scale;
-        for (int i = 0; i < model.shape.hidden; i++) to[i] = to_float(from[i]) * scale;
+        read_embedding(model, step.rows[static_cast<size_t>(row)].token, to);
+        for (int i = 0; i < model.shape.hidden; i++) to[i] *= scale;
     });
 }
 

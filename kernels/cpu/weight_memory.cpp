@@ -33,6 +33,7 @@ Buffer zeroed(int64_t bytes) {
 
 void *WeightMemory::take(int64_t bytes) {
     int64_t size = round_up(bytes, 64);
+    if (size > left_ && fixed_) throw std::bad_alloc();
     if (size > left_) {
         // Small models take what they need; the rest of a huge page would be memory for nothing.
         int64_t chunk = chunks_.empty() && size < kHugePage ? kHugePage : std::max(kChunk, round_up(size, kHugePage));
@@ -46,7 +47,7 @@ void *WeightMemory::take(int64_t bytes) {
     void *memory = next_;
     next_ += size;
     left_ -= size;
-    std::memset(memory, 0, static_cast<size_t>(size));
+    if (!fixed_) std::memset(memory, 0, static_cast<size_t>(size));
     return memory;
 }
 

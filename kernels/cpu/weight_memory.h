@@ -24,7 +24,18 @@ class WeightMemory {
     // Zeroed, aligned to a cache line, lives as long as this object. Throws std::bad_alloc.
     void *take(int64_t bytes);
 
+    // From now on takes come from these bytes, which are zero and another's, in their order.
+    void take_from(char *begin, int64_t bytes) {
+        next_ = begin;
+        left_ = bytes;
+        fixed_ = true;
+    }
+
+    // Address of the byte behind what was taken last.
+    char *end() const { return next_; }
+
   private:
+    bool fixed_ = false;
     std::vector<Buffer> chunks_;
     char *next_ = nullptr;
     int64_t left_ = 0;

@@ -137,6 +137,8 @@ def test_workers_lend_cores_unless_threads_are_chosen() -> None:
     assert {flag(made[name], "machine-cores") for name in ("prefill-0", "decode-0")} == {"4"}
     assert flag(made["decode-0"], "cores-fd") == Slot("cores_fd")
     assert flag(made["gateway"], "cores-fd") is None
+    assert flag(made["prefill-0"], "weight-holder") == Slot("weight_holder")
+    assert flag(made["gateway"], "weight-holder") is None
 
     fixed = specs(StackOptions(decode_threads=1), cores=4)
     assert flag(fixed["prefill-0"], "cores-fd") is None

@@ -166,11 +166,11 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(backend: BackendChoic
 def test_auto_warns_when_it_falls_back_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise NativeUnavailable("Resource temporarily unavailable")
 
     save(CONFIGS["llama"], tmp_path)
-    monkeypatch.setattr("diptych.engine.backends.native.backend.NativeBackend", fail)
+    monkeypatch.setattr("diptych.engine.backends.native.load.NativeBackend", fail)
     assert load_model(tmp_path, torch.float32).backend_name == "torch"
     [said] = [record for record in caplog.records if record.name == "diptych.engine.loaded_model"]
     assert said.levelno == logging.WARNING

@@ -19,6 +19,7 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
+from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import (
     AbortWords,
@@ -57,11 +58,16 @@ class NativeBackend:
     def __init__(
         self,
         shape: ModelShape,
-        weights: Weights,
+        weights: Weights | MappedWeights,
         dtype: torch.dtype,
         instruction_set: str | None = None,
+        *,
+        packed: EmptyFile | None = None,
     ) -> None:
-        """Pack `weights` (diptych/engine/weights); they may be freed afterwards, but for the embedding.
+        """Pack `weights` (diptych/engine/weights), which may be freed afterwards; or take packed ones.
+
+        With `packed` they are packed into that file, which another process' backend of the same shape, dtype
+        and instruction set takes; its content is whole when this returns.
 
         `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
         with bfloat16).
@@ -90,9 +96,11 @@ class NativeBackend:
             os.set_blocking(end, False)
         weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
         self._library.diptych_tell(self._model, told)
-        pack_model(self._library, self._model, shape, weights, dtype)
-        self._embedding = stored(weights.embed, dtype)  # read at every step, never copied
-        self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
+        self._embedding: torch.Tensor | None = None
+        if isinstance(weights, MappedWeights):
+            self._check(self._library.diptych_map_weights(self._model, weights.file))
+        else:
+            self._pack(weights, packed)
         self._positions = 0
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._adapters: dict[int, NativeAdapter] = {}
@@ -101,10 +109,36 @@ class NativeBackend:
         self._taps: Taps | None = None
         self._no_logits = torch.empty((0, shape.vocab_size))
 
+    def _pack(self, weights: Weights, packed: EmptyFile | None) -> None:
+        if packed is not None:
+            self._check(self._library.diptych_share_weights(self._model, packed.file, packed.most_bytes))
+        pack_model(self._library, self._model, self._shape, weights, self._dtype)
+        embedding = stored(weights.embed, self._dtype)
+        self._check(self._library.diptych_set_embedding(self._model, embedding.data_ptr()))
+        tied = self._library.diptych_embed_from_head(self._model)
+        if packed is not None:
+            self._check(self._library.diptych_close_weights(self._model))
+        elif not tied:
+            self._embedding = embedding  # read at every step, never copied
+
     @property
     def mixes_chunks(self) -> bool:
         """See `MixedStepBackend`: weights are read once for all rows of a step."""
         return True
+
+    @property
+    def embeds_from_head(self) -> bool:
+        """True where the embedding is read out of the packed head, whose numbers it has."""
+        return bool(self._library.diptych_embed_from_head(self._model))
+
+    def embedding_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the embedding of tokens before it is scaled, float32 `[tokens, hidden]`."""
+        ids = torch.tensor(token_ids, dtype=torch.int32)
+        rows = torch.empty(len(ids), self._shape.hidden_size)
+        self._check(
+            self._library.diptych_embedding_rows(self._model, ids.data_ptr(), len(ids), rows.data_ptr())
+        )
+        return rows
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
@@ -144,8 +178,10 @@ class NativeBackend:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """See `FeatureBackend.embedding`."""
-        return self._embedding
+        """See `FeatureBackend.embedding`: a copy where it is read out of the packed head."""
+        if self._embedding is not None:
+            return self._embedding
+        return self.embedding_rows(range(self._shape.vocab_size)).to(self._dtype)
 
     def give_features(self, layers: Sequence[int]) -> NativeBackend:
         """See `FeatureBackend.give_features`: from the next step on."""
@@ -239,12 +275,12 @@ class NativeBackend:
         that no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
         """
         given = given_embeddings(sequences)
-        ids = torch.tensor([token for step in sequences for token in step.token_ids])
+        ids = [token for step in sequences for token in step.token_ids]
         if given is None or self._ahead or len(ids) > self._shape.vocab_size:
             raise NativeError(f"a step of {len(ids)} tokens with embeddings of their own cannot be computed")
-        table = self._embedding[ids].float()
+        table = self.embedding_rows(ids)
         table[given[0]] = given[1].float() / self._shape.embedding_scale
-        own = table.to(self._embedding.dtype)
+        own = table.to(self._dtype)
         numbered, begin = [], 0
         for step in sequences:
             end = begin + len(step.token_ids)
@@ -254,7 +290,8 @@ class NativeBackend:
         try:
             return self._step_of_ids(numbered, greedy, abort, _ends(sequences))
         finally:
-            self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
+            before = None if self._embedding is None else self._embedding.data_ptr()
+            self._check(self._library.diptych_set_embedding(self._model, before))
 
     def _step_of_ids(
         self,
