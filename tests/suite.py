@@ -1,8 +1,9 @@
-"""Runner of all tests (`python -m tests.suite`): two lanes at once, then the few that failed again, alone.
+"""Runner of all tests (`python -m tests.suite`): three lanes at once, then the few that failed again, alone.
 
-One lane is for what starts systems of many processes, one system after the other, and for the gateway's own
-servers; the other for everything that stays in its own process and mostly keeps one core busy. Each is a
-pytest of its own, and its lines carry its name. Where tests are named on the command line there is one lane.
+The first lane starts systems of many processes, one system after the other. The second starts single
+programs and servers, and waits for them as often as it computes. The third stays in its own process and keeps
+one core busy. Each is a pytest of its own, and its lines carry its name. Where tests are named on the command
+line there is one lane.
 
 Many tests run on real time, and a starved machine can fail one of them for no fault of the code. So up to
 `FEW` failures get a second run, with nothing beside them, and what fails there a third. What fails in all of
@@ -23,7 +24,11 @@ from threading import Thread
 FEW = 25
 TIMES_ALONE = 2
 ROOT = Path(__file__).parents[1]
-SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/diptych/cli", "tests/gateway")
+LANES = {
+    "systems": ("tests/end_to_end", "tests/faults"),
+    "programs": ("tests/diptych/cli", "tests/diptych/bench", "tests/gateway", "tests/deploy", "tests/lab"),
+}
+REST = "parts"
 FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
 
 
@@ -64,15 +69,14 @@ class Lane:
 
 
 def lanes(arguments: list[str], root: Path = ROOT) -> list[Lane]:
-    """Return two lanes, or one if the arguments name files or folders of tests."""
+    """Return all lanes, or one if the arguments name files or folders of tests."""
     named = any((root / argument.partition("::")[0]).exists() for argument in arguments)
-    systems = [path for path in SYSTEMS if (root / path).exists()]
-    if named or not systems:
+    found = {name: [path for path in paths if (root / path).exists()] for name, paths in LANES.items()}
+    taken = [path for paths in found.values() for path in paths]
+    if named or not taken:
         return [Lane("tests", [], root)]
-    return [
-        Lane("systems", systems, root),
-        Lane("parts", [f"--ignore={path}" for path in systems], root),
-    ]
+    own = [Lane(name, paths, root) for name, paths in found.items() if paths]
+    return [*own, Lane(REST, [f"--ignore={path}" for path in taken], root)]
 
 
 def run(arguments: list[str], root: Path = ROOT) -> int:

@@ -1,6 +1,6 @@
 """Images through the whole system, of several families: the answers are transformers' own, whatever happens.
 
-All but Idefics3 and Gemma 3 go over tcp. Idefics3, LLaVA and Qwen3-VL are part of the long form.
+All but Idefics3 and Gemma 3 go over tcp. Only Qwen2.5-VL is not a part of the long form.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     params=[
         pytest.param("idefics3", marks=pytest.mark.full),
         "qwen2_5_vl",
-        "gemma3",
+        pytest.param("gemma3", marks=pytest.mark.full),
         pytest.param("llava", marks=pytest.mark.full),
         pytest.param("qwen3_vl", marks=pytest.mark.full),
     ],

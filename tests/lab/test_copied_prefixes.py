@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from lab.copied_prefixes import Findings, measure, started
 
 
+@pytest.mark.full  # tests/diptych/worker_process/test_pulled_prefixes.py has both workers in one process
 def test_copied_prefixes_are_cached_as_promised() -> None:
     flags = ["--prefill-workers", "2", "--transport", "tcp", "--set", "gateway.local-prefill=never"]
     flags += ["--set", "prefill.pull-prefixes=always"]  # a starved machine makes pulls late

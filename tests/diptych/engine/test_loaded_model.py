@@ -200,7 +200,7 @@ def test_load_model_names_what_is_not_computed(tmp_path: Path) -> None:
         load_model(tmp_path, torch.float32, backend="torch")
     with pytest.raises(UnsupportedModel, match="dtype fp16 is not computed on cpu"):
         load_model(tmp_path, torch.float16, backend="torch")
-    with pytest.raises(UnsupportedModel, match="dtype int8 is not computed on cuda; fp32, fp16, bf16 are"):
+    with pytest.raises(UnsupportedModel, match="dtype int8 is not computed on cuda; fp32, fp16, bf16,"):
         load_model(tmp_path, "int8", device="cuda")
     for backend in ("auto", "native"):
         with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8: the native CPU step"):

@@ -76,7 +76,10 @@ def test_skinny_linear_keeps_float32_results_unrounded(
 
 @pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 16, 256), (16, 74, 520), (3, 16_400, 136)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(1, 16, 256), (16, 74, 520), pytest.param(3, 16_400, 136, marks=pytest.mark.full)],
+)
 def test_the_gated_product_has_the_bits_of_product_and_activation(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, biased: bool, device: torch.device
 ) -> None:
