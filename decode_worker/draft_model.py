@@ -8,17 +8,14 @@ two models agree, so do the draws.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-from decode_worker.draft_walk import DraftWalk
+from decode_worker.growing_draft import GrowingDraft, grow
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.batch import SequenceStep, StepOutput, can_sample_on_device
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure, sample
-
-_log = logging.getLogger(__name__)
 
 
 class DraftModel:
@@ -43,14 +40,7 @@ class DraftModel:
         """See `Drafter.draft`."""
         drafts = [_Draft(one, count) for one, count in zip(sequences, counts, strict=True)]
         going = [draft for draft in drafts if draft.count > 0 and not self.rests(draft.sequence)]
-        try:
-            while going:
-                self._extend(going)
-                going = [draft for draft in going if draft.goes_on(self._max_context)]
-        except Exception:
-            _log.exception("the draft model failed for %d sequences, which get no more drafts", len(going))
-            for draft in going:
-                draft.sequence.draft_computed = None
+        grow(going, self._extend, self._max_context, "the draft model")
         return [draft.tokens for draft in drafts]
 
     def _extend(self, drafts: Sequence[_Draft]) -> None:
@@ -62,15 +52,8 @@ class DraftModel:
             draft.take(sampled)
 
 
-class _Draft:
-    """A draft that grows."""
-
-    def __init__(self, sequence: DecodeSequence, count: int) -> None:
-        self.sequence = sequence
-        self.count = count
-        self.tokens: list[int] = []
-        self.walk = DraftWalk(sequence)
-        self._ended = False
+class _Draft(GrowingDraft):
+    """A draft that the draft model computes."""
 
     def step(self, memory: KVMemory) -> SequenceStep:
         """Return the step over the tokens whose keys and values are not there yet."""
@@ -81,17 +64,9 @@ class _Draft:
         return SequenceStep(memory, sequence.block_ids, start, new, wants_logits=True)
 
     def take(self, sampled: Sampled | SampleFailure) -> None:
-        """Take the token that was drawn, unless none was or the rules end the draft with it."""
+        """Take what was drawn after the tokens that were computed."""
         self.sequence.draft_computed = self.sequence.num_tokens + len(self.tokens)
-        if isinstance(sampled, SampleFailure) or not self.walk.follow(sampled.token_id):
-            self._ended = True
-        else:
-            self.tokens.append(sampled.token_id)
-
-    def goes_on(self, max_context: int) -> bool:
-        """Return whether a further token is wanted."""
-        after = self.sequence.num_tokens + len(self.tokens)
-        return not self._ended and len(self.tokens) < self.count and after < max_context
+        self.add(None if isinstance(sampled, SampleFailure) else sampled.token_id)
 
 
 def _sampled(output: StepOutput, drafts: Sequence[_Draft]) -> list[Sampled | SampleFailure]:

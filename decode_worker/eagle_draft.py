@@ -9,18 +9,15 @@ token stays with its worker, and is zero here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
-from decode_worker.draft_walk import DraftWalk
+from decode_worker.growing_draft import GrowingDraft, grow
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, sample
-
-_log = logging.getLogger(__name__)
 
 
 class EagleDraft:
@@ -46,14 +43,7 @@ class EagleDraft:
         going = [
             one for one in drafts if one.count > 0 and one.sequence.features and not self.rests(one.sequence)
         ]
-        try:
-            while going:
-                self._extend(going)
-                going = [one for one in going if one.goes_on(self._head.shape.max_context)]
-        except Exception:
-            _log.exception("the EAGLE head failed for %d sequences, which get no more drafts", len(going))
-            for one in going:
-                one.sequence.draft_computed = None
+        grow(going, self._extend, self._head.shape.max_context, "the EAGLE head")
         return [one.tokens for one in drafts]
 
     def _extend(self, drafts: Sequence[_Draft]) -> None:
@@ -67,16 +57,10 @@ class EagleDraft:
             one.take(feature, sampled if isinstance(sampled, Sampled) else None)
 
 
-class _Draft:
-    """A draft that grows."""
+class _Draft(GrowingDraft):
+    """A draft that the head computes."""
 
-    def __init__(self, sequence: DecodeSequence, count: int) -> None:
-        self.sequence = sequence
-        self.count = count
-        self.tokens: list[int] = []
-        self.walk = DraftWalk(sequence)
-        self._feature: torch.Tensor | None = None
-        self._ended = False
+    _feature: torch.Tensor | None = None
 
     def step(self, head: Eagle3Head) -> HeadStep:
         """Return the step over the tokens whose keys and values are not there yet."""
@@ -91,17 +75,9 @@ class _Draft:
         return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))
 
     def take(self, feature: torch.Tensor, sampled: Sampled | None) -> None:
-        """Take the token that was drawn, unless none was or the rules end the draft with it."""
+        """Take what was drawn, and the feature of the token that it follows."""
         if self._feature is None:
             self.sequence.draft_computed = self.sequence.num_tokens
             self.sequence.features.clear()
         self._feature = feature
-        if sampled is None or not self.walk.follow(sampled.token_id):
-            self._ended = True
-        else:
-            self.tokens.append(sampled.token_id)
-
-    def goes_on(self, max_context: int) -> bool:
-        """Return whether a further token is wanted."""
-        after = self.sequence.num_tokens + len(self.tokens)
-        return not self._ended and len(self.tokens) < self.count and after < max_context
+        self.add(None if sampled is None else sampled.token_id)

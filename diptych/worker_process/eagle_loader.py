@@ -10,7 +10,7 @@ import torch
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.heads.eagle3 import Eagle3Head
 from diptych.engine.heads.eagle3_files import files_digest, read_eagle3
-from diptych.engine.heads.medusa import BadHeads
+from diptych.engine.heads.head_files import BadHeads
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.runner import Runner
 from diptych.worker_process.medusa_loader import UnfitHeads

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 from diptych.engine.dtype import Precision, stored_dtype
-from diptych.engine.heads.medusa import HEADS_FIELD, WEIGHTS, BadHeads, MedusaHeads, is_medusa, read_medusa
+from diptych.engine.heads.head_files import BadHeads
+from diptych.engine.heads.medusa import HEADS_FIELD, WEIGHTS, MedusaHeads, is_medusa, read_medusa
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from diptych.engine.heads.medusa import BadHeads
+from diptych.engine.heads.head_files import BadHeads, read_config
 from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
@@ -53,7 +52,7 @@ class Eagle3Weights:
 def is_eagle3(path: Path) -> bool:
     """Return whether a folder's config.json is that of an EAGLE-3 head, as the authors name them."""
     try:
-        config = _config(path)
+        config = read_config(path)
     except BadHeads:
         return False
     named = config.get("architectures")
@@ -73,7 +72,7 @@ def read_eagle3(
     path: Path, model: ModelShape, embed: torch.Tensor, dtype: torch.dtype
 ) -> tuple[ModelShape, Eagle3Weights]:
     """Read the head of a model of shape `model` and embedding `embed` in `dtype`. Raises BadHeads."""
-    config = _config(path)
+    config = read_config(path)
     try:
         shape = shape_from_config(resolve_config(_of_llama(config)), tied=False)
     except (UnsupportedModel, BadModelFile) as error:
@@ -195,14 +194,3 @@ class _Files:
         if found is None:
             raise BadHeads(f"{self._path} lacks {name}")
         return self.sized(found, size)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadHeads(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise BadHeads(f"{file} holds no JSON object")
-    return config

@@ -10,26 +10,23 @@ medusa_lm_head.safetensors with `K.L.linear.weight`, `K.L.linear.bias` of block 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
+
+from diptych.engine.heads.head_files import BadHeads, read_config
 
 HEADS_FIELD: Final = "medusa_num_heads"
 """Field of config.json by which such a folder is known."""
 WEIGHTS: Final = "medusa_lm_head.safetensors"
 PICKLED: Final = "medusa_lm_head.pt"
 _NAME: Final = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
-
-
-class BadHeads(ValueError):
-    """Files that are no Medusa heads of the model; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +72,14 @@ def _logits(head: MedusaHead, hidden: torch.Tensor) -> torch.Tensor:
 def is_medusa(path: Path) -> bool:
     """Return whether a folder's config.json is that of Medusa heads."""
     try:
-        return HEADS_FIELD in _config(path)
+        return HEADS_FIELD in read_config(path)
     except BadHeads:
         return False
 
 
 def read_medusa(path: Path, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> MedusaHeads:
     """Read the heads of a model of `hidden_size` and `vocab_size` in `dtype`. Raises BadHeads."""
-    config = _config(path)
+    config = read_config(path)
     wanted, layers = config.get(HEADS_FIELD), config.get("medusa_num_layers", 1)
     if not isinstance(wanted, int) or not isinstance(layers, int) or wanted < 1 or layers < 0:
         raise BadHeads(f"{path / 'config.json'}: {HEADS_FIELD} {wanted}, medusa_num_layers {layers}")
@@ -143,17 +140,6 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise BadHeads(f"{file} is broken or incomplete, no safetensors file: get it again") from error
-
-
-def _config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadHeads(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise BadHeads(f"{file} holds no JSON object")
-    return config
 
 
 def _by(size: Sequence[int]) -> str:

@@ -110,7 +110,7 @@ async def test_requests_in_random_order_with_preemptions(
 async def test_a_head_that_fails_costs_drafts_and_no_request(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails in the prompts of the prefill worker and in drafts."""
+    """Fails in the prompts of the prefill worker and in drafts."""
     logits, calls = Eagle3Head.logits, iter(range(10_000))
 
     def failing(self: Eagle3Head, features: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ async def test_a_head_that_fails_costs_drafts_and_no_request(
 async def test_control_features_of_the_wrong_token_are_noticed(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the offline count is worth: features go with the token after theirs, in prompts, too."""
+    """Control of the offline count: features go with the token after theirs, in prompts, too."""
     head = heads_of("right", 0.0, 0)
     _, drafted, accepted = offline(head, 0.0, 0)
     fuse = Eagle3Head.fuse

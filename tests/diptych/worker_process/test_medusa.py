@@ -182,7 +182,7 @@ async def test_heads_that_fail_cost_drafts_and_no_request(
 async def test_control_a_mask_or_a_lane_off_by_one_is_noticed(
     off: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the exactness above is worth: right tokens that see a brother, or that stay in their lanes."""
+    """Controls of the exactness above: right tokens that see a brother, or that stay in their lanes."""
     if off == "mask":
 
         def shifted(self: DecodeSequence) -> list[int]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from diptych.engine.heads.eagle3 import NEVER, Eagle3Head, HeadStep
 from diptych.engine.heads.eagle3_files import is_eagle3, read_eagle3
-from diptych.engine.heads.medusa import BadHeads
+from diptych.engine.heads.head_files import BadHeads
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import ModelShape

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from diptych.engine.heads.medusa import PICKLED, WEIGHTS, BadHeads, is_medusa, read_medusa
+from diptych.engine.heads.head_files import BadHeads
+from diptych.engine.heads.medusa import PICKLED, WEIGHTS, is_medusa, read_medusa
 
 HIDDEN, VOCABULARY, HEADS, LAYERS = 12, 31, 3, 2
 
