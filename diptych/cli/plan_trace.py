@@ -133,7 +133,6 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
             options.max_model_len or question.shape.max_context,
             max_batch=options.max_batch,
             prefill_chunk=options.prefill_chunk,
-            prefill_enough=options.prefill_chunk,
             routing=options.routing,
         )
         results.append(_replay(fleet, goal, options))
