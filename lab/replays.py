@@ -81,16 +81,13 @@ class Search:
 
 def fleet(prefill: int, decode: int, routing: Routing = Routing.COST) -> ReplayFleet:
     """Return workers of one H200 each, with KV in fp8."""
-    costs, card = (
-        model_costs(shape_from_config(resolve_config(LLAMA_31_8B), tied=False), "bf16", "fp8"),
-        find_accelerator(CARD),
-    )
-    worker = worker_of(costs, card.memory)
+    costs = model_costs(shape_from_config(resolve_config(LLAMA_31_8B), tied=False), "bf16", "fp8")
+    card = find_accelerator(CARD)
     return ReplayFleet(
         prefill,
         decode,
         StepTimes(Roofline(costs, card), costs.kv_bytes / card.link, HANDOFF_S),
-        blocks=int(worker.free_bytes / (costs.kv_bytes * BLOCK_SIZE)),
+        blocks=worker_of(costs, card.memory).streams(BLOCK_SIZE),
         max_tokens=131072,
         max_batch=MAX_BATCH,
         routing=routing,

@@ -60,7 +60,7 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
 
 
 def change_role(address: str, worker_id: str, role: str, grace_s: float | None) -> int:
-    """Call the admin port for a worker.
+    """Order a worker to change to another role.
 
     Exit status 1 when there is no such worker, it keeps its role for now, or the gateway cannot be asked.
     """

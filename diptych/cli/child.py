@@ -83,8 +83,8 @@ class ChildSpec:
     """Specification of a process.
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again, such as
-    a public port. `roles` are the arguments of a worker in each role that it may have. `died` are the ids
-    of those that died in its place. A process that cannot announce itself is asked by `probe` until that
+    a public port. `roles` are the specifications of a worker in each role that it may have. `died` are the
+    ids of those that died in its place. A process that cannot announce itself is asked by `probe` until that
     returns. `health` asks one that serves whether it still does; without it its silence is not noticed.
     """
 
@@ -95,7 +95,7 @@ class ChildSpec:
     values: Mapping[str, int | str] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
     died: tuple[str, ...] = ()
-    roles: Mapping[str, tuple[str | Slot, ...]] = field(default_factory=dict)
+    roles: Mapping[str, "ChildSpec"] = field(default_factory=dict)
     stdin: bytes | None = None
     probe: Probe | None = None
     health: Health | None = None
@@ -108,7 +108,8 @@ class ChildSpec:
         """Return the specification of the same worker in another role, by the first name not in `taken`."""
         names = (f"{role}-{number}" for number in itertools.count())
         name = next(one for one in names if one not in taken)
-        return replace(self, name=name, role=role, argv=self.roles[role])
+        own = self.roles[role]
+        return replace(self, name=name, role=role, argv=own.argv, health=own.health)
 
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """Return the specification of the same process once more, at the addresses it had."""

@@ -1,14 +1,20 @@
 """`diptych plan`: the fleet and the cost of a load, before anything is bought."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from diptych.cli.plan_values import check, named, one_of, refuse_given
+
+if TYPE_CHECKING:
+    from diptych.planner.capacity import Demand
+    from diptych.planner.money import ApiPrice
 
 _LOAD, _HARDWARE, _COST, _TRACE = "Load", "Hardware", "Cost", "Trace"
 
@@ -147,7 +153,7 @@ def plan(
     (diptych plan --model config.json --gpu h100 --rate 20 --input 2000 --output 300 --prefix 0.6 --ttft 500)
     """
     # Imported here: other commands must not wait for torch.
-    from diptych.planner.capacity import Demand, DoesNotFit
+    from diptych.planner.capacity import DoesNotFit
     from diptych.planner.hardware import find_accelerator
     from diptych.planner.model_shape import NotPlanned, read_shape
     from diptych.planner.plan import Question, make_plan
@@ -182,20 +188,11 @@ def plan(
     else:
         flags = ("--workers", workers), ("--requests", requests), ("--worker-rate", worker_rate)
         refuse_given("needs --trace", *flags, ("--attainment", attainment), ("--plot", plot))
-    rate = 1.0 if rate is None else rate
-    input_tokens = 1024.0 if input_tokens is None else input_tokens
-    output_tokens = 256.0 if output_tokens is None else output_tokens
-    prefix = 0.0 if prefix is None else prefix
-    check("--rate", rate, rate > 0, "above 0")
-    check("--input", input_tokens, input_tokens >= 1, "at least 1")
-    check("--output", output_tokens, output_tokens >= 1, "at least 1")
-    check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
-    for flag, limit in (("--ttft", ttft), ("--tpot", tpot), ("--price-hour", price_hour)):
-        if limit is not None:
-            check(flag, limit, limit > 0, "above 0")
-    if price_hour is None and api_price is not None:
+    demand = _demand(rate, input_tokens, output_tokens, prefix, ttft, tpot)
+    if price_hour is not None:
+        check("--price-hour", price_hour, price_hour > 0, "above 0")
+    elif api_price is not None:
         raise typer.BadParameter("needs --price-hour, to be compared with", param_hint="--api-price")
-    demand = Demand(rate, input_tokens, output_tokens, prefix, _seconds(ttft), _seconds(tpot))
     try:
         question = Question(
             shape=read_shape(resolve_model(model)),
@@ -227,6 +224,31 @@ def plan(
         Console().print(report(made))
 
 
+def _demand(
+    rate: float | None,
+    input_tokens: float | None,
+    output_tokens: float | None,
+    prefix: float | None,
+    ttft: float | None,
+    tpot: float | None,
+) -> Demand:
+    """Return the load that the flags describe, with defaults for those that are absent."""
+    from diptych.planner.capacity import Demand
+
+    rate = 1.0 if rate is None else rate
+    input_tokens = 1024.0 if input_tokens is None else input_tokens
+    output_tokens = 256.0 if output_tokens is None else output_tokens
+    prefix = 0.0 if prefix is None else prefix
+    check("--rate", rate, rate > 0, "above 0")
+    check("--input", input_tokens, input_tokens >= 1, "at least 1")
+    check("--output", output_tokens, output_tokens >= 1, "at least 1")
+    check("--prefix", prefix, 0 <= prefix <= 1, "from 0 to 1")
+    for flag, limit in (("--ttft", ttft), ("--tpot", tpot)):
+        if limit is not None:
+            check(flag, limit, limit > 0, "above 0")
+    return Demand(rate, input_tokens, output_tokens, prefix, _seconds(ttft), _seconds(tpot))
+
+
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1000
 
@@ -256,7 +278,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
     return results
 
 
-def _api(text: str) -> Any:
+def _api(text: str) -> ApiPrice:
     from diptych.planner.money import ApiPrice
 
     try:

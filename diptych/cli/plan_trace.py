@@ -116,9 +116,7 @@ def replay_on(question: Question, options: TraceOptions, *, as_json: bool) -> No
 def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult]:
     """Replay a trace on each fleet, telling on standard error how far it is. Raises DoesNotFit."""
     costs, draft, rates = cost_and_rates(question)
-    worker = worker_of(costs, question.card.memory * question.cards_a_worker, draft)
-    worker.streams(BLOCK_SIZE)
-    blocks = int(worker.free_bytes / (worker.kv_bytes * BLOCK_SIZE))
+    blocks = worker_of(costs, question.card.memory * question.cards_a_worker, draft).streams(BLOCK_SIZE)
     # Measured loads contain the way between the workers; of cards it is the link's.
     if isinstance(rates, Measured):
         times = StepTimes(rates, beside=rates.prefill_beside)
@@ -135,7 +133,6 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
             options.max_model_len or question.shape.max_context,
             max_batch=options.max_batch,
             prefill_chunk=options.prefill_chunk,
-            prefill_enough=options.prefill_chunk,
             routing=options.routing,
         )
         results.append(_replay(fleet, goal, options))

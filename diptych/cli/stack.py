@@ -135,7 +135,7 @@ def _worker(
         role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
         for role in WORKER_ROLES
     }
-    return replace(either[place.role], roles={role: spec.argv for role, spec in either.items()})
+    return replace(either[place.role], roles=either)
 
 
 def common_parts(options: StackOptions) -> int | None:

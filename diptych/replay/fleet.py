@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diptych.bench.datasets.traces import MOONCAKE_BLOCK
+from diptych.replay.prefix_index import DELAY_S
 from diptych.replay.routing import Routing
 from diptych.replay.step_times import StepTimes
 
 BLOCK_SIZE = 16
 """Tokens of a block."""
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = MOONCAKE_BLOCK
 """Tokens of a chunk of a prefix, which is what traces know of prompts."""
 
 
@@ -27,12 +29,10 @@ class ReplayFleet:
     """Prompt and answer of one request."""
     max_batch: int = 64
     prefill_chunk: int = 2048
-    prefill_enough: int = 2048
-    """Tokens of a step that further prompts do not join."""
     routing: Routing = Routing.COST
     most_steps: int = 1 << 30
     """Decode steps of one event, see `SimulatedDecodeWorker`."""
-    index_delay_s: float = 0.25
+    index_delay_s: float = DELAY_S
 
     @property
     def workers(self) -> int:

@@ -15,8 +15,6 @@ from diptych.replay.stream import Stream
 from prefill_worker.engine_loop import LOOKAHEAD_STEPS
 from prefill_worker.scheduler import Prompt, plan_asks, plan_chunks
 
-CHUNK = 2048
-"""Tokens of a step, the worker's default on GPUs."""
 MAX_PROMPTS = 32
 """Prompts that compute or ask at a time, the worker's default."""
 OnPrefilled = Callable[[Stream], None]
@@ -34,7 +32,7 @@ class SimulatedPrefillWorker:
     """Prefill worker on virtual time.
 
     Args:
-        enough: tokens of a step that further prompts do not join.
+        chunk: tokens of a step at most; a step that is full takes no further prompt.
     """
 
     def __init__(
@@ -43,13 +41,11 @@ class SimulatedPrefillWorker:
         times: StepTimes,
         granter: Granter,
         on_prefilled: OnPrefilled,
-        *,
-        chunk: int = CHUNK,
-        enough: int = CHUNK,
+        chunk: int,
     ) -> None:
         self._events, self._times = events, times
         self._granter, self._on_prefilled = granter, on_prefilled
-        self._chunk, self._enough = chunk, enough
+        self._chunk = chunk
         self._queued: dict[int, Stream] = {}
         self._asked: dict[int, Stream] = {}
         self._granted: dict[int, Stream] = {}
@@ -97,7 +93,7 @@ class SimulatedPrefillWorker:
     def _begin_step(self) -> None:
         if self._computing or not self._granted:
             return
-        chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._enough)
+        chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._chunk)
         rows = [(self._granted[int(chunk.key[0])], chunk) for chunk in chunks]
         seconds = self._times.prefill_s([(c.tokens, stream.tokens - stream.left) for stream, c in rows])
         if self._times.beside != 1.0 and self._granter.decoding:

@@ -14,7 +14,7 @@ DELAY_S = 0.25
 class ReplayedIndex:
     """Chunks by decode worker; sets of workers are the bits of a number."""
 
-    def __init__(self, events: Events, delay_s: float = DELAY_S) -> None:
+    def __init__(self, events: Events, delay_s: float) -> None:
         self._events, self._delay_s = events, delay_s
         self._holders: dict[int, int] = {}
         self._changes: deque[tuple[float, int, int, bool]] = deque()

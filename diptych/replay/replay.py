@@ -60,8 +60,7 @@ class Replay:
                 fleet.times,
                 self,
                 self._prefilled,
-                chunk=fleet.prefill_chunk,
-                enough=fleet.prefill_enough,
+                fleet.prefill_chunk,
             )
             for _ in range(fleet.prefill)
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
-from diptych.replay.result import ReplayResult
+from diptych.replay.result import PERCENTILES, ReplayResult
 from diptych.replay.sweep import best_result
 
 HOUR_S, MILLION = 3600.0, 1e6
@@ -88,7 +88,7 @@ def _advice(results: Sequence[ReplayResult]) -> Iterator[str]:
 
 
 def _three(result: ReplayResult, name: str) -> str:
-    values = (getattr(result, name).percentile(percent) for percent in (50, 90, 99))
+    values = (getattr(result, name).percentile(percent) for percent in PERCENTILES)
     return " / ".join("-" if value is None else f"{1000 * value:,.0f}" for value in values)
 
 

@@ -11,7 +11,7 @@ from prefill_worker.scheduler import Prompt
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request. Tokens of `chunks` are cached at its decode worker; its own blocks hold the others."""
+    """A request. Chunks of `used` hold tokens at its decode worker; its own blocks hold the others."""
 
     number: int
     arrival_s: float

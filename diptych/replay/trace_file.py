@@ -7,14 +7,20 @@ output_length.
 
 from __future__ import annotations
 
-import json
+import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diptych.bench.datasets import BadDataset
-from diptych.bench.datasets.traces import MOONCAKE_BLOCK, TraceRow, read_azure_trace, read_mooncake_trace
+from diptych.bench.datasets.traces import (
+    MOONCAKE_BLOCK,
+    TraceRow,
+    read_azure_trace,
+    read_json_lines,
+    read_mooncake_trace,
+)
 
 
 @dataclass(frozen=True)
@@ -78,26 +84,14 @@ class Traffic:
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
     """Read a trace of any of the formats, in order of time. Raises BadDataset, or OSError."""
-    if path.suffix == ".csv":
-        return read_azure_trace(path)
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = next((line for line in file if line.strip()), "")
-    return read_mooncake_trace(path) if '"hash_ids"' in first else _read_plain(path)
-
-
-def _read_plain(path: Path) -> tuple[TraceRow, ...]:
-    rows = []
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(_plain_row(json.loads(line)))
-            except ValueError as error:
-                raise BadDataset(f"{path}, line {number}: {error}") from None
-    if not rows:
-        raise BadDataset(f"{path}: no requests")
-    return tuple(sorted(rows, key=lambda row: row.arrival_s))
+    try:
+        if path.suffix == ".csv":
+            return read_azure_trace(path)
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            first = next((line for line in file if line.strip()), "")
+        return read_mooncake_trace(path) if '"hash_ids"' in first else read_json_lines(path, _plain_row)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadDataset(f"{path}: {error}") from None
 
 
 def _plain_row(record: Any) -> TraceRow:

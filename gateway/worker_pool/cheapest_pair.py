@@ -110,13 +110,15 @@ class _Group:
     targets: list[DecodeCandidate]
     sources: list[PrefillCandidate]
     ties: dict[str, bytes]
+    _by_domain: dict[str, DecodeCandidate] = field(init=False)
+    """A decode worker of each memory."""
     _neighbours: dict[str, list[PrefillCandidate]] = field(init=False)
 
     def __post_init__(self) -> None:
-        domains = {target.memory_domain for target in self.targets}
-        self._neighbours = {domain: [] for domain in domains}
+        self._by_domain = {target.memory_domain: target for target in self.targets}
+        self._neighbours = {domain: [] for domain in self._by_domain}
         for source in self.sources:
-            if source.memory_domain in domains:
+            if source.memory_domain in self._neighbours:
                 self._neighbours[source.memory_domain].append(source)
 
     def best(self) -> Iterator[tuple[DecodeCandidate, _Rank, PrefillCandidate]]:
@@ -131,19 +133,17 @@ class _Group:
 
     def saved_blocks(self) -> Iterator[int]:
         """Yield the blocks that pairs of this group save, each number at least once."""
-        by_domain = {target.memory_domain: target for target in self.targets}
         for source in self.sources:
-            for domain in (source.memory_domain, *_other(by_domain, source.memory_domain)):
-                if domain in by_domain:
-                    yield pair_saving(self.tokens, source, by_domain[domain]).blocks
+            for domain in (source.memory_domain, *_other(self._by_domain, source.memory_domain)):
+                if domain in self._by_domain:
+                    yield pair_saving(self.tokens, source, self._by_domain[domain]).blocks
 
     def _best_elsewhere(self) -> list[tuple[_Rank, PrefillCandidate]]:
         """Return the best prefill worker of the two best memories, as if blocks were copied from all."""
         best: dict[str, tuple[_Rank, PrefillCandidate]] = {}
-        domains = {target.memory_domain: target for target in self.targets}
         for source in self.sources:
-            for domain in _other(domains, source.memory_domain):
-                rank = self._rank(source, domains[domain])
+            for domain in _other(self._by_domain, source.memory_domain):
+                rank = self._rank(source, self._by_domain[domain])
                 known = best.get(source.memory_domain)
                 if known is None or rank < known[0]:
                     best[source.memory_domain] = rank, source

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,13 +126,21 @@ def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
 
     Raises BadDataset.
     """
+    return read_json_lines(path, _mooncake_row)
+
+
+def read_json_lines(path: Path, parse: Callable[[Any], TraceRow]) -> tuple[TraceRow, ...]:
+    """Read a trace with a JSON value a line, of which `parse` makes a row or raises ValueError.
+
+    Raises BadDataset.
+    """
     rows = []
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                rows.append(_mooncake_row(json.loads(line)))
+                rows.append(parse(json.loads(line)))
             except ValueError as error:
                 raise BadDataset(f"{path}, line {number}: {error}") from None
     return _in_order(path, rows)

@@ -50,9 +50,25 @@ def test_worker_has_arguments_of_both_roles_in_one_place() -> None:
     assert "--auto-roles" in gateway.argv
     assert not gateway.roles
     for spec in workers:
-        assert spec.argv == spec.roles[spec.role]
-        homes = [argv[argv.index("--home-cores") + 1] for argv in spec.roles.values()]
+        assert spec.argv == spec.roles[spec.role].argv
+        homes = [one.argv[one.argv.index("--home-cores") + 1] for one in spec.roles.values()]
         assert homes[0] == homes[1]
-        modules = [" ".join(map(str, argv[:4])) for argv in spec.roles.values()]
+        modules = [" ".join(map(str, one.argv[:4])) for one in spec.roles.values()]
         assert "prefill_worker" in modules[0]
         assert "decode_worker" in modules[1]
+
+
+async def test_worker_is_probed_at_the_host_of_its_present_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = []
+
+    async def note(host: str, *_: Any, **__: Any) -> int:
+        hosts.append(host)
+        return 200
+
+    monkeypatch.setattr("diptych.cli.stack.http_status", note)
+    chosen = options(overrides=(("decode", "host", "127.0.0.2"),))
+    prefill = program_specs(chosen, SharedSecrets("", ""), cores=8)[-1]
+    for spec in (prefill, prefill.in_role("decode", ())):
+        assert spec.health is not None
+        assert await spec.health({"http_port": 1})
+    assert hosts == ["127.0.0.1", "127.0.0.2"]

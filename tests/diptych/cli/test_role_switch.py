@@ -26,8 +26,8 @@ async def watched() -> AsyncIterator[Watched]:
 def worker(name: str, role: str, *, decode: str = "becomes:prefill") -> ChildSpec:
     """A worker whose programs of both roles end for the other one at SIGHUP; `decode` is that one's mode."""
     modes = {"prefill": "becomes:decode", "decode": decode}
-    argv = {one: program_spec(name, mode).argv for one, mode in modes.items()}
-    return replace(program_spec(name, modes[role], role=role), roles=argv)
+    either = {one: program_spec(name, mode, role=one) for one, mode in modes.items()}
+    return replace(either[role], roles=either)
 
 
 def end(watched: Watched, name: str, signum: signal.Signals) -> None:

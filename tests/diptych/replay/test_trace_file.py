@@ -46,6 +46,20 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     assert "line 2" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("azure.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,\xff,44\n"),
+        ("mooncake.jsonl", b'{"hash_ids": "\xff"}\n'),
+        ("plain.jsonl", b'{"timestamp": "\xff"}\n'),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(BadDataset, match="utf-8"):
+        read_trace(tmp_path / name)
+
+
 def test_empty_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n")
     with pytest.raises(BadDataset, match="no requests"):
