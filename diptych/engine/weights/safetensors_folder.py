@@ -39,7 +39,7 @@ def keeps_blocks(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
+    scheme = _scheme_of_folder(folder)
     return scheme is not None and scheme.keeps_codes
 
 
@@ -48,8 +48,12 @@ def packs(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
+    scheme = _scheme_of_folder(folder)
     return scheme is not None and scheme.packs
+
+
+def _scheme_of_folder(folder: Path) -> Scheme | None:
+    return scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
 
 
 def weight_bytes(folder: Path) -> int:
