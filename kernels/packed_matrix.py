@@ -227,13 +227,12 @@ def _from_kquants(matrix: BlockMatrix, name: KQuantFormat, rows: int, columns: i
         table = torch.tensor(kquants.TABLE, dtype=torch.float32)
         values = torch.searchsorted(table, values)
     codes = (values + zero).to(torch.uint8)
-    has_least = parts.least is not None and parts.dmin is not None
     return PackedMatrix(
         code, columns, group, pack_bytes(codes, run_of(columns, group), four=code != "int8"),
         by_group(parts.scales, torch.int8), zero=zero, table=table, supers_of=count,
         supers=by_group(parts.d, torch.float16),
-        least=by_group(parts.least, torch.int8) if has_least and parts.least is not None else None,
-        super_least=-by_group(parts.dmin, torch.float16) if has_least and parts.dmin is not None else None,
+        least=None if parts.least is None else by_group(parts.least, torch.int8),
+        super_least=None if parts.dmin is None else -by_group(parts.dmin, torch.float16),
     )  # fmt: skip
 
 

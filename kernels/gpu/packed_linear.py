@@ -67,6 +67,35 @@ def _numbers(code, group, row, rows, scales, supers, zeros, super_least, table, 
     return scale * (value - ZERO_AT)
 
 
+@triton.jit
+def _read_run(at, packed, begin, row, rows, scales, supers, zeros, super_least, table, order,
+              HALF: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+              FOUR: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SUPERS: tl.constexpr,
+              ZERO_AT: tl.constexpr, ORDERED: tl.constexpr):  # fmt: skip
+    """Return float32 numbers `[BN, RUN]` of one HALF of a tile that begins at column `begin`, the inputs
+    `[RUN]` that they multiply, and which of these there are.
+
+    `at [BN, RUN]` is the place of the tile's first RUN bytes, which are `packed`, of rows `row [BN]`.
+    """
+    if FOUR:
+        code = (packed >> 4) if HALF else (packed & 15)
+    elif HALF:
+        code = tl.load(at + RUN).to(tl.int32)
+    else:
+        code = packed
+    first = begin + HALF * RUN
+    group = tl.minimum(first // GROUP, (K + GROUP - 1) // GROUP - 1)
+    numbers = _numbers(code, group, row, rows, scales, supers, zeros, super_least, table, ZERO_AT, KIND,
+                       OFFSET, SUPERS)  # fmt: skip
+    k = first + tl.arange(0, RUN)
+    inside = k < K
+    if ORDERED:
+        source = tl.load(order + k, mask=inside, other=0)
+    else:
+        source = k
+    return numbers, source, inside
+
+
 @triton.jit(do_not_specialize=["count"])
 def _packed_linear(
     x, codes, scales, supers, zeros, super_least, table, order, bias, out, count, rows, stride,
@@ -81,15 +110,13 @@ def _packed_linear(
     its outputs.
     """
     STORED: tl.constexpr = x.dtype.element_ty
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     LENGTH: tl.constexpr = (K + 2 * RUN - 1) // (2 * RUN)
     BYTES: tl.constexpr = RUN if FOUR else 2 * RUN
     lane = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(lane, rows - 1)  # lanes beyond the last output read its codes once more
     input = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (input < count)[None, :]
-    place = tl.arange(0, RUN)
-    code_place = codes + row.to(tl.int64)[:, None] * BYTES + place[None, :]
+    code_place = codes + row.to(tl.int64)[:, None] * BYTES + tl.arange(0, RUN)[None, :]
     x_row = x + input.to(tl.int64)[None, :] * K
     acc = tl.zeros([BN, ROWS], tl.float32)
     for start in range(0, LENGTH, TILES):
@@ -99,22 +126,10 @@ def _packed_linear(
             at = code_place + tile.to(tl.int64) * rows * BYTES
             packed = tl.load(at).to(tl.int32)
             for half in tl.static_range(2):
-                if FOUR:
-                    code = (packed >> 4) if half else (packed & 15)
-                elif half:
-                    code = tl.load(at + RUN).to(tl.int32)
-                else:
-                    code = packed
-                first = (start + step) * 2 * RUN + half * RUN
-                group = tl.minimum(first // GROUP, GROUPS - 1)
-                weight = _numbers(code, group, row, rows, scales, supers, zeros, super_least, table,
-                                  ZERO_AT, KIND, OFFSET, SUPERS)  # fmt: skip
-                k = first + place
-                inside = k < K
-                if ORDERED:
-                    source = tl.load(order + k, mask=inside, other=0)
-                else:
-                    source = k
+                weight, source, inside = _read_run(
+                    at, packed, (start + step) * 2 * RUN, row, rows, scales, supers, zeros, super_least,
+                    table, order, half, K, GROUP, RUN, FOUR, KIND, OFFSET, SUPERS, ZERO_AT, ORDERED,
+                )  # fmt: skip
                 columns = tl.load(x_row + source[:, None], mask=real & inside[:, None], other=0.0)
                 acc = tl.dot(weight.to(STORED).to(TYPE), columns.to(TYPE), acc, input_precision="ieee")
     if BIASED:
@@ -131,7 +146,6 @@ def _unpack(
     BN: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of one tile of BN rows into `out [rows, K]`; grid `[ceil(rows / BN), tiles]`."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     BYTES: tl.constexpr = RUN if FOUR else 2 * RUN
     lane = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(lane, rows - 1)
@@ -140,22 +154,10 @@ def _unpack(
     at = codes + tile.to(tl.int64) * rows * BYTES + row.to(tl.int64)[:, None] * BYTES + place[None, :]
     packed = tl.load(at).to(tl.int32)
     for half in tl.static_range(2):
-        if FOUR:
-            code = (packed >> 4) if half else (packed & 15)
-        elif half:
-            code = tl.load(at + RUN).to(tl.int32)
-        else:
-            code = packed
-        first = tile * 2 * RUN + half * RUN
-        group = tl.minimum(first // GROUP, GROUPS - 1)
-        number = _numbers(code, group, row, rows, scales, supers, zeros, super_least, table,
-                          ZERO_AT, KIND, OFFSET, SUPERS)  # fmt: skip
-        k = first + place
-        inside = k < K
-        if ORDERED:
-            target = tl.load(order + k, mask=inside, other=0)
-        else:
-            target = k
+        number, target, inside = _read_run(
+            at, packed, tile * 2 * RUN, row, rows, scales, supers, zeros, super_least, table, order, half,
+            K, GROUP, RUN, FOUR, KIND, OFFSET, SUPERS, ZERO_AT, ORDERED,
+        )  # fmt: skip
         tl.store(
             out + row.to(tl.int64)[:, None] * K + target[None, :], number.to(out.dtype.element_ty),
             mask=inside[None, :] & (lane < rows)[:, None],

@@ -72,9 +72,7 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
 
 
 _FLOAT32 = frozenset({"router", "router_bias", "correction_bias", "shared_router", "sinks"})
-
-
-_ROUNDED: dict[Precision, torch.dtype] = {"fp8": FP8, "w8a8": INT8}
+ROUNDED: dict[Precision, torch.dtype] = {"fp8": FP8, "w8a8": INT8}
 """Precisions that round matrices of full numbers for a GPU."""
 
 
@@ -85,8 +83,8 @@ def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float
     """
     if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
         return tensor.to(torch.float32, copy=True)
-    if precision in _ROUNDED and is_matrix(name) and name != "head" and ".experts." not in name:
-        return quantise(tensor, _ROUNDED[precision])
+    if precision in ROUNDED and is_matrix(name) and name != "head" and ".experts." not in name:
+        return quantise(tensor, ROUNDED[precision])
     if (plain := plain_dtype(precision)) is not None:
         return tensor.to(plain, copy=True)
     if is_matrix(name):

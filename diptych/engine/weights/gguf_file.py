@@ -13,6 +13,7 @@ from diptych.engine.dtype import PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import GgufFamily, Stored, stored_at
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
+    ROUNDED,
     blocks_in_precision,
     in_precision,
     is_matrix,
@@ -52,7 +53,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
     """Open a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile, as its reader
     does.
     """
-    if precision in ("fp8", "w8a8") and has_quantised_matrices(path):
+    if precision in ROUNDED and has_quantised_matrices(path):
         raise UnsupportedModel(f"dtype {precision} rounds full numbers; this file is quantised already")
     header = read_header(path)
     tensors = header.tensors
@@ -78,11 +79,11 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
 
     def kept_as(name: str) -> BlockFormat | None:
         """Return the format of a matrix' blocks, if all that one product joins with it can be kept."""
+        if precision == "packed":  # matrices of several formats are multiplied one after another
+            return kept_format(find(name).kind)
         counts = {other: _rows(shape, other) for other in multiplied_together(name)}
         present = {other: count for other, count in counts.items() if count is not None}
         kinds = {find(other).kind for other in present}
-        if precision == "packed":  # matrices of several formats are multiplied one after another
-            return kept_format(find(name).kind)
         return kept_format(find(name).kind) if kept_together(name, kinds, present.values()) else None
 
     def part(name: str) -> GgufTensor:

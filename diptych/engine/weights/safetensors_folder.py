@@ -17,6 +17,7 @@ from diptych.engine.models.family import Family, Stored, stored_at
 from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
+    ROUNDED,
     blocks_in_precision,
     in_precision,
     is_matrix,
@@ -39,7 +40,7 @@ def keeps_blocks(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
+    scheme = _scheme_of_folder(folder)
     return scheme is not None and scheme.keeps_codes
 
 
@@ -48,8 +49,12 @@ def packs(folder: Path) -> bool:
 
     Raises UnsupportedModel or BadModelFile.
     """
-    scheme = scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
+    scheme = _scheme_of_folder(folder)
     return scheme is not None and scheme.packs
+
+
+def _scheme_of_folder(folder: Path) -> Scheme | None:
+    return scheme_of(_json_object(folder / "config.json"), _json_object(folder / "hf_quant_config.json"))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -64,7 +69,7 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     config = read_config(folder)
     modelopt = _json_object(folder / "hf_quant_config.json")
     scheme = scheme_of(config, modelopt)
-    if precision in ("fp8", "w8a8") and scheme is not None:
+    if precision in ROUNDED and scheme is not None:
         raise UnsupportedModel(f"dtype {precision} rounds full numbers; this folder is quantised already")
     if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
         raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")

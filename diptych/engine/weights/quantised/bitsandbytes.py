@@ -19,6 +19,7 @@ from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.quantised.scheme import Scheme, Tensors
 from kernels.packed_matrix import PackedMatrix, pack
+from kernels.scaled_matrix import ScaledMatrix, weights_only
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _BYTE_PEAK = 127.0
@@ -48,9 +49,7 @@ class BitsAndBytes(Scheme):
         """
         if tensors.has(f"{matrix}.SCB"):
             weight, peaks = _checked_bytes(matrix, tensors)
-            codes, scales = (weight.int() + 128).to(torch.uint8), (peaks / _BYTE_PEAK)[:, None]
-            found = pack("int8", codes, scales, codes.shape[1], zero=128)
-            return self.read(matrix, tensors) if found is None else found
+            return weights_only(ScaledMatrix(weight, (peaks / _BYTE_PEAK)[:, None]))
         packed, places, peaks, state = _four_bits(matrix, tensors)
         (rows, columns), size = state["shape"], state["blocksize"]
         if columns % size:

@@ -89,7 +89,7 @@ def test_folders_keep_their_numbers_and_what_they_say_of_inputs(tmp_path: Path, 
 
 
 def test_modelopts_fp8_has_a_scale_for_all_inputs_of_a_matrix(tmp_path: Path) -> None:
-    """As older exports are: the config says nothing, a file of ModelOpt's own does."""
+    """Read a folder as older exports are: the config says nothing, a file of ModelOpt's own does."""
     plain_folder(tmp_path)
     numbers = change(tmp_path, lambda tensors: quantise_folder(tensors, fp8("weight_scale", "matrix")))
     scales = {f"{name}.input_scale": torch.tensor(0.01 * (i + 1)) for i, name in enumerate(numbers)}
