@@ -131,7 +131,7 @@ def _worker(
     place: WorkerPlace, options: StackOptions, shared: SharedSecrets, on_workers: Mapping[str, object]
 ) -> ChildSpec:
     """Return a worker's specification, with what starts it in either role."""
-    either = {
+    either: dict[str, ChildSpec] = {
         role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
         for role in WORKER_ROLES
     }
