@@ -51,9 +51,10 @@ def _kind(matrix: Matrix, device: torch.device) -> str:
 
 
 def _matrices(weights: Weights) -> Iterator[Matrix]:
-    """Yield the matrices that the GPU step multiplies as they are; experts' are full numbers there."""
+    """Yield the matrices that the GPU step multiplies as they are; routed experts' are full numbers there."""
     for layer in weights.layers:
-        for matrix in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down):
-            if matrix is not None:
-                yield matrix
+        found = [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
+        if (experts := layer.experts) is not None:
+            found += [experts.shared_gate, experts.shared_up, experts.shared_down]
+        yield from (matrix for matrix in found if matrix is not None)
     yield weights.output_matrix()

@@ -178,7 +178,7 @@ class NativeBackend:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """See `FeatureBackend.embedding`: a copy where it is read out of the packed head."""
+        """See `FeatureBackend.embedding`: a copy where the packed weights hold it."""
         if self._embedding is not None:
             return self._embedding
         return self.embedding_rows(range(self._shape.vocab_size)).to(self._dtype)
