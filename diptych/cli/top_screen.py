@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from google.protobuf.json_format import MessageToDict
-
+from diptych.runtime.message_json import message_members
 from diptych.v1 import admin_pb2 as pb
 
 _BAR: Final = 20  # characters
@@ -19,7 +18,6 @@ _STATES: Final = {
     pb.WORKER_STATE_INCOMPATIBLE: "incompatible",
 }
 _PHASES: Final = ("queued", "routing", "prefill", "decode")
-_COUNTS: Final = ("_tokens", "_blocks", "_prefills")
 _RULE: Final = "─"
 
 
@@ -51,29 +49,14 @@ class Rates:
 
 def as_json(info: pb.GetServerInfoResponse, now: Sample, rates: Rates) -> dict[str, Any]:
     """Return a sample for programs: the message's own fields, the gateway's, and the rates."""
-    load = MessageToDict(
-        now.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
     return {
         "gateway_id": info.gateway_id,
         "model": info.model,
         "version": info.version,
         "ready": info.ready,
-        **_with_integers(load),
+        **message_members(now.load),
         "generated_tokens_per_s": rates.generated,
         "prompt_tokens_per_s": rates.prompt,
-    }
-
-
-def _with_integers(value: Any) -> Any:
-    """Return JSON whose 64-bit counts are numbers; protobuf writes them as strings."""
-    if isinstance(value, list):
-        return [_with_integers(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: int(one) if name.endswith(_COUNTS) and isinstance(one, str) else _with_integers(one)
-        for name, one in value.items()
     }
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-from google.protobuf.json_format import MessageToDict
-
 from diptych.cli.admin_commands import call_admin, list_workers
 from diptych.client.credentials import Metadata
+from diptych.runtime.message_json import message_members
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 
@@ -55,15 +54,7 @@ def _lines(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata, watch: boo
 
 def described(worker: pb.WorkerInfo) -> Worker:
     """Return a worker as JSON has it, its names those of the protocol; members at their default included."""
-    members: dict[str, object] = MessageToDict(
-        worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    for name, prefix in (("role", "WORKER_ROLE_"), ("state", "WORKER_STATE_")):
-        members[name] = str(members[name]).removeprefix(prefix).lower()
-    load = members.get("load")
-    if isinstance(load, dict):  # protobuf's JSON has 64-bit numbers as text
-        members["load"] = {k: int(v) if isinstance(v, str) else v for k, v in load.items()}
-    return members
+    return message_members(worker, short_enums=True)
 
 
 def changes(before: Mapping[str, Worker], now: Mapping[str, Worker]) -> Iterable[Worker]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 
 from diptych.runtime.errors import DiptychError, PermissionDenied
+from diptych.runtime.message_json import message_members
 from diptych.v1 import admin_pb2 as pb
 from gateway.call import Calls
 from gateway.frontends.openai.http_call import HttpCall
@@ -23,7 +22,6 @@ from gateway.frontends.status.page import PAGE, POLICY
 PAGE_PATH: Final = "/admin"
 DATA_PATH: Final = "/admin/status"
 _NO_STORE: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-_ENUMS: Final = {"role": "WORKER_ROLE_", "state": "WORKER_STATE_"}
 _KEY_NEEDED: Final = (
     "without API keys the status is shown on a loopback address only: "
     "use the admin port (diptych top), or an --api-keys-file with a key of scope admin"
@@ -59,7 +57,8 @@ class StatusRoutes:
                 if self._closed:
                     raise PermissionDenied(_KEY_NEEDED)
                 info = await self._info(pb.GetServerInfoRequest())
-                body = json.dumps({**_plain(info), "load": _plain(self._load())})
+                load = message_members(self._load(), short_enums=True)
+                body = json.dumps({**message_members(info), "load": load})
         except DiptychError as error:
             return await call.fail(error)
         return web.Response(text=body, content_type="application/json", headers=_NO_STORE)
@@ -68,23 +67,3 @@ class StatusRoutes:
 async def _page(_: web.BaseRequest) -> web.StreamResponse:
     headers = {**_NO_STORE, "Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
     return web.Response(text=PAGE, content_type="text/html", headers=headers)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as the page reads it: the protocol's names, all members, counts as numbers."""
-    members: dict[str, Any] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return {name: _simple(name, value) for name, value in members.items()}
-
-
-def _simple(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _simple(key, one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_simple(name, one) for one in value]
-    if name in _ENUMS:
-        return str(value).removeprefix(_ENUMS[name]).lower()
-    # protobuf's JSON has 64-bit numbers as text
-    counts = name.endswith(("_tokens", "_blocks", "_prefills"))
-    return int(value) if counts and isinstance(value, str) else value
