@@ -123,6 +123,7 @@ class UrlKeys:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            self._wanted.clear()  # before it reads: a token that comes meanwhile is not forgotten
             try:
                 self._keys = self._read()
                 self._said = ""
@@ -132,7 +133,6 @@ class UrlKeys:
                 self._said = str(error)
             self._closed.wait(RETRY_S)
             if not self._said and not self._closed.is_set():
-                self._wanted.clear()
                 self._wanted.wait(REFRESH_S - RETRY_S)
 
     def _read(self) -> Mapping[str, PyJWK]:

@@ -223,6 +223,29 @@ def test_keys_are_found_by_discovery_and_again_when_a_token_names_another(
         keys.close()
 
 
+def test_key_that_is_wanted_soon_after_a_reading_is_read_without_another_token(
+    provider: tuple[str, dict[str, Any]], signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks, "RETRY_S", 0.5)
+    url, pages = provider
+    pages["/jwks"] = {"keys": [signer.jwk]}
+    keys = UrlKeys(f"{url}/jwks")
+
+    def until(names: set[str]) -> None:
+        end = time.monotonic() + 20
+        while set(keys.current()) != names:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    try:
+        until({"k1"})
+        pages["/jwks"] = {"keys": [signer.jwk, Signer("k2").jwk]}
+        keys.want()
+        until({"k1", "k2"})
+    finally:
+        keys.close()
+
+
 async def test_gateway_takes_keys_and_tokens_over_http_and_grpc(
     bundled: ServedModel, redis_url: str, tmp_path: Path, signer: Signer
 ) -> None:
