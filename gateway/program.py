@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -260,7 +261,7 @@ class Gateway:
             settings.host,
             settings.resolved_admin_port,
             self._calls(Scope.ADMIN),
-            self._operations(),
+            self._operations,
             insecure=settings.insecure,
             credentials=_credentials(tls),
             share_port=share,
@@ -418,14 +419,14 @@ class Gateway:
         return AdapterRoutes(self._calls(Scope.ADMIN), self.adapter_service, closed=self._closed_to_operators)
 
     def _status_routes(self) -> StatusRoutes:
-        operations = self._operations()
         return StatusRoutes(
             self._calls(Scope.ADMIN),
-            operations.server_info,
-            operations.load,
+            self._operations.server_info,
+            self._operations.load,
             closed=self._closed_to_operators,
         )
 
+    @cached_property
     def _operations(self) -> Operations:
         identity = Identity(
             self._settings.worker_id, self._model.card, self._digest, self._settings.digest, started_now()
