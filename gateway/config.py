@@ -367,9 +367,10 @@ class GatewaySettings(ProgramSettings):
                 raise ValueError("--jwt-jwks goes with --jwt-issuer and --jwt-audience")
             return self
         from gateway.access.jwks import FileKeys, check_url  # PyJWT, which takes its time to be imported
+        from gateway.access.tokens import is_url
 
         source = self.jwt_issuer if self.jwt_jwks is None else self.jwt_jwks
-        if "://" in source or self.jwt_jwks is None:
+        if is_url(source) or self.jwt_jwks is None:
             check_url(source)
         else:
             FileKeys(Path(source))
