@@ -16,7 +16,8 @@ def certificates(
     Give each program its role's folder alone (FOLDER/decode has tls.crt, tls.key and ca.crt), and keep ca.key
     where no program runs.
     """
-    from diptych.cli.private_ca import AUTHORITY_KEY, ROLES, BadAuthority, PrivateCa
+    from diptych.cli.private_ca import AUTHORITY_KEY, BadAuthority, PrivateCa
+    from diptych.cli.stack import ROLES
     from diptych.runtime.internal_tls import AUTHORITY
 
     try:

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from diptych.cli.stack import ROLES
 from diptych.cli.stack_options import AUTO_TLS, StackOptions
 from diptych.runtime.internal_tls import AUTHORITY, CERTIFICATE, KEY, name_of
 
-ROLES = ("gateway", "prefill", "decode")
 AUTHORITY_KEY = "ca.key"
 DAYS, AUTHORITY_DAYS = 90, 3650
 _SKEW = datetime.timedelta(minutes=5)

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from diptych.cli.stack import MODULES
 from diptych.runtime.python_module import module_command
 
-PROGRAMS: Mapping[str, str] = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 _WAIT_S = 10
 """Seconds beyond a program's own shutdown before systemd kills it."""
 _STOP_S: Mapping[str, int] = {"gateway": 40, "prefill": 20, "decode": 20}
@@ -70,9 +70,9 @@ def units(
 
     Workers are templates: `systemctl enable --now diptych-decode@0 diptych-decode@1` starts two.
     """
-    chosen = role or list(PROGRAMS)
-    if unknown := [one for one in chosen if one not in PROGRAMS]:
-        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(PROGRAMS)}", param_hint="--role")
+    chosen = role or list(MODULES)
+    if unknown := [one for one in chosen if one not in MODULES]:
+        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(MODULES)}", param_hint="--role")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for one in chosen:
@@ -95,7 +95,7 @@ def unit_text(role: str, environment: Path, user: str) -> str:
     return _UNIT.format(
         role=role,
         instance=" %i" if worker else "",
-        command=_quoted(module_command(PROGRAMS[role])),
+        command=_quoted(module_command(MODULES[role])),
         environment=environment,
         folder=environment.parent,
         worker_id=f"{role}-%H-%i" if worker else "gateway-%H",

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.app import app
-from diptych.cli.private_ca import ROLES, with_certificates
+from diptych.cli.private_ca import with_certificates
+from diptych.cli.stack import ROLES
 from diptych.cli.stack_options import StackOptions
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.tls import BadTlsFiles

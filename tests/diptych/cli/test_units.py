@@ -12,14 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.app import app
-from diptych.cli.units_command import PROGRAMS, unit_name, unit_text
+from diptych.cli.stack import MODULES
+from diptych.cli.units_command import unit_name, unit_text
 
 
 def test_units_of_all_roles_are_valid_and_run_their_program(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["units", str(tmp_path), "--user", "root"])
     assert made.exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {unit_name(role) for role in PROGRAMS}
-    for role in PROGRAMS:
+    assert {path.name for path in tmp_path.iterdir()} == {unit_name(role) for role in MODULES}
+    for role in MODULES:
         text = (tmp_path / unit_name(role)).read_text()
         unit = configparser.ConfigParser(strict=False, interpolation=None)
         unit.optionxform = str  # type: ignore[assignment, method-assign]
