@@ -77,11 +77,14 @@ class SequenceStep:
         return self.trailing if self.wants_logits else 0
 
     @property
-    def positions(self) -> Sequence[int]:
-        """Positions of the tokens in the text: their places, or depths in a tree."""
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Rotary positions of the tokens, `[tokens]`, or `[3, tokens]` of a `grid`."""
+        if self.grid is not None:
+            return self.grid
+        first = self.start + self.shift
         if self.parents is None:
-            return range(self.start, self.start + len(self.token_ids))
-        return [self.start + depth for depth in depths(self.parents)]
+            return np.arange(first, first + len(self.token_ids))
+        return np.array(depths(self.parents), dtype=np.int64) + first
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -161,14 +164,10 @@ def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]
     """Return the positions by which the step's tokens are rotated, in a row: `[T]`, or `[3, T]` where some
     are those of a grid.
     """
-    plain = [np.asarray(step.positions, dtype=np.int64) + step.shift for step in sequences]
+    each = [step.positions for step in sequences]
     if all(step.grid is None for step in sequences):
-        return np.concatenate(plain)
-    wide = [
-        np.tile(places, (AXES, 1)) if step.grid is None else step.grid
-        for places, step in zip(plain, sequences, strict=True)
-    ]
-    return np.concatenate(wide, axis=1)
+        return np.concatenate(each)
+    return np.concatenate([np.broadcast_to(one, (AXES, one.shape[-1])) for one in each], axis=1)
 
 
 def visible_ends(step: SequenceStep) -> npt.NDArray[np.int64] | None:

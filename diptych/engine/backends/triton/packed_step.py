@@ -206,7 +206,7 @@ def _token_columns(
         size = step.memory.layout.block_size
         at = np.arange(step.start, step.start + len(step.token_ids))
         tokens[span], lanes[span] = step.token_ids, at % size
-        positions[..., span] = np.asarray(step.positions) + step.shift if step.grid is None else step.grid
+        positions[..., span] = step.positions
         if abort is not None and abort.is_aborted(i):
             block_ids[span] = NO_BLOCK
         else:
