@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diptych.runtime.errors import ImageMemory, InvalidParameter, UnsupportedFeature
-from diptych.runtime.images.framing import MEDIA_TYPES
+from diptych.runtime.images.media_types import MEDIA_TYPES
 from diptych.v1 import inference_pb2 as pb
 from gateway.images.decoder import ImageDecoder, RefusedImage
 from gateway.model.images import PreparedImage

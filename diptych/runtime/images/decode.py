@@ -4,27 +4,26 @@ Runs as a child of the gateway: a file that crashes a decoder, fills memory or t
 process and no other. The kernel bounds its memory, and each file's processor time; past it the kernel ends
 the process, and the gateway starts another.
 
-A question is a length (4 bytes, little-endian) and so many bytes of JSON: `spec`, `media_type`, `max_pixels`
-and `bytes`, the length of the file, which follows. An answer is a frame of JSON, too: `fault`, words about
-the file, else `shape`, `rows` and `columns`, and the tiles' pixels follow.
+A question is a frame of JSON (`bounded_child`): `spec`, `media_type`, `max_pixels` and `bytes`, the length of
+the file, which follows. An answer is a frame of JSON, too: `fault`, words about the file, else `shape`,
+`rows` and `columns`, and the tiles' pixels follow.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import resource
-import signal
 import struct
 import sys
 import warnings
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from diptych.image_spec import ImageSpec
-from diptych.runtime.images.framing import LENGTH, MEDIA_TYPES
+from diptych.runtime.bounded_child import bound_process, cpu_limit, frame, read_frame
+from diptych.runtime.images.media_types import MEDIA_TYPES
 from diptych.runtime.images.prepare import Pixels, Prepared, Unpreparable, prepare
 
 CPU_SECONDS: Final = 10.0
@@ -40,19 +39,14 @@ class BadImage(ValueError):
 
 def main() -> None:
     """Serve until the other end closes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the gateway's business
+    bound_process(MEMORY_BYTES)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while (frame := _read_frame(source)) is not None:
-        question = json.loads(frame)
+    while (asked := read_frame(source)) is not None:
+        question = json.loads(asked)
         data = source.read(question["bytes"])
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        head, pixels = _answer(question, data)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        words = json.dumps(head).encode()
-        sink.write(LENGTH.pack(len(words)) + words)
+        with cpu_limit(CPU_SECONDS):
+            head, pixels = _answer(question, data)
+        sink.write(frame(json.dumps(head).encode()))
         sink.write(pixels)
         sink.flush()
 
@@ -121,11 +115,6 @@ def spec_of(fields: dict[str, Any]) -> ImageSpec:
         name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()
     }
     return ImageSpec(**given)
-
-
-def _read_frame(source: BinaryIO) -> bytes | None:
-    head = source.read(LENGTH.size)
-    return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
 
 if __name__ == "__main__":
