@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -80,3 +81,25 @@ class EncoderTensors:
         for name in sorted(self._left):
             if not any(pattern.search(name) for pattern in patterns):
                 raise UnsupportedModel(f"tensor {name} is not computed: the image encoder has no such tensor")
+
+
+@dataclass(frozen=True)
+class EncoderSource:
+    """Files that an encoder is read from, and what it is to compute in."""
+
+    config: Mapping[str, Any]
+    """The model's config.json."""
+    spec: ImageSpec
+    files: TensorFiles
+    text_hidden: int
+    """Width of the text model, which gets the rows."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def normaliser(self) -> Normaliser:
+        """Return what turns tiles into the encoder's numbers."""
+        return Normaliser(self.spec, self.dtype, self.device)
+
+    def tensors(self, *prefixes: str) -> EncoderTensors:
+        """Return the tensors below the first of `prefixes` that the files have."""
+        return EncoderTensors(self.files, prefixes, self.dtype, self.device)

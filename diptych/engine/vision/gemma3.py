@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.vision.encoder import EncoderTensors, Normaliser
+from diptych.engine.vision.encoder import EncoderSource
 from diptych.engine.vision.vision_transformer import VisionLayers, VisionShape, embed_patches
-from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import ImageSpec
 from kernels.rms_norm import rms_norm
 
 _DEFAULTS = {
@@ -30,26 +25,19 @@ _DEFAULTS = {
 class Gemma3Encoder:
     """Implements `ImageEncoder`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        spec: ImageSpec,
-        files: TensorFiles,
-        text_hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, source: EncoderSource) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
+        config, spec = source.config, source.spec
         shape = self._shape = VisionShape.of(config["vision_config"], _DEFAULTS)
         self.spec = spec
         side = int(spec.rows_per_tile**0.5)
         if side**2 != spec.rows_per_tile or shape.side % side:
             raise UnsupportedModel("mm_tokens_per_image: they are no square of whole squares of patches")
         self._pool = shape.side // side
-        self._normalise = Normaliser(spec, dtype, device)
+        self._normalise = source.normaliser()
         towers = ("model.vision_tower.", "vision_tower.")
         prefixes = (*(f"{tower}vision_model." for tower in towers), *towers)
-        tensors = EncoderTensors(files, prefixes, dtype, device)
+        tensors = source.tensors(*prefixes)
         hidden, patch = shape.hidden, shape.patch
         self._patches = tensors.pair("embeddings.patch_embedding", hidden, 3, patch, patch)
         self._places = tensors.take("embeddings.position_embedding.weight", shape.side**2, hidden)
@@ -57,8 +45,8 @@ class Gemma3Encoder:
         self._last_norm = tensors.pair("post_layernorm", hidden)
         tensors.refuse_others((r"position_ids$", r"^.*\bhead\."))
         projectors = ("model.multi_modal_projector.", "multi_modal_projector.")
-        projector = EncoderTensors(files, projectors, dtype, device)
-        self._project = projector.take("mm_input_projection_weight", hidden, text_hidden)
+        projector = source.tensors(*projectors)
+        self._project = projector.take("mm_input_projection_weight", hidden, source.text_hidden)
         self._norm = projector.take("mm_soft_emb_norm.weight", hidden).float() + 1.0  # stored less one
         projector.refuse_others()
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch.nn import functional
 
-from diptych.engine.vision.encoder import EncoderTensors, Normaliser
+from diptych.engine.vision.encoder import EncoderSource
 from diptych.engine.vision.vision_transformer import VisionLayers, VisionShape, embed_patches
-from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import ImageSpec
 
 _DEFAULTS = {
     "hidden_size": 1152,
@@ -28,21 +23,14 @@ _DEFAULTS = {
 class Idefics3Encoder:
     """Implements `ImageEncoder`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        spec: ImageSpec,
-        files: TensorFiles,
-        text_hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, source: EncoderSource) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
+        config, spec = source.config, source.spec
         shape = self._shape = VisionShape.of(config["vision_config"], _DEFAULTS)
         self._scale = int(config.get("scale_factor", 2))
         self.spec = spec
-        self._normalise = Normaliser(spec, dtype, device)
-        tensors = EncoderTensors(files, ("model.vision_model.",), dtype, device)
+        self._normalise = source.normaliser()
+        tensors = source.tensors("model.vision_model.")
         hidden, patch = shape.hidden, shape.patch
         self._patches = tensors.pair("embeddings.patch_embedding", hidden, 3, patch, patch)
         places = tensors.take("embeddings.position_embedding.weight", shape.side**2, hidden)
@@ -50,9 +38,9 @@ class Idefics3Encoder:
         self._layers = VisionLayers(shape, tensors, shape.layers)
         self._last_norm = tensors.pair("post_layernorm", hidden)
         tensors.refuse_others((r"position_ids$",))
-        connector = EncoderTensors(files, ("model.connector.",), dtype, device)
+        connector = source.tensors("model.connector.")
         joined = hidden * self._scale**2
-        self._project = connector.take("modality_projection.proj.weight", text_hidden, joined)
+        self._project = connector.take("modality_projection.proj.weight", source.text_hidden, joined)
         connector.refuse_others()
 
     def encode(self, tile: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,8 @@ import torch
 from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.vision.encoder import EncoderTensors, Normaliser
+from diptych.engine.vision.encoder import EncoderSource
 from diptych.engine.vision.vision_transformer import ACTIVATIONS, VisionLayers, VisionShape, embed_patches
-from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import ImageSpec
 
 _DEFAULTS = {
     "hidden_size": 1024,
@@ -31,33 +29,24 @@ _UNUSED = (r"position_ids$", r"post_layernorm\.", r"encoder\.layers\.\d+\.")
 class LlavaEncoder:
     """Implements `ImageEncoder`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        spec: ImageSpec,
-        files: TensorFiles,
-        text_hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, source: EncoderSource) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
+        config, spec = source.config, source.spec
         shape = self._shape = VisionShape.of(config["vision_config"], _DEFAULTS)
         self.spec = spec
         self._drops_class = config.get("vision_feature_select_strategy", "default") == "default"
-        self._normalise = Normaliser(spec, dtype, device)
-        hidden, patch = shape.hidden, shape.patch
+        self._normalise = source.normaliser()
+        hidden, patch, text_hidden = shape.hidden, shape.patch, source.text_hidden
         towers = ("model.vision_tower.", "vision_tower.")
         prefixes = (*(f"{tower}vision_model." for tower in towers), *towers)
-        tensors = EncoderTensors(files, prefixes, dtype, device)
+        tensors = source.tensors(*prefixes)
         self._class = tensors.take("embeddings.class_embedding", hidden)
         self._patches = tensors.take("embeddings.patch_embedding.weight", hidden, 3, patch, patch)
         self._places = tensors.take("embeddings.position_embedding.weight", shape.side**2 + 1, hidden)
         self._first_norm = tensors.pair("pre_layrnorm", hidden)
         self._layers = VisionLayers(shape, tensors, _layers_read(config, shape.layers))
         tensors.refuse_others(_UNUSED)
-        projector = EncoderTensors(
-            files, ("model.multi_modal_projector.", "multi_modal_projector."), dtype, device
-        )
+        projector = source.tensors("model.multi_modal_projector.", "multi_modal_projector.")
         self._act = ACTIVATIONS[_projector_activation(config)]
         biased = config.get("multimodal_projector_bias", True)
         self._linears = [

@@ -13,12 +13,10 @@ import torch
 from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.vision.encoder import EncoderTensors, Normaliser
+from diptych.engine.vision.encoder import EncoderSource, EncoderTensors
 from diptych.engine.vision.qwen_attention import Attention, Merger, Pair, patch_kernel
 from diptych.engine.vision.qwen_grid import angles, by_squares, windows
 from diptych.engine.vision.vision_transformer import ACTIVATIONS, embed_patches
-from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import ImageSpec
 from kernels.rms_norm import rms_norm
 
 _EPS = 1e-6
@@ -63,16 +61,9 @@ class _Layer:
 class QwenEncoder:
     """Implements `ImageEncoder`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        spec: ImageSpec,
-        files: TensorFiles,
-        text_hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, source: EncoderSource) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
+        config, spec = source.config, source.spec
         windowed = config["model_type"] == "qwen2_5_vl"
         fields = vision_fields(config, _QWEN2_5 if windowed else _QWEN2)
         hidden = self._hidden = fields["hidden_size" if windowed else "embed_dim"]
@@ -85,15 +76,16 @@ class QwenEncoder:
         self._full = frozenset(fields["fullatt_block_indexes"]) if windowed else frozenset(range(layers))
         if windowed and self._window < 1:
             raise UnsupportedModel("vision_config.window_size: a window is smaller than a row's patches")
-        self._normalise = Normaliser(spec, dtype, device)
-        tensors = EncoderTensors(files, TOWERS, dtype, device)
+        self._normalise = source.normaliser()
+        tensors = source.tensors(*TOWERS)
         kernel = tensors.take("patch_embed.proj.weight", hidden, 3, _FRAMES, self._patch, self._patch)
         self._kernel = patch_kernel(kernel)
         self._layers = [self._read_layer(tensors, f"blocks.{n}.", inner) for n in range(layers)]
         self._last_norm = self._read_norm(tensors, "merger.ln_q")
         joined = hidden * self._merge**2
         self._merger = Merger(
-            tensors.pair("merger.mlp.0", joined, joined), tensors.pair("merger.mlp.2", text_hidden, joined)
+            tensors.pair("merger.mlp.0", joined, joined),
+            tensors.pair("merger.mlp.2", source.text_hidden, joined),
         )
         tensors.refuse_others()
 

@@ -6,21 +6,17 @@ The text model's residual takes the rows of some of the encoder's layers after e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.vision.encoder import EncoderTensors, Normaliser
+from diptych.engine.vision.encoder import EncoderSource, EncoderTensors
 from diptych.engine.vision.qwen2_vl import TOWERS, vision_fields
 from diptych.engine.vision.qwen_attention import Attention, Merger, Pair, patch_kernel
 from diptych.engine.vision.qwen_grid import angles, between_places, by_squares
 from diptych.engine.vision.vision_transformer import ACTIVATIONS, embed_patches
-from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import ImageSpec
 
 _EPS = 1e-6
 _FRAMES = 2
@@ -66,16 +62,9 @@ class _Rows:
 class Qwen3Encoder:
     """Implements `ImageEncoder`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        spec: ImageSpec,
-        files: TensorFiles,
-        text_hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, source: EncoderSource) -> None:
         """Read the encoder's tensors. Raises UnsupportedModel or BadModelFile."""
+        config, spec = source.config, source.spec
         fields = vision_fields(config, _DEFAULTS)
         hidden = self._hidden = fields["hidden_size"]
         self.spec = spec
@@ -86,17 +75,17 @@ class Qwen3Encoder:
         deep = fields["deepstack_visual_indexes"]
         if sorted(set(deep)) != list(deep) or not all(0 <= one < layers for one in deep):
             raise UnsupportedModel(f"vision_config.deepstack_visual_indexes {deep!r} of {layers} layers")
-        self._normalise = Normaliser(spec, dtype, device)
-        tensors = EncoderTensors(files, TOWERS, dtype, device)
+        self._normalise = source.normaliser()
+        tensors = source.tensors(*TOWERS)
         kernel = tensors.take("patch_embed.proj.weight", hidden, 3, _FRAMES, self._patch, self._patch)
         self._patches = patch_kernel(kernel), tensors.take("patch_embed.proj.bias", hidden)
         self._places = tensors.take("pos_embed.weight", self._side**2, hidden)
         self._layers = [
             self._read_layer(tensors, f"blocks.{n}.", fields["intermediate_size"]) for n in range(layers)
         ]
-        self._rows = self._read_rows(tensors, "merger.", text_hidden, late=False)
+        self._rows = self._read_rows(tensors, "merger.", source.text_hidden, late=False)
         self._deep = {
-            layer: self._read_rows(tensors, f"deepstack_merger_list.{number}.", text_hidden, late=True)
+            layer: self._read_rows(tensors, f"deepstack_merger_list.{number}.", source.text_hidden, late=True)
             for number, layer in enumerate(deep)
         }
         tensors.refuse_others()

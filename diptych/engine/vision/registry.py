@@ -10,7 +10,7 @@ import torch
 
 from diptych.engine.dtype import Precision, plain_dtype
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.vision.encoder import ImageEncoder
+from diptych.engine.vision.encoder import EncoderSource, ImageEncoder
 from diptych.engine.vision.gemma3 import Gemma3Encoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
 from diptych.engine.vision.llava import LlavaEncoder
@@ -19,7 +19,7 @@ from diptych.engine.vision.qwen3_vl import Qwen3Encoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
 
-_ENCODERS: dict[str, Callable[..., ImageEncoder]] = {
+_ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
     "gemma3": Gemma3Encoder,
     "idefics3": Idefics3Encoder,
     "llava": LlavaEncoder,
@@ -44,4 +44,5 @@ def load_encoder(
         return None
     config = json.loads((path / "config.json").read_bytes())
     dtype = plain_dtype(precision) or torch.float32
-    return _ENCODERS[spec.family](config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))
+    source = EncoderSource(config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))
+    return _ENCODERS[spec.family](source)
