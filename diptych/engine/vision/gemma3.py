@@ -7,7 +7,13 @@ from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import EncoderSource
-from diptych.engine.vision.vision_transformer import VisionLayers, VisionShape, embed_patches
+from diptych.engine.vision.vision_transformer import (
+    PROJECTOR_PREFIXES,
+    TOWER_PREFIXES,
+    VisionLayers,
+    VisionShape,
+    embed_patches,
+)
 from kernels.rms_norm import rms_norm
 
 _DEFAULTS = {
@@ -35,17 +41,14 @@ class Gemma3Encoder:
             raise UnsupportedModel("mm_tokens_per_image: they are no square of whole squares of patches")
         self._pool = shape.side // side
         self._normalise = source.normaliser()
-        towers = ("model.vision_tower.", "vision_tower.")
-        prefixes = (*(f"{tower}vision_model." for tower in towers), *towers)
-        tensors = source.tensors(*prefixes)
+        tensors = source.tensors(*TOWER_PREFIXES)
         hidden, patch = shape.hidden, shape.patch
         self._patches = tensors.pair("embeddings.patch_embedding", hidden, 3, patch, patch)
         self._places = tensors.take("embeddings.position_embedding.weight", shape.side**2, hidden)
         self._layers = VisionLayers(shape, tensors, shape.layers)
         self._last_norm = tensors.pair("post_layernorm", hidden)
         tensors.refuse_others((r"position_ids$", r"^.*\bhead\."))
-        projectors = ("model.multi_modal_projector.", "multi_modal_projector.")
-        projector = source.tensors(*projectors)
+        projector = source.tensors(*PROJECTOR_PREFIXES)
         self._project = projector.take("mm_input_projection_weight", hidden, source.text_hidden)
         self._norm = projector.take("mm_soft_emb_norm.weight", hidden).float() + 1.0  # stored less one
         projector.refuse_others()

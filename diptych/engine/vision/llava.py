@@ -10,7 +10,14 @@ from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import EncoderSource
-from diptych.engine.vision.vision_transformer import ACTIVATIONS, VisionLayers, VisionShape, embed_patches
+from diptych.engine.vision.vision_transformer import (
+    ACTIVATIONS,
+    PROJECTOR_PREFIXES,
+    TOWER_PREFIXES,
+    VisionLayers,
+    VisionShape,
+    embed_patches,
+)
 
 _DEFAULTS = {
     "hidden_size": 1024,
@@ -37,16 +44,14 @@ class LlavaEncoder:
         self._drops_class = config.get("vision_feature_select_strategy", "default") == "default"
         self._normalise = source.normaliser()
         hidden, patch, text_hidden = shape.hidden, shape.patch, source.text_hidden
-        towers = ("model.vision_tower.", "vision_tower.")
-        prefixes = (*(f"{tower}vision_model." for tower in towers), *towers)
-        tensors = source.tensors(*prefixes)
+        tensors = source.tensors(*TOWER_PREFIXES)
         self._class = tensors.take("embeddings.class_embedding", hidden)
         self._patches = tensors.take("embeddings.patch_embedding.weight", hidden, 3, patch, patch)
         self._places = tensors.take("embeddings.position_embedding.weight", shape.side**2 + 1, hidden)
         self._first_norm = tensors.pair("pre_layrnorm", hidden)
         self._layers = VisionLayers(shape, tensors, _layers_read(config, shape.layers))
         tensors.refuse_others(_UNUSED)
-        projector = source.tensors("model.multi_modal_projector.", "multi_modal_projector.")
+        projector = source.tensors(*PROJECTOR_PREFIXES)
         self._act = ACTIVATIONS[_projector_activation(config)]
         biased = config.get("multimodal_projector_bias", True)
         self._linears = [

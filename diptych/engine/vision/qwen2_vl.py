@@ -14,15 +14,13 @@ from torch.nn import functional
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import EncoderSource, EncoderTensors
-from diptych.engine.vision.qwen_attention import Attention, Merger, Pair, patch_kernel
+from diptych.engine.vision.qwen_attention import EPS, FRAMES, Attention, Merger, Pair, read_kernel
 from diptych.engine.vision.qwen_grid import angles, by_squares, windows
 from diptych.engine.vision.vision_transformer import ACTIVATIONS, embed_patches
 from kernels.rms_norm import rms_norm
 
-_EPS = 1e-6
-_FRAMES = 2
 TOWERS = ("model.visual.", "visual.")
-_COMMON = {"depth": 32, "num_heads": 16, "patch_size": 14, "temporal_patch_size": _FRAMES}
+_COMMON = {"depth": 32, "num_heads": 16, "patch_size": 14, "temporal_patch_size": FRAMES}
 _QWEN2 = {**_COMMON, "embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"}
 _QWEN2_5 = {
     **_COMMON,
@@ -41,7 +39,7 @@ def vision_fields(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     for name, default in defaults.items():
         if isinstance(default, int) and (not isinstance(fields[name], int) or fields[name] < 1):
             raise UnsupportedModel(f"vision_config.{name}: must be a whole number above 0")
-    if fields["temporal_patch_size"] != _FRAMES:
+    if fields["temporal_patch_size"] != FRAMES:
         raise UnsupportedModel("vision_config.temporal_patch_size: patches have two frames")
     if fields["hidden_act"] not in ACTIVATIONS:
         raise UnsupportedModel(f"vision_config.hidden_act {fields['hidden_act']!r} is not computed")
@@ -78,8 +76,7 @@ class QwenEncoder:
             raise UnsupportedModel("vision_config.window_size: a window is smaller than a row's patches")
         self._normalise = source.normaliser()
         tensors = source.tensors(*TOWERS)
-        kernel = tensors.take("patch_embed.proj.weight", hidden, 3, _FRAMES, self._patch, self._patch)
-        self._kernel = patch_kernel(kernel)
+        self._kernel = read_kernel(tensors, hidden, self._patch)
         self._layers = [self._read_layer(tensors, f"blocks.{n}.", inner) for n in range(layers)]
         self._last_norm = self._read_norm(tensors, "merger.ln_q")
         joined = hidden * self._merge**2
@@ -122,8 +119,8 @@ class QwenEncoder:
 
     def _norm(self, x: torch.Tensor, norm: Pair) -> torch.Tensor:
         if self._gated:
-            return rms_norm(x, norm[0], _EPS)
-        return functional.layer_norm(x, (self._hidden,), *norm, eps=_EPS)
+            return rms_norm(x, norm[0], EPS)
+        return functional.layer_norm(x, (self._hidden,), *norm, eps=EPS)
 
     def _read_norm(self, tensors: EncoderTensors, name: str) -> Pair:
         """Return weight and bias of a norm; an RMS norm has no bias, its weight stands twice."""

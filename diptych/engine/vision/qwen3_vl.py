@@ -14,19 +14,17 @@ from torch.nn import functional
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.vision.encoder import EncoderSource, EncoderTensors
 from diptych.engine.vision.qwen2_vl import TOWERS, vision_fields
-from diptych.engine.vision.qwen_attention import Attention, Merger, Pair, patch_kernel
+from diptych.engine.vision.qwen_attention import EPS, FRAMES, Attention, Merger, Pair, read_kernel
 from diptych.engine.vision.qwen_grid import angles, between_places, by_squares
 from diptych.engine.vision.vision_transformer import ACTIVATIONS, embed_patches
 
-_EPS = 1e-6
-_FRAMES = 2
 _DEFAULTS = {
     "depth": 27,
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "num_heads": 16,
     "patch_size": 16,
-    "temporal_patch_size": _FRAMES,
+    "temporal_patch_size": FRAMES,
     "num_position_embeddings": 2304,
     "hidden_act": "gelu_pytorch_tanh",
     "deepstack_visual_indexes": (8, 16, 24),
@@ -55,7 +53,7 @@ class _Rows:
         """Return the rows `[S, text hidden]` of squares of `square` patches."""
         joined = len(x_PH) // square, -1
         x = x_PH.reshape(joined) if self.late else x_PH
-        normed = functional.layer_norm(x, x.shape[1:], *self.norm, eps=_EPS)
+        normed = functional.layer_norm(x, x.shape[1:], *self.norm, eps=EPS)
         return self.merger(normed.reshape(joined))
 
 
@@ -77,8 +75,10 @@ class Qwen3Encoder:
             raise UnsupportedModel(f"vision_config.deepstack_visual_indexes {deep!r} of {layers} layers")
         self._normalise = source.normaliser()
         tensors = source.tensors(*TOWERS)
-        kernel = tensors.take("patch_embed.proj.weight", hidden, 3, _FRAMES, self._patch, self._patch)
-        self._patches = patch_kernel(kernel), tensors.take("patch_embed.proj.bias", hidden)
+        self._patches = (
+            read_kernel(tensors, hidden, self._patch),
+            tensors.take("patch_embed.proj.bias", hidden),
+        )
         self._places = tensors.take("pos_embed.weight", self._side**2, hidden)
         self._layers = [
             self._read_layer(tensors, f"blocks.{n}.", fields["intermediate_size"]) for n in range(layers)
@@ -111,7 +111,7 @@ class Qwen3Encoder:
             return torch.cat([self._rows(x, square), *deep], dim=1)
 
     def _norm(self, x: torch.Tensor, norm: Pair) -> torch.Tensor:
-        return functional.layer_norm(x, (self._hidden,), *norm, eps=_EPS)
+        return functional.layer_norm(x, (self._hidden,), *norm, eps=EPS)
 
     def _read_layer(self, tensors: EncoderTensors, at: str, inner: int) -> _Layer:
         hidden = self._hidden

@@ -1,4 +1,4 @@
-"""Attention of Qwen's encoders, patches turned by their places; and the joining of squares into rows."""
+"""Parts of Qwen's encoders: patches, attention turned by their places, the joining of squares into rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch.nn import functional
 from diptych.engine.vision.encoder import EncoderTensors
 from kernels.rotary import rotary
 
+EPS = 1e-6
+"""Addend of the encoders' norms."""
+FRAMES = 2
+"""Frames of video that a patch has."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Weight and bias of a layer; or cos and sin."""
 
@@ -44,11 +48,11 @@ class Attention:
         return functional.linear(whole, *self.out)
 
 
-def patch_kernel(kernel: torch.Tensor) -> torch.Tensor:
-    """Return the kernel `[H, 3, patch, patch]` of one `[H, 3, frames, patch, patch]` of video: an image is
-    the same in all frames.
+def read_kernel(tensors: EncoderTensors, hidden: int, patch: int) -> torch.Tensor:
+    """Read the kernel of video's patches and return it as `[H, 3, patch, patch]`: an image is the same in all
+    frames.
     """
-    return kernel.sum(dim=2)
+    return tensors.take("patch_embed.proj.weight", hidden, 3, FRAMES, patch, patch).sum(dim=2)
 
 
 @dataclass(frozen=True)

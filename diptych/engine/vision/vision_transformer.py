@@ -24,6 +24,15 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+TOWER_PREFIXES = (
+    "model.vision_tower.vision_model.",
+    "vision_tower.vision_model.",
+    "model.vision_tower.",
+    "vision_tower.",
+)
+"""Prefixes of an encoder's tensors, in files of several ages."""
+PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.")
+"""Prefixes of what makes rows for the text model."""
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
