@@ -129,7 +129,7 @@ def image_spec(folder: Path) -> ImageSpec | None:
 
 
 def _idefics3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
-    vision, scale = _inner(config, "vision_config"), _size(config, "scale_factor", 2)
+    vision, scale = _vision(config), _size(config, "scale_factor", 2)
     edge = fields.edge("max_image_size", "longest_edge", 364)
     patch = _size(vision, "patch_size", 32)
     side = edge // patch
@@ -150,9 +150,7 @@ def _idefics3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
 
 
 def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
-    vision = _inner(config, "vision_config")
-    if (kind := vision.get("model_type", "clip_vision_model")) != "clip_vision_model":
-        raise UnreadableImages(f"config.json: vision_config.model_type {kind!r}; clip_vision_model is read")
+    vision = _vision(config, "clip_vision_model")
     patch, edge = _size(vision, "patch_size", 14), _size(vision, "image_size", 336)
     strategy = config.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
@@ -170,9 +168,7 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
         tile=tile,
         rows_per_tile=(edge // patch) ** 2 + (strategy == "full"),
         token="<image>",
-        token_id=_size(
-            config, "image_token_id" if "image_token_id" in config else "image_token_index", 32000
-        ),
+        token_id=_token_id(config, 32000),
         resize_to=resize_to,
         shortest_edge=0 if exact else fields.edge("size", "shortest_edge", 224),
         pads=fields.values.get("do_pad") is True,
@@ -181,23 +177,19 @@ def _llava(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
 
 
 def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
-    vision = _inner(config, "vision_config")
-    if (kind := vision.get("model_type", "siglip_vision_model")) != "siglip_vision_model":
-        raise UnreadableImages(f"config.json: vision_config.model_type {kind!r}; siglip_vision_model is read")
+    vision = _vision(config, "siglip_vision_model")
     edge = _size(vision, "image_size", 224)
     tile = fields.edge("size", "height", 224), fields.edge("size", "width", 224)
     if tile != (edge, edge):
         raise UnreadableImages(f"preprocessor_config.json: size is not the encoder's {edge} x {edge}")
     if fields.values.get("do_pan_and_scan") not in (None, False):
         raise UnreadableImages("preprocessor_config.json: do_pan_and_scan is not computed")
-    named = "image_token_id" if "image_token_id" in config else "image_token_index"
     return ImageSpec(
         family="gemma3",
         tile=tile,
         rows_per_tile=_size(config, "mm_tokens_per_image", 256),
         token="<image_soft_token>",
-        token_id=_size(config, named, 262144),
-        resize_to=tile,
+        token_id=_token_id(config, 262144),
         shown="<start_of_image>",
         whole=True,
         **fields.shared(_BILINEAR, _IMAGENET, _IMAGENET),
@@ -205,7 +197,7 @@ def _gemma3(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
 
 
 def _qwen(config: Mapping[str, Any], fields: _Fields) -> ImageSpec:
-    vision = _inner(config, "vision_config")
+    vision = _vision(config)
     usual = 16 if config["model_type"] == "qwen3_vl" else 14
     patch, merge = fields.whole("patch_size", 14), fields.whole("merge_size", 2)
     sizes = {"patch_size": (patch, usual), "spatial_merge_size": (merge, 2)}
@@ -287,11 +279,19 @@ class _Fields:
         return tuple(map(float, given))
 
 
-def _inner(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    inner = config.get(name)
-    if not isinstance(inner, dict):
-        raise UnreadableImages(f"config.json has no {name}")
-    return inner
+def _vision(config: Mapping[str, Any], kind: str | None = None) -> Mapping[str, Any]:
+    """Return the `vision_config`, that of an encoder of `kind` where one is given."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        raise UnreadableImages("config.json has no vision_config")
+    if kind is not None and (given := vision.get("model_type", kind)) != kind:
+        raise UnreadableImages(f"config.json: vision_config.model_type {given!r}; {kind} is read")
+    return vision
+
+
+def _token_id(config: Mapping[str, Any], default: int) -> int:
+    """Return the id of an image's token, by its name of now or the older one."""
+    return _size(config, "image_token_id" if "image_token_id" in config else "image_token_index", default)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int) -> int:
