@@ -33,7 +33,7 @@ FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "gemma3")
 CONTEXT = 1024
 PIXELS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
 INPUTS = ("input_ids", "mm_token_type_ids", "token_type_ids", *PIXELS)
-"""What transformers' models read of what its processors make."""
+"""Outputs of transformers' processors that its models read."""
 IDEFICS3_TOKENS = (
     "<image>",
     "<fake_token_around_image>",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ ELSEWHERE = {
 """Architectures of tests/diptych/engine/weights/test_gguf_file.py and of test_expert_gguf.py."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: models so small gain nothing by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def twin_of(name: str, **changes: Any) -> tuple[Twin, Any]:

@@ -6,22 +6,19 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_expert_paral
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from diptych.engine.backends.torch.backend import TorchBackend
-from diptych.engine.batch import SequenceStep
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.weights import safetensors_folder
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models import expert_models, family_models
-from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, whole
 
 EXACT = 1e-3
 """Largest difference of a logit in float32."""
@@ -29,12 +26,7 @@ SAMPLE = frozenset({"mixtral", "olmoe", "gpt_oss", "deepseek_v3"})
 TEXT = 50
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def opened_model(name: str, folder: Path) -> OpenCheckpoint:
@@ -45,12 +37,6 @@ def opened_model(name: str, folder: Path) -> OpenCheckpoint:
 def text_of(opened: OpenCheckpoint) -> list[int]:
     vocab = opened.shape.vocab_size
     return torch.randint(0, vocab, (TEXT,), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def whole(opened: OpenCheckpoint, text: list[int]) -> torch.Tensor:
-    """Return the logits of a text by the backend that knows no parts."""
-    backend = TorchBackend(opened.shape, opened.read_all().weights)
-    return backend.forward([SequenceStep(memory_of(opened.shape), range(8), 0, text, True, len(text))], None)
 
 
 @pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])

@@ -5,14 +5,12 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_paral
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.parts import deal_parts
@@ -20,7 +18,7 @@ from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
-from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of, whole
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -30,12 +28,7 @@ IN_PARTS = sorted(CASES)
 TEXT, GREEDY = 70, 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +36,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
     """Six query heads, three KV heads."""
     folder = save(oracle_of(config_of("smollm3")), tmp_path_factory.mktemp("m"))
     return open_checkpoint(folder, "fp32")
-
-
-def whole(opened: OpenCheckpoint, text: list[int]) -> torch.Tensor:
-    """Return the logits of a text by the backend that knows no parts."""
-    backend = TorchBackend(opened.shape, opened.read_all().weights)
-    step = SequenceStep(memory_of(opened.shape), range(8), 0, text, True, len(text))
-    return backend.forward([step], None)
 
 
 @pytest.mark.parametrize(

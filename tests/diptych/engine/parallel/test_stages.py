@@ -5,7 +5,6 @@ Processes are threads here. Real ones are in tests/end_to_end/test_expert_parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,12 +26,7 @@ from tests.diptych.engine.parallel.thread_ranks import ThreadGroup
 TEXT, GREEDY = 60, 10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -133,3 +134,9 @@ def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.flo
     width = shape.kept_numbers if latent else shape.head_dim
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, width, BLOCK, dtype, latent=latent)
     return KVMemory(layout, blocks)
+
+
+def whole(opened: OpenCheckpoint, text: Sequence[int]) -> torch.Tensor:
+    """Return the logits of a text by the backend that knows no parts."""
+    backend = TorchBackend(opened.shape, opened.read_all().weights)
+    return backend.forward([SequenceStep(memory_of(opened.shape), range(8), 0, text, True, len(text))], None)
