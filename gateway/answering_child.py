@@ -54,6 +54,7 @@ class AnsweringChild:
         self._module = module
         self._task = task
         self._child: _Child | None = None
+        self._closed = False
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
@@ -82,11 +83,18 @@ class AnsweringChild:
             except (asyncio.IncompleteReadError, OSError):  # TimeoutError is one
                 if await self.end() == -signal.SIGPROF:
                     raise OutOfTime() from None
+                if self._closed:
+                    break
                 _log.warning("the process that %s was lost", self._task)
             except asyncio.CancelledError:
                 await self.end()  # its answer would be taken for that to the next question
                 raise
         raise ChildLost()
+
+    async def close(self) -> None:
+        """End the child for good: a question that it is at gets no successor."""
+        self._closed = True
+        await self.end()
 
     async def end(self) -> int | None:
         """End the child, if there is one. Returns its return code."""
@@ -101,8 +109,11 @@ class AnsweringChild:
 
     async def _start(self) -> _Child:
         process, ours = _spawn(self._module)
-        self._child = _Child(process, *(await asyncio.open_connection(sock=ours)))
-        return self._child
+        self._child = child = _Child(process, *(await asyncio.open_connection(sock=ours)))
+        if self._closed:  # meanwhile
+            await self.end()
+            raise ChildLost()
+        return child
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

@@ -69,9 +69,9 @@ class ImageDecoder:
             turn.waiting -= 1
 
     async def close(self) -> None:
-        """End the child; images that still wait get Draining."""
+        """End the child; the image that it is at and those that still wait get Draining."""
         self._closed = True
-        await self._child.end()
+        await self._child.close()
 
     async def _ask(self, data: bytes, media_type: str) -> PreparedImage:
         """Ask the child: that its successor dies as well is the image's fault."""
@@ -86,6 +86,8 @@ class ImageDecoder:
         except OutOfTime:
             raise RefusedImage("takes too long to decode") from None
         except ChildLost:
+            if self._closed:
+                raise Draining() from None
             raise RefusedImage("could not be decoded: its decoder was lost over it") from None
 
 

@@ -110,7 +110,7 @@ class GrammarCheck:
         for question in (question for line in lines for question in line.questions.values()):
             question.answer.set_exception(Draining())
             question.answer.exception()  # not reported where all callers have left
-        await self.child.end()
+        await self.child.close()
 
     async def _wait(self, digest: bytes, grammar: Grammar, tenant: str) -> str:
         if self._closed:

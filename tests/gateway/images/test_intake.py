@@ -108,3 +108,15 @@ async def test_the_end_refuses_images(intake: ImageIntake) -> None:
     await intake.close()
     with pytest.raises(Draining):
         await intake.prepare(chat(png(picture(1, 20, 20))), "tenant")
+
+
+async def test_the_end_meets_an_image_that_is_decoded_and_leaves_no_process(intake: ImageIntake) -> None:
+    decoder = intake._decoder
+    assert decoder is not None
+    decoding = asyncio.create_task(intake.prepare(chat(png(picture(1, 20, 20))), "tenant"))
+    while decoder.process is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await intake.close()
+    with pytest.raises(Draining):
+        await decoding
+    assert decoder.process is None
