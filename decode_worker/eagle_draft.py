@@ -1,4 +1,4 @@
-"""A drafter that is an EAGLE-3 head: it goes on from the model's features of the tokens that are there.
+"""A drafter that is a head over features (EAGLE, MTP): it goes on from those of the tokens that are there.
 
 Its keys and values of a prompt come with the handoff (diptych/worker_process/eagle_chunks.py). From there on
 each draft computes what the sequence has got since, with the features that the steps gave, and then token
@@ -15,7 +15,7 @@ import torch
 
 from decode_worker.growing_draft import GrowingDraft, grow
 from decode_worker.sequence import DecodeSequence
-from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, sample
 
@@ -23,7 +23,7 @@ from diptych.engine.sampling import Sampled, sample
 class EagleDraft:
     """A `Drafter`."""
 
-    def __init__(self, head: Eagle3Head, memory: KVMemory) -> None:
+    def __init__(self, head: FeatureHead, memory: KVMemory) -> None:
         """Draft with `head` over its segment of the blocks of `memory`.
 
         Raises ValueError for blocks without one.
@@ -43,7 +43,7 @@ class EagleDraft:
         going = [
             one for one in drafts if one.count > 0 and one.sequence.features and not self.rests(one.sequence)
         ]
-        grow(going, self._extend, self._head.shape.max_context, "the EAGLE head")
+        grow(going, self._extend, self._head.shape.max_context, "the drafting head")
         return [one.tokens for one in drafts]
 
     def _extend(self, drafts: Sequence[_Draft]) -> None:
@@ -62,7 +62,7 @@ class _Draft(GrowingDraft):
 
     _feature: torch.Tensor | None = None
 
-    def step(self, head: Eagle3Head) -> HeadStep:
+    def step(self, head: FeatureHead) -> HeadStep:
         """Return the step over the tokens whose keys and values are not there yet."""
         sequence = self.sequence
         if self._feature is not None:
