@@ -27,7 +27,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
-from diptych.engine.heads.eagle3 import Eagle3Head
+from diptych.engine.heads.feature_head import FeatureHead
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -114,7 +114,7 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | Eagle3Head | None = None) -> KVLayout:
+def layout(draft: Model | FeatureHead | None = None) -> KVLayout:
     return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
 
 
@@ -222,7 +222,7 @@ async def house(
     max_loras: int = 0,
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
-    eagle: Eagle3Head | None = None,
+    eagle: FeatureHead | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -271,10 +271,10 @@ def _draft_runner(kind: str | None, backend: str) -> Runner | None:
     return None if kind is None else Runner(draft_model(kind, backend), 1)
 
 
-def _chunks(drafts: Runner | Eagle3Head | None) -> PromptDrafts | None:
-    if isinstance(drafts, Eagle3Head):
-        return EagleChunks(drafts)
-    return None if drafts is None else DraftChunks(drafts)
+def _chunks(drafts: Runner | FeatureHead | None) -> PromptDrafts | None:
+    if isinstance(drafts, Runner):
+        return DraftChunks(drafts)
+    return None if drafts is None else EagleChunks(drafts)
 
 
 def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
@@ -310,7 +310,7 @@ async def _decode(
     runner: Runner,
     drafter: Drafter | None,
     bounds: LocalBounds,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -318,10 +318,10 @@ async def _decode(
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
     speculation, chunks = None, _chunks(drafts)
-    if isinstance(drafts, Eagle3Head):
-        drafter = EagleDraft(drafts, memory.memory)
-    elif drafts is not None:
+    if isinstance(drafts, Runner):
         drafter = DraftModel(drafts, memory.memory)
+    elif drafts is not None:
+        drafter = EagleDraft(drafts, memory.memory)
     if drafter is not None:
         most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
         speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
@@ -371,7 +371,7 @@ def _prefill(
     scratch: int,
     chunk: int,
     runner: Runner,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
