@@ -19,7 +19,7 @@ from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.eagle_loader import load_eagle
+from diptych.worker_process.eagle_loader import EagleFiles, load_eagle
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa
 from prefill_worker.config import PrefillSettings
@@ -118,10 +118,10 @@ async def test_heads_that_do_not_fit_and_of_other_kinds_are_refused_at_the_start
         await loaded(tiny, f"--speculative-model={tmp_path / 'nothing'}")
     for number, (words, config) in enumerate(
         (
-            ("in the form of EAGLE-3's authors alone", {"speculators_model_type": "eagle3"}),
-            ("in the form of EAGLE-3's authors alone", {"model_type": "eagle"}),
+            ("in the forms of their authors alone", {"speculators_model_type": "eagle3"}),
+            ("in the forms of their authors alone", {"speculators_model_type": "eagle"}),
             ("this model|a head of", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 9}),
-            ("multi-token prediction layers", {"model_type": "deepseek_mtp"}),
+            ("from the model's own folder: say mtp", {"model_type": "deepseek_mtp"}),
             ("in another form than", {"model_type": "medusa"}),
         )
     ):
@@ -155,7 +155,7 @@ async def test_both_workers_load_an_eagle_head_whose_keys_and_values_are_a_segme
         make_speculation(tree, engine, KVMemory(engine.layout, 4))
     with pytest.raises(UnfitHeads, match="EAGLE heads are not computed with the torch-parts step"):
         load_eagle(
-            head,
+            EagleFiles("EAGLE-3", head, tiny),
             Runner(replace(model(), backend=Plain(model().backend), backend_name="torch-parts"), 1),
             "fp32",
         )

@@ -16,9 +16,13 @@ from tests.diptych.engine.models.expert_models import CONFIGS, random_oracle
 FAMILIES = ("deepseek_v3", "glm4_moe")
 
 
-def write(folder: Path, name: str, seed: int = 12) -> tuple[Any, MtpLayer]:
-    """Write a model whose last layer drafts; return transformers' model without it, and that layer."""
+def write(folder: Path, name: str, seed: int = 12, **sizes: int) -> tuple[Any, MtpLayer]:
+    """Write a model whose last layer drafts; return transformers' model without it, and that layer.
+
+    `sizes` are fields of the config with other values.
+    """
     config = deepcopy(CONFIGS[name])
+    config.update(sizes)
     config.num_hidden_layers += 1
     config.tie_word_embeddings = False
     oracle = random_oracle(config, seed)
