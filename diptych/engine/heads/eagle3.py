@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from diptych.engine.backends.torch.row_groups import attention_of, group_rows
+from diptych.engine.batch import SequenceStep, rotary_positions
 from diptych.engine.heads.eagle3_files import Eagle3Weights
 from diptych.engine.heads.feature_head import HeadStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import ModelShape
-from kernels.paged_attention import paged_attention, write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 
@@ -38,6 +39,7 @@ class Eagle3Head:
         self.layers = weights.layers
         self._weights = weights
         self._vocab_size = vocab_size
+        self._attention = attention_of(shape, [None])
 
     @property
     def draft_vocab_size(self) -> int:
@@ -71,32 +73,24 @@ class Eagle3Head:
     def _step(self, memory: KVMemory, steps: Sequence[HeadStep]) -> torch.Tensor:
         weights, eps = self._weights, self.shape.rms_eps
         tokens = torch.tensor([token for step in steps for token in step.token_ids])
-        lanes = torch.cat([torch.arange(len(step.token_ids)) + step.start for step in steps])
         feature = torch.cat([step.features for step in steps]).to(weights.fc.dtype)
         embedded = functional.embedding(tokens, weights.embed).to(feature.dtype)
         normed = rms_norm(feature, weights.hidden_norm, eps)
         both = torch.cat([rms_norm(embedded, weights.input_norm, eps), normed], dim=-1)
         residual = normed if weights.norm_before_residual else feature
-        residual = residual + self._attention(memory, steps, both, lanes)
+        residual = residual + self._attend([step.share(memory) for step in steps], both)
         x = rms_norm(residual, weights.post_norm, eps)
         gate, up = functional.linear(x, weights.gate), functional.linear(x, weights.up)
         return residual + functional.linear(functional.silu(gate) * up, weights.down)
 
-    def _attention(
-        self, memory: KVMemory, steps: Sequence[HeadStep], both: torch.Tensor, lanes: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, shares: Sequence[SequenceStep], both: torch.Tensor) -> torch.Tensor:
         weights, shape = self._weights, self.shape
-        cos, sin = (part.to(both.dtype) for part in cos_sin(shape, 0, lanes))
+        positions = torch.from_numpy(rotary_positions(shares))
+        cos, sin = (part.to(both.dtype) for part in cos_sin(shape, 0, positions))
         q, k, v = (
             functional.linear(both, matrix, bias).unflatten(-1, (-1, shape.head_dim))
             for matrix, bias in weights.qkv
         )
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        mixed, begin = torch.empty_like(q), 0
-        for step in steps:
-            span = slice(begin, begin + len(step.token_ids))
-            table = torch.tensor(list(step.block_table))
-            write_kv(memory.data, 0, table, step.start, k[span], v[span])
-            mixed[span] = paged_attention(q[span], memory.data, 0, table, step.start)
-            begin = span.stop
+        mixed = self._attention.attend(group_rows(shares), 0, q, k, v)
         return functional.linear(mixed.flatten(1), weights.output)

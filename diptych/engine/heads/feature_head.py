@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
 
@@ -26,6 +27,14 @@ class HeadStep:
     token_ids: Sequence[int]
     features: torch.Tensor
     """`[tokens, hidden]`: of the token before each."""
+    parents: Sequence[int] | None = None
+    """Parents of tokens in a tree, as in `SequenceStep`; None: they are a chain."""
+
+    def share(self, memory: KVMemory) -> SequenceStep:
+        """Return the same as a step of a model of one layer over `memory`."""
+        return SequenceStep(
+            memory, self.block_table, self.start, self.token_ids, wants_logits=False, parents=self.parents
+        )
 
 
 class FeatureHead(Protocol):

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from diptych.engine.backends.torch.decoder import Decoder
 from diptych.engine.backends.torch.row_groups import attention_of, group_rows
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import rotary_positions
 from diptych.engine.heads.feature_head import HeadStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
@@ -72,12 +72,9 @@ class LayerHead:
         """See `FeatureHead.step`."""
         with torch.inference_mode():
             tokens = torch.tensor([token for step in steps for token in step.token_ids])
-            positions = torch.cat([torch.arange(len(step.token_ids)) + step.start for step in steps])
+            shares = [step.share(memory) for step in steps]
+            positions = torch.from_numpy(rotary_positions(shares))
             x = self._joined(tokens, torch.cat([step.features for step in steps]))
-            shares = [
-                SequenceStep(memory, step.block_table, step.start, step.token_ids, wants_logits=False)
-                for step in steps
-            ]
             attend = partial(self._attention.attend, group_rows(shares))
             x = self._decoder.through_layer(0, x, positions, attend)
             return x if self._norm is None else rms_norm(x, self._norm, self.shape.rms_eps)

@@ -1,4 +1,4 @@
-"""EAGLE heads and multi-token prediction layers at --speculative-model: loaded by both workers, or refused."""
+"""EAGLE heads and multi-token prediction layers at --speculative-model: loaded or refused by both workers."""
 
 from __future__ import annotations
 
