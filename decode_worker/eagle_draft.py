@@ -31,7 +31,7 @@ class EagleDraft:
         if memory.draft is None:
             raise ValueError("the blocks have no segment for a head")
         self._head = head
-        self._memory = memory.draft
+        self.memory = memory.draft
 
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`: after a failure, and past the head's context, there are no drafts."""
@@ -49,7 +49,7 @@ class EagleDraft:
     def _extend(self, drafts: Sequence[_Draft]) -> None:
         """Compute the known tokens of all drafts, and draw one more for each."""
         steps = [one.step(self._head) for one in drafts]
-        features = self._head.step(self._memory, steps)
+        features = self._head.step(self.memory, steps)
         ends = torch.tensor([len(step.token_ids) for step in steps]).cumsum(0) - 1
         logits = self._head.logits(features[ends])
         drawn = sample(logits, [one.walk.row for one in drafts])
@@ -64,15 +64,10 @@ class _Draft(GrowingDraft):
 
     def step(self, head: FeatureHead) -> HeadStep:
         """Return the step over the tokens whose keys and values are not there yet."""
-        sequence = self.sequence
-        if self._feature is not None:
-            at = sequence.num_tokens + len(self.tokens) - 1
-            return HeadStep(sequence.block_ids, at, self.tokens[-1:], self._feature[None])
-        start = sequence.draft_computed or 0
-        new = sequence.output_ids[start - sequence.prompt_tokens :]
-        known = torch.stack(sequence.features[-len(new) :])
-        missing = torch.zeros(len(new) - len(known), known.shape[1])
-        return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))
+        if self._feature is None:
+            return catch_up(self.sequence, head)
+        at = self.sequence.num_tokens + len(self.tokens) - 1
+        return HeadStep(self.sequence.block_ids, at, self.tokens[-1:], self._feature[None])
 
     def take(self, feature: torch.Tensor, sampled: Sampled | None) -> None:
         """Take what was drawn, and the feature of the token that it follows."""
@@ -81,3 +76,12 @@ class _Draft(GrowingDraft):
             self.sequence.features.clear()
         self._feature = feature
         self.add(None if sampled is None else sampled.token_id)
+
+
+def catch_up(sequence: DecodeSequence, head: FeatureHead) -> HeadStep:
+    """Return the step over the tokens of a sequence that were not computed with the model's features."""
+    start = sequence.draft_computed or 0
+    new = sequence.output_ids[start - sequence.prompt_tokens :]
+    known = torch.stack(sequence.features[-len(new) :])
+    missing = torch.zeros(len(new) - len(known), known.shape[1])
+    return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))

@@ -172,7 +172,7 @@ class StackOptions:
     speculative_tree: Annotated[
         str | None,
         _option(
-            "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1.",
+            "Branches at each depth of the trees that heads draft, as in 4,2,1.",
             "Speculative decoding",
         ),
     ] = None

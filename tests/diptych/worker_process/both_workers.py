@@ -15,6 +15,7 @@ import torch
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
 from decode_worker.eagle_draft import EagleDraft
+from decode_worker.eagle_tree import EagleTree
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
 from decode_worker.medusa_draft import MedusaDraft
@@ -231,7 +232,7 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter, or `heads`, trees where `branches` are given, or `eagle`. Each worker has
+    drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
     `max_loras` slots for adapters.
     """
     made = House()
@@ -251,7 +252,7 @@ async def house(
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, branches)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
+                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, branches)
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
@@ -311,6 +312,7 @@ async def _decode(
     drafter: Drafter | None,
     bounds: LocalBounds,
     drafts: Runner | FeatureHead | None,
+    branches: tuple[int, ...],
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -320,10 +322,12 @@ async def _decode(
     speculation, chunks = None, _chunks(drafts)
     if isinstance(drafts, Runner):
         drafter = DraftModel(drafts, memory.memory)
+    elif drafts is not None and branches:
+        drafter = EagleTree(drafts, memory.memory, branches)
     elif drafts is not None:
         drafter = EagleDraft(drafts, memory.memory)
     if drafter is not None:
-        most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
+        most = len(drafter.depths) if isinstance(drafter, MedusaDraft | EagleTree) else 3
         speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
     loop = DecodeLoop(
         runner,

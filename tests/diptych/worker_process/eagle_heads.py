@@ -5,12 +5,14 @@ They have three forms: "eagle3", "eagle", and "mtp", whose layer has attention o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal, Protocol
 
 import torch
 
+from decode_worker.draft_tree import rank_paths
 from diptych.engine.batch import SequenceStep
 from diptych.engine.heads.eagle3 import Eagle3Head
 from diptych.engine.heads.eagle3_files import Eagle3Weights
@@ -170,7 +172,7 @@ class Growing:
         self._head = head
         context = PROMPT + output
         layout = head.kv_layout(BLOCK)
-        blocks = layout.blocks_for(len(context) + MOST)
+        blocks = layout.blocks_for(len(context) + COUNT)
         self._memory, self._table = KVMemory(layout, blocks), range(blocks)
         of_model = model_features(context, tuple(head.layers))
         features = torch.cat([torch.zeros_like(of_model[:1]), of_model[:-1]])
@@ -212,20 +214,36 @@ def heads_of(kind: str, temperature: float, seed: int, form: Form = "eagle3") ->
     return made.head((torch.linalg.pinv(made.read(torch.cat(rows))) @ wanted).T.float())
 
 
-def offline(head: FeatureHead, temperature: float, seed: int) -> tuple[Text, int, int]:
-    """Return the output, and how many tokens are drafted and accepted."""
+def offline(head: FeatureHead, temperature: float, seed: int, branches: Text = ()) -> tuple[Text, int, int]:
+    """Return the output, and how many tokens are drafted and accepted, in chains or trees of `branches`."""
+    paths = rank_paths(branches or (1,) * MOST)
     output, drafted, accepted = plain(temperature, seed)[:1], 0, 0
     while len(output) < COUNT:
-        draft: Text = ()
+        nodes: dict[Text, int] = {}
         if len(output) > 1:
-            growing = Growing(head, output)
-            for _ in range(min(MOST, COUNT - len(output) - 1)):
-                draft += (drawn(head.logits(growing.feature), len(output) + len(draft), temperature, seed),)
-                growing.follow(draft[-1])
-        drafted += len(draft)
-        for token in (*draft, None):
+            nodes = _nodes(head, paths[: COUNT - len(output) - 1], output, temperature, seed)
+        drafted += len(nodes)
+        at: Text = ()
+        while True:
             output += (drawn(model_row(PROMPT + output)[0], len(output), temperature, seed),)
-            if output[-1] != token:
+            right = [path for path, token in nodes.items() if path[:-1] == at and token == output[-1]]
+            if not right:
                 break
-            accepted += 1
+            at, accepted = right[0], accepted + 1
     return output, drafted, accepted
+
+
+def _nodes(
+    head: FeatureHead, paths: Sequence[Text], output: Text, temperature: float, seed: int
+) -> dict[Text, int]:
+    """Return the drafted tokens by their paths of ranks, each computed as the end of a chain."""
+    nodes: dict[Text, int] = {}
+    for path in paths:
+        growing = Growing(head, output)
+        for depth in range(1, len(path)):
+            growing.follow(nodes[path[:depth]])
+        logits = head.logits(growing.feature)
+        first = drawn(logits, len(output) + len(path) - 1, temperature, seed)
+        likely = sorted(range(SHAPE.vocab_size), key=lambda token: (-float(logits[0, token]), token))
+        nodes[path] = [first, *(token for token in likely if token != first)][path[-1]]
+    return nodes

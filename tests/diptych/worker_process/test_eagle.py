@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from diptych.engine.heads.feature_head import HeadStep
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process import eagle_chunks
 from tests.diptych.worker_process import test_random_interleavings
@@ -62,6 +66,52 @@ async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_say
     assert drafted > 0
     assert (kind == "right") == (accepted == drafted)
     assert kind == "random" or accepted > 0
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["right", "random", "first"])
+@pytest.mark.parametrize(
+    ("form", "transport", "backend"), [("eagle3", "tcp", "native"), ("eagle", "shared_memory", "torch")]
+)
+async def test_trees_draft_what_chains_of_each_branch_would(
+    kind: str, form: Form, transport: str, sampling: dict[str, Any], backend: str
+) -> None:
+    temperature, seed, branches = (
+        float(sampling.get("temperature", 0.0)),
+        int(sampling.get("seed", 0)),
+        (3, 2, 1),
+    )
+    head = heads_of(kind, temperature, seed, form)
+    output, drafted, accepted = offline(head, temperature, seed, branches)
+    assert output == plain(temperature, seed)
+    async with house(transport, eagle=head, backend=backend, branches=branches) as made:
+        gateway = Gateway(made)
+        heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT, sampling=sampling))
+        assert tuple(heard.tokens) == output
+        ended = made.decodes[0].ended[-1]
+        assert (ended.drafted, ended.accepted) == (drafted, accepted)
+        await gateway.close()
+        assert await made.empty() == []
+    assert drafted > 0
+    assert kind == "random" or accepted > 0
+
+
+async def test_control_features_of_another_parent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = heads_of("right", 0.0, 0, "eagle")
+    _, drafted, accepted = offline(head, 0.0, 0, (3, 2, 1))
+    step = head.step
+
+    def rolled(memory: KVMemory, steps: Sequence[HeadStep]) -> torch.Tensor:
+        return step(memory, [replace(one, features=one.features.roll(1, 0)) for one in steps])
+
+    monkeypatch.setattr(head, "step", rolled)
+    async with house("shared_memory", eagle=head, backend="native", branches=(3, 2, 1)) as made:
+        gateway = Gateway(made)
+        heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT))
+        assert tuple(heard.tokens) == greedy(PROMPT, COUNT)
+        ended = made.decodes[0].ended[-1]
+        assert (ended.drafted, ended.accepted) != (drafted, accepted)
+        await gateway.close()
 
 
 @pytest.mark.parametrize("form", ["eagle3", "mtp"])

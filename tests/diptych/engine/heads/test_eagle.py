@@ -16,11 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from diptych.engine.heads.eagle3_files import is_eagle3
 from diptych.engine.heads.eagle_files import is_eagle, read_eagle
-from diptych.engine.heads.feature_head import HeadStep
+from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.heads.head_files import BadHeads
 from diptych.engine.heads.layer_head import LayerHead
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
+from tests.diptych.engine.heads import test_eagle3
 from tests.kernels.cpu.tiny_models import shape_of
 
 HIDDEN, VOCAB, INNER = 16, 61, 20
@@ -56,7 +57,10 @@ EMBED, OUTPUT = (torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_s
 def tensors() -> dict[str, torch.Tensor]:
     """Return random weights by the authors' names."""
     generator = torch.Generator().manual_seed(4)
-    return {name: torch.randn(size, generator=generator) * 0.5 for name, size in SIZES.items()}
+    scale = {"layers.0.self_attn.q_proj.weight": 0.05}  # attention to several tokens, not to one alone
+    return {
+        name: torch.randn(size, generator=generator) * scale.get(name, 0.5) for name, size in SIZES.items()
+    }
 
 
 def write(folder: Path, some: dict[str, torch.Tensor], **config: Any) -> Path:
@@ -100,6 +104,32 @@ def test_a_head_equals_transformers_layer_in_blocks_and_in_chunks(tmp_path: Path
     got.append(head.step(memory, [other, HeadStep(table, 5, tokens[5:].tolist(), features[5:])])[2:])
     torch.testing.assert_close(torch.cat(got), wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(head.logits(wanted), wanted @ OUTPUT.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_nodes_of_a_tree_have_what_chains_of_their_ancestors_have(form: str, tmp_path: Path) -> None:
+    """The tree is 11 with 12 and 13 after it, and 14 after 13."""
+    if form == "eagle":
+        head: FeatureHead = read(write(tmp_path / "head", tensors()))
+    else:
+        some = test_eagle3.tensors()
+        some["midlayer.self_attn.q_proj.weight"] *= 0.1
+        path = test_eagle3.write(tmp_path / "head", some, eagle_aux_hidden_state_layer_ids=[0, 2, 3])
+        head = test_eagle3.read(path)
+    tokens, parents = [11, 12, 13, 14], [-1, 0, 0, 2]
+    features = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(8))
+
+    def after(*places: int, tree: bool = False) -> torch.Tensor:
+        memory = KVMemory(head.kv_layout(4), 2)
+        head.step(memory, [HeadStep([1, 0], 0, [5, 6, 7, 8], features[:4])])
+        own = features[[4 + place for place in places]]
+        some = [tokens[place] for place in places]
+        return head.step(memory, [HeadStep([1, 0], 4, some, own, parents if tree else None)])
+
+    whole = after(0, 1, 2, 3, tree=True)
+    for chain in ((0, 1), (0, 2, 3)):
+        torch.testing.assert_close(whole[chain[-1]], after(*chain)[-1], atol=1e-4, rtol=1e-5)
+    assert not torch.allclose(whole[3], after(0, 1, 2, 3)[3], atol=1e-2)  # a control: brothers are seen
 
 
 def test_files_are_known_by_all_names_of_the_form(tmp_path: Path) -> None:
