@@ -32,7 +32,7 @@ class EagleFiles:
 
     kind: Literal["EAGLE-3", "EAGLE", "MTP"]
     path: Path
-    """Its folder; of a layer for multi-token prediction, the model's."""
+    """Folder of the head; of a layer for multi-token prediction, the model's."""
     model: Path
 
     @property

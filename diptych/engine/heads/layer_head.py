@@ -30,7 +30,7 @@ from kernels.rms_norm import rms_norm
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """How embedding and feature become what the layer reads."""
+    """Weights that make of embedding and feature what the layer reads."""
 
     matrix: torch.Tensor
     """`[hidden, 2 * hidden]`, of the embedding first."""

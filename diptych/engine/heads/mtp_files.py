@@ -24,7 +24,7 @@ from diptych.engine.weights.reader import OpenCheckpoint
 from diptych.engine.weights.safetensors_folder import TensorFiles, open_folder
 
 BY_NAME: Final = "mtp"
-"""What `--speculative-model` says for the model's own such layer."""
+"""Value of `--speculative-model` for the model's own such layer."""
 
 
 def count_layers(path: Path) -> int:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from decode_worker.config import DecodeSettings
 from decode_worker.drafters import make_speculation
+from diptych.cli.app import app
 from diptych.cli.doctor import given_draft
 from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.planner.model_shape import NotPlanned, read_shape
 from diptych.worker_process.medusa_loader import UnfitHeads
 from prefill_worker.config import PrefillSettings
 from tests.diptych.engine.heads import mtp_models
@@ -109,3 +112,13 @@ async def test_what_does_not_fit_is_refused_at_the_start(tiny: Path, tmp_path: P
     with pytest.raises(UnfitHeads, match="a head of width 32, the model's is 64"):
         await loaded(tiny, f"--speculative-model={narrow}")
     assert given_draft(str(narrow), str(tiny)).state == "missing"
+
+
+def test_heads_are_not_planned(tiny: Path, tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "head", tiny)
+    with pytest.raises(NotPlanned, match="holds drafting heads"):
+        read_shape(head)
+    asked = ["plan", "--gpu", "h100", "--model", str(tiny), "--rate", "1", "--speculative-model", "mtp"]
+    answer = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
+    assert answer.exit_code == 2
+    assert "layers that draft are not planned" in answer.output

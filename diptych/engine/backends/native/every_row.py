@@ -21,7 +21,7 @@ class WideStep:
 
     sequences: Sequence[SequenceStep]
     draws: Sequence[SampleRow | None]
-    """One a token."""
+    """Sampling of the row of each token."""
     asked: Sequence[int]
     """Places of the rows that were asked for, in their order."""
 

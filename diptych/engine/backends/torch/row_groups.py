@@ -122,11 +122,11 @@ class Decodes:
 
 
 @dataclass(frozen=True)
-class Attention:
+class GroupAttention:
     """Attention of a model's layers: what of a decoder's `Attend` does not depend on the step."""
 
     rules: Sequence[ScoreRule]
-    """One a layer."""
+    """Rule of each layer."""
     latent: LatentShape | None = None
     scales: torch.Tensor | None = None
     """Scales of a cache in FP8."""
@@ -155,13 +155,13 @@ class Attention:
 
 def attention_of(
     shape: ModelShape, sinks: Sequence[torch.Tensor | None], scales: torch.Tensor | None = None
-) -> Attention:
+) -> GroupAttention:
     """Return the attention of a model of `shape`, whose layers have these sinks (`ScoreRule.sinks`)."""
     rules = [
         ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, of_layer)
         for index, of_layer in enumerate(sinks)
     ]
-    return Attention(rules, shape.latent, scales)
+    return GroupAttention(rules, shape.latent, scales)
 
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
