@@ -60,7 +60,7 @@ def test_links_stay_within_the_host_unless_told_otherwise(admin: admin_pb2_grpc.
 
 
 def test_they_share_the_load_and_agree(stack: Stack) -> None:
-    prompts = [prompt for prompt in reference.prompts() if len(prompt) <= 260]
+    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260]
     answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=12))
     served = {
         (role, index): stack.metric(role, "diptych_engine_step_tokens_total", index)

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import openai
@@ -19,6 +20,7 @@ from lab.peers.bf16_folder import main as write_bf16_folder
 from tests.diptych.runtime.odd_models import CASES
 from tests.end_to_end import reference
 from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests.forms import sampled
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -119,20 +121,10 @@ def test_max_model_len_is_the_context_in_lists_and_errors(served: Stack) -> None
 
 WRONG = ("lfs_weights", "split", "only_pickles", "architecture")
 ALONE = ("gateway", "prefill_worker", "decode_worker")
-SMALL_FORM = {*zip(ALONE, WRONG[1:], strict=True)}
+SAMPLE = [("diptych", "lfs_weights"), *zip(ALONE, WRONG[1:], strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("module", "case"),
-    [
-        *(("diptych", case) for case in WRONG),
-        *(
-            pytest.param(module, case, marks=() if (module, case) in SMALL_FORM else pytest.mark.full)
-            for module in ALONE
-            for case in WRONG
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "case"), sampled(product(("diptych", *ALONE), WRONG), SAMPLE))
 def test_program_says_what_its_model_is_in_one_line(module: str, case: str, tmp_path: Path) -> None:
     write, said = CASES[case]
     command = [sys.executable, "-m", module, *(["up"] if module == "diptych" else ["--log-level=error"])]
