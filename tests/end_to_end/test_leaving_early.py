@@ -65,7 +65,7 @@ def check_cancels(stack: Stack, count: int) -> None:
     tokens = asyncio.run(greedy_answer(stack.address, reference.prompts()[21], 16))
     assert came["nothing"] > count // 25, f"too few cancels before the first token: {came}"
     assert came["tokens"] > count // 25, f"too few cancels after the first token: {came}"
-    assert tokens == reference.greedy(reference.prompts()[21], 16)
+    assert reference.is_greedy(reference.prompts()[21], tokens, 16)
 
 
 @pytest.mark.timeout(600)

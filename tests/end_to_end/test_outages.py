@@ -86,7 +86,7 @@ def test_a_killed_worker_costs_a_status_and_comes_back(stack: Stack, role: str) 
     for code, got_tokens in outcomes:
         assert code is (grpc.StatusCode.ABORTED if got_tokens else grpc.StatusCode.UNAVAILABLE)
     tokens = asyncio.run(answer_after_restart(stack.address))
-    assert tokens == reference.greedy(reference.prompts()[21], MAX_TOKENS)
+    assert reference.is_greedy(reference.prompts()[21], tokens, MAX_TOKENS)
     assert stack.account[role][0]["pid"] != before
     stack.wait_idle(PATIENCE_S)
 
