@@ -50,12 +50,15 @@ atexit.register(_close_stderr_of_triton)  # the first one here, so the last one 
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests have imported stays to the end: a full collection took a second to walk it.
-
-    Torch computes on one thread where a test sets no other number: the lanes share the cores, and most
-    matrices are too small to be divided.
-    """
+    """What thousands of tests have imported stays to the end: a full collection took a second to walk it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Let torch compute on one thread where a test sets no other number.
+
+    The lanes share the cores, and most matrices are too small to be divided.
+    """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
