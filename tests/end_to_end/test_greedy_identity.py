@@ -78,7 +78,7 @@ def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
 
 def test_drafted_tokens_change_nothing() -> None:
     """Alone and beside each other, in steps that leave room for drafts; some drafts have to be right."""
-    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260]
+    prompts = [prompt for prompt in reference.short_prompts()[::2] if len(prompt) <= 260]
     with running_stack("--dtype", "fp32", "--set", "decode.speculative-tokens=4") as stack:
         answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=2))
         drafted = stack.metric("decode", "diptych_spec_decode_draft_tokens_total")

@@ -36,9 +36,9 @@ def in_bytes(weights: Weights) -> Weights:
 
 
 def steps(shape: ModelShape, weights: Weights, instructions: str, rows: int) -> list[torch.Tensor]:
-    """Compute a prompt of `rows` tokens, then one token more beside another prompt, on two threads."""
+    """Compute a prompt of `rows` tokens, then one token more beside another prompt, on one or two threads."""
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
-    backend.set_threads(2)
+    backend.set_threads(1 + rows % 2)
     pool = Pool(layout_of(shape, 16, torch.bfloat16), 12)
     a, b = pool.sequence(rows + 1), pool.sequence(20)
     tokens = tokens_of(rows + 1, shape.vocab_size)
