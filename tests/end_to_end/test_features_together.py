@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from diptych.client import Client
 from tests.adapters import write_adapter
@@ -48,12 +47,9 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     flags += ["--speculative-model", str(drafts), "--speculative-tokens", "3"]
     flags += ["--kv-tier", "ram:64m", "--kv-tier", f"disk:{tmp_path_factory.mktemp('tier')}:64m"]
     flags += [f"--lora={name}={path}" for name, path in paths.items()]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system
     with running_stack(*flags) as stack:
         yield Adapted(stack, folder, paths)
         stack.wait_idle()
-    torch.set_num_threads(before)
 
 
 def test_prompts_that_come_back_from_a_tier_are_continued_with_drafts_and_adapters(together: Adapted) -> None:
