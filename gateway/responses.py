@@ -32,7 +32,8 @@ class Responses:
 
     The first message of a request has ``request_id``, ``model``, its digest and ``prompt``. Each message has
     one `OutputDelta` per choice with new output, in order; the last one of a choice has its
-    ``finish_reason``. The last message has ``usage`` and ``timings``. A unary answer is one message that is first and last.
+    ``finish_reason``. The last message has ``usage`` and ``timings``. A unary answer is one message that is
+    first and last.
     """
 
     def __init__(self, tokenizer: Tokenizer, model_digest: str) -> None:

@@ -330,14 +330,14 @@ async def test_metrics_show_adapters_and_forget_them(
         value = stack.registry.get_sample_value
         call = stack.stub.StreamGenerate(ask(stack, model="legal"))
         await decode.wait_for("attach")
-        assert value("diptych_adapters") == 1
+        assert value("diptych_adapters", {"model": bundled.card.name}) == 1
         assert value("diptych_adapter_requests_running", {"adapter": "legal"}) == 1
         labels = {"running_lora_adapters": "legal", "waiting_lora_adapters": "", "max_lora": "8"}
         await until(lambda: value("vllm:lora_requests_info", labels) is not None)
         call.cancel()
         await stack.until_idle()
         await operator.UnloadAdapter(admin.UnloadAdapterRequest(name="legal"))
-        assert value("diptych_adapters") == 0
+        assert value("diptych_adapters", {"model": bundled.card.name}) == 0
         assert value("diptych_adapter_requests_running", {"adapter": "legal"}) is None
 
 
