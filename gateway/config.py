@@ -69,11 +69,6 @@ class GatewaySettings(ProgramSettings):
         "of several.",
         section="Model",
     )
-    model_split: str = setting(
-        "",
-        "Name that stands for models by weight, as NAME=MODEL:90,MODEL:10, or NAME=MODEL; may be repeated.",
-        section="Model",
-    )
     grpc_port: Port = setting(
         GRPC_PORT, "Public gRPC port; 0 takes any free one.", section="Network", serving=False
     )
@@ -155,6 +150,11 @@ class GatewaySettings(ProgramSettings):
         "",
         "Names the model is served under, separated by commas or blanks; all are listed, and an answer has "
         "the one that was asked for. --model-name comes before them.",
+        section="Model",
+    )
+    model_split: str = setting(
+        "",
+        "Name that stands for models by weight, as NAME=MODEL:90,MODEL:10, or NAME=MODEL; may be repeated.",
         section="Model",
     )
     chat_template: Path | None = setting(

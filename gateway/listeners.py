@@ -38,6 +38,7 @@ class Readiness(Protocol):
     def ready(self) -> bool: ...
     def why_not_ready(self) -> str: ...
     def gives_work(self, worker_id: str) -> bool: ...
+    def lacks(self, model: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Listeners:
             ready=lambda: state.ready,
             why_not_ready=state.why_not_ready,
             gives_work=state.gives_work,
+            lacks=state.lacks,
             tls=settings.tls,
             insecure=settings.insecure,
             api=self._http_api(body_bytes),

@@ -84,6 +84,16 @@ class ModelDirectory:
             return reasons[0]
         return "; ".join(f"{core.name}: {why}" for core, why in zip(self._served, reasons, strict=True))
 
+    def lacks(self, name: str) -> str:
+        """Return why a model, or every model of an alias, has no workers; empty while it has."""
+        alias = self._aliases.get(name)
+        models = [name] if alias is None else [share.model for share in alias.shares if share.weight]
+        reasons = [
+            "there is no such model" if core is None else core.why_not_ready()
+            for core in map(self.get, models)
+        ]
+        return "" if not all(reasons) else "; ".join(reasons)
+
     # --- choice of a request --------------------------------------------------------------------------
 
     def choose(

@@ -139,6 +139,10 @@ class Gateway:
         found = (core.worker_pool.registry.get(worker_id) for core in self.models)
         return any(worker is not None and worker.link.up and worker.accepts_work for worker in found)
 
+    def lacks(self, model: str) -> str:
+        """Return why requests for a model, or an alias, have no workers to run on; empty while they have."""
+        return "shutting down" if self._shutting_down else self.models.lacks(model)
+
     def _state(self) -> tuple[bool, bool, bool]:
         return self.ready, self._shutting_down, self.mirror.connected
 

@@ -4,12 +4,13 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
@@ -25,6 +26,7 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.kv_tier_specs import kept_secret, parse_tiers
 from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.settings import config_digest
+from gateway.model.named_models import parse_models
 
 STOP_ORDER = ("gateway", "prefill", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +50,8 @@ class Stack:
     config_digest: str = ""
     certificates: Path | None = None
     """Folder of the gateway's certificate for its links."""
+    ready_paths: tuple[str, ...] = ("/ready",)
+    """Paths of the gateway that answer 200 once all its models have workers."""
 
     @property
     def address(self) -> str:
@@ -59,9 +63,9 @@ class Stack:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
 
     async def ready(self, worker_id: str = "") -> bool:
-        """Return whether the gateway can route a request; with an id, whether this worker gets some."""
-        path = f"/ready?worker={worker_id}" if worker_id else "/ready"
-        return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
+        """Return whether the gateway can route requests for every model, or with an id to this worker."""
+        paths = (f"/ready?worker={worker_id}",) if worker_id else self.ready_paths
+        return await _all_ready(self.host, self.http_port, paths, tls=self.tls)
 
     async def requests(self) -> int | None:
         """Return the number of requests of the gateway, running or waiting; None when it does not answer."""
@@ -136,6 +140,7 @@ async def _running(
             tls=options.tls_cert is not None,
             config_digest=options.config_digest or "",
             certificates=certificates_of(options, "gateway"),
+            ready_paths=ready_paths(options),
         )
         await _routable(stack)
         if file is not None:
@@ -158,7 +163,8 @@ async def _serves_without(supervisor: Supervisor, options: StackOptions, failed:
         gateway = next((one.announced for one in alive if one.role == "gateway" and one.announced), None)
         tls = options.tls_cert is not None
         host = reachable(options.host)
-        if gateway and await http_status(host, int(gateway["http_port"]), "/ready", tls=tls) == 200:
+        paths = ready_paths(options)
+        if gateway and await _all_ready(host, int(gateway["http_port"]), paths, tls=tls):
             return True
         loading = any(one.announced is None for one in alive)
         settled_at = None if loading else settled_at or time.monotonic()
@@ -166,6 +172,19 @@ async def _serves_without(supervisor: Supervisor, options: StackOptions, failed:
             return False
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
     return False
+
+
+def ready_paths(options: StackOptions) -> tuple[str, ...]:
+    """Return the paths of the gateway that answer 200 once all models have workers."""
+    names = [model.name for model in parse_models(options.model)]
+    return tuple("/ready" if name is None else f"/ready?model={quote(name, safe='')}" for name in names)
+
+
+async def _all_ready(host: str, port: int, paths: Iterable[str], *, tls: bool) -> bool:
+    for path in paths:
+        if await http_status(host, port, path, tls=tls) != 200:
+            return False
+    return True
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:

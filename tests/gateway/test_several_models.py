@@ -1,0 +1,250 @@
+"""Several models behind one gateway: names, aliases, shares, and models that come, are replaced and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from diptych.runtime.model_digest import model_digest
+from diptych.v1 import admin_pb2 as admin
+from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
+from diptych.v1 import inference_pb2 as pb
+from gateway.config import GatewaySettings
+from gateway.load_models import LoadedModel
+from gateway.model.served_model import ServedModel
+from gateway.program import Gateway
+from tests.gateway.running_gateway import SECRET, collect, ids_of, reason_of, until
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
+
+Code = grpc.StatusCode
+ONE, TWO = "1" * 64, "2" * 64
+IDS = {ONE: [11, 12, 13], TWO: [21, 22, 23]}
+SPLIT = "chat=one:90,two:10"
+
+
+@dataclass
+class Several:
+    """A gateway with two models, `one` and `two`, and how to talk to it."""
+
+    gateway: Gateway
+    stub: Any
+    operator: Any
+
+    async def ids(self, model: str, **fields: Any) -> list[int]:
+        return ids_of(await self.messages(model, **fields))
+
+    async def messages(self, model: str, **fields: Any) -> list[pb.GenerateResponse]:
+        return await collect(self.stub.StreamGenerate(pb.GenerateRequest(model=model, text="Hi", **fields)))
+
+    async def refusal(self, call: Any) -> tuple[Code, str, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        return caught.value.code(), reason_of(caught.value), caught.value.details() or ""
+
+    async def http(self, path: str, body: Mapping[str, object] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+
+        def ask() -> Any:
+            url = f"http://127.0.0.1:{self.gateway.http_port}{path}"
+            request = urllib.request.Request(url, data, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return json.load(answer)
+
+        return await asyncio.to_thread(ask)
+
+
+def pair(digest: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
+    return ScriptedPrefill(), ScriptedDecode(answering(IDS[digest]))
+
+
+@contextlib.asynccontextmanager
+async def several(
+    bundled: ServedModel, redis_url: str, workers: Mapping[str, tuple[ScriptedWorker, ...]], **settings: Any
+) -> AsyncIterator[Several]:
+    """The bundled model twice, under two names and digests; ready when both have workers, if they get any."""
+    for digest, some in workers.items():
+        for worker in some:
+            await worker.start(redis_url, digest)
+    loaded = [
+        LoadedModel(dataclasses.replace(bundled, card=dataclasses.replace(bundled.card, name=name)), digest)
+        for name, digest in (("one", ONE), ("two", TWO))
+    ]
+    values = GatewaySettings(
+        redis_url=redis_url,
+        **{"grpc_port": 0, "http_port": 0, "secret": SECRET, "shutdown_timeout": 0.5, **settings},
+    )
+    gateway = Gateway(values, loaded)
+    await gateway.start()
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
+        grpc.aio.insecure_channel(f"127.0.0.1:{gateway.admin_port}") as admin_channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        made = Several(gateway, stub, admin_pb2_grpc.AdminServiceStub(admin_channel))
+        try:
+            for core in gateway.models:
+                if len(workers.get(core.digest, ())) > 1:
+                    await until(lambda core=core: not core.why_not_ready())
+            yield made
+        finally:
+            await gateway.close()
+            for worker in (worker for some in workers.values() for worker in some):
+                await worker.close()
+
+
+async def test_each_name_is_answered_by_its_own_workers(bundled: ServedModel, redis_url: str) -> None:
+    async with several(bundled, redis_url, {ONE: pair(ONE), TWO: pair(TWO)}) as system:
+        for name, digest in (("one", ONE), ("two", TWO)):
+            first, *_ = messages = await system.messages(name)
+            assert (first.model, first.model_digest, ids_of(messages)) == (name, digest, IDS[digest])
+            body = {"model": name, "prompt": "Hi"}
+            answer = await system.http("/v1/completions", body)
+            assert (answer["model"], answer["system_fingerprint"]) == (name, f"fp_{digest[:12]}")
+        listed = await system.http("/v1/models")
+        assert [(one["id"], one["digest"]) for one in listed["data"]] == [("one", ONE), ("two", TWO)]
+        info = await system.operator.GetServerInfo(admin.GetServerInfoRequest())
+        assert [(one.name, one.digest, one.ready) for one in info.models] == [
+            ("one", ONE, True),
+            ("two", TWO, True),
+        ]
+        workers = (await system.operator.ListWorkers(admin.ListWorkersRequest())).workers
+        assert Counter(worker.model for worker in workers) == {"one": 2, "two": 2}
+
+
+async def test_name_that_stands_for_nothing_gets_the_names_that_do(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    async with several(bundled, redis_url, {}, model_split=SPLIT) as system:
+        code, reason, text = await system.refusal(system.messages("three"))
+        assert (code, reason) == (Code.NOT_FOUND, "UNKNOWN_MODEL")
+        assert text == "no such model is served here; one, two, chat are"
+        code, reason, text = await system.refusal(system.messages(""))
+        assert (code, reason, text) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER", "model: is required")
+
+
+async def test_alias_shares_requests_by_weight_and_answers_name_the_model(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    async with several(bundled, redis_url, {ONE: pair(ONE), TWO: pair(TWO)}, model_split=SPLIT) as system:
+        heads = [
+            messages[0] for messages in await asyncio.gather(*(system.messages("chat") for _ in range(200)))
+        ]
+        counts = Counter((head.model, head.model_digest) for head in heads)
+        assert counts[("one", ONE)] + counts[("two", TWO)] == 200
+        assert 4 <= counts[("two", TWO)] <= 40
+        metric = system.gateway.registry.get_sample_value
+        assert metric("diptych_model_alias_weight", {"alias": "chat", "model": "two"}) == 10
+        of_session = {tuple(await system.ids("chat", session_id="s")) for _ in range(20)}
+        assert len(of_session) == 1
+        body = {"model": "chat", "prompt": ["Hi", "there"], "max_tokens": 3}
+        answer = await system.http("/v1/completions", body)
+        assert answer["model"] in ("one", "two")
+        assert len({choice["text"] for choice in answer["choices"]}) == 1
+
+
+async def test_alias_leaves_a_model_without_workers_out(bundled: ServedModel, redis_url: str) -> None:
+    settings = {"model_split": SPLIT, "worker_wait_timeout": 0.1}
+    async with several(bundled, redis_url, {TWO: pair(TWO)}, **settings) as system:
+        assert {tuple(await system.ids("chat")) for _ in range(20)} == {tuple(IDS[TWO])}
+        assert (await system.refusal(system.messages("one")))[1] == "NO_READY_WORKER"
+        assert system.gateway.ready
+        assert system.gateway.lacks("one")
+        assert not system.gateway.lacks("chat")
+
+
+async def test_resume_token_finds_the_model_that_began(bundled: ServedModel, redis_url: str) -> None:
+    """The alias stands for the other model by then; the control is a token that names no model here."""
+    async with several(
+        bundled, redis_url, {ONE: pair(ONE), TWO: pair(TWO)}, model_split="chat=two,never=one"
+    ) as system:
+        first = (await system.messages("chat"))[0]
+        shares = [admin.ModelShare(model="one", weight=1), admin.ModelShare(model="two", weight=0)]
+        alias = admin.ModelAlias(name="chat", shares=shares)
+        await system.operator.SetModelAlias(admin.SetModelAliasRequest(alias=alias))
+        assert await system.ids("chat") == IDS[ONE]
+        again = {"resume_token": first.resume_token, "received_token_ids": IDS[TWO][:1]}
+        assert await system.ids("chat", **again) == IDS[TWO][1:]
+        refused = await system.refusal(system.messages("never", **again))
+        assert refused[1:] == (
+            "INVALID_PARAMETER",
+            "resume_token: was made for another request, another model or another tenant",
+        )
+
+
+async def test_model_is_removed_while_its_requests_run(bundled: ServedModel, redis_url: str) -> None:
+    prefill, decode = pair(TWO)
+    decode.script = answering(IDS[TWO], pause_s=0.3)
+    async with several(bundled, redis_url, {ONE: pair(ONE), TWO: (prefill, decode)}) as system:
+        running = asyncio.create_task(system.ids("two"))
+        await decode.wait_for("attach")
+        unload = system.operator.UnloadModel(admin.UnloadModelRequest(name="two"))
+        unloading = asyncio.ensure_future(unload)
+        await until(lambda: len(system.gateway.models) == 1)
+        assert (await system.refusal(system.messages("two")))[1] == "UNKNOWN_MODEL"
+        assert not unloading.done()
+        assert await running == IDS[TWO]
+        await unloading
+        await until(lambda: not prefill.links and not decode.links)
+        assert await system.ids("one") == IDS[ONE]
+        last = await system.refusal(system.operator.UnloadModel(admin.UnloadModelRequest(name="one")))
+        assert last[2] == "name: is the only model"
+
+
+async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
+    bundled: ServedModel, bundled_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = model_digest(bundled_path)
+    workers = prefill, decode = ScriptedPrefill(), ScriptedDecode(answering([31, 32, 33]))
+    prefill_of_old, decode_of_old = pair(ONE)
+    decode_of_old.script = answering(IDS[ONE], pause_s=0.3)
+    request = admin.LoadModelRequest(name="one", path=str(bundled_path))
+    async with several(bundled, redis_url, {ONE: (prefill_of_old, decode_of_old)}) as system:
+        monkeypatch.setattr("gateway.model_service.READY_S", 0.3)
+        assert (await system.refusal(system.operator.LoadModel(request)))[1] == "NO_READY_WORKER"
+        monkeypatch.undo()
+        running = asyncio.create_task(system.ids("one"))
+        await decode_of_old.wait_for("attach")
+        for worker in workers:
+            await worker.start(redis_url, digest)
+        try:
+            loaded = await system.operator.LoadModel(request)
+            assert (loaded.model.digest, loaded.model.ready) == (digest, True)
+            first, *_ = messages = await system.messages("one")
+            assert (first.model, first.model_digest, ids_of(messages)) == ("one", digest, [31, 32, 33])
+            assert not running.done()
+            assert await running == IDS[ONE]
+            await until(lambda: not prefill_of_old.links and not decode_of_old.links)
+            assert (prefill.links, decode.links) == (1, 1)
+            listed = await system.operator.ListServedModels(admin.ListServedModelsRequest())
+            assert [(one.name, one.digest) for one in listed.models] == [("one", digest), ("two", TWO)]
+        finally:
+            for worker in workers:
+                await worker.close()
+
+
+async def test_what_cannot_be_served_is_refused_by_field(bundled: ServedModel, redis_url: str) -> None:
+    async with several(bundled, redis_url, {}, model_split=SPLIT) as system:
+        load, unload = system.operator.LoadModel, system.operator.UnloadModel
+        for request, text in (
+            (admin.LoadModelRequest(name="chat", path="/m"), "name: is an alias, or a name of another model"),
+            (admin.LoadModelRequest(name="three", path="m"), "path: must be absolute"),
+            (admin.LoadModelRequest(name="three", path="/nowhere"), "path: no model at /nowhere"),
+            (admin.LoadModelRequest(name="-", path="/m"), "name: must be 1 to 128 letters"),
+        ):
+            assert text in (await system.refusal(load(request)))[2]
+        named = await system.refusal(unload(admin.UnloadModelRequest(name="two")))
+        assert named[2] == "name: the alias chat stands for it: change that first"
+        alias = admin.ModelAlias(name="one", shares=[admin.ModelShare(model="two", weight=1)])
+        refused = await system.refusal(system.operator.SetModelAlias(admin.SetModelAliasRequest(alias=alias)))
+        assert refused[2] == "alias: one is the name of a model"
