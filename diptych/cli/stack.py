@@ -148,7 +148,7 @@ def _worker(
         role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
         for role in WORKER_ROLES
     }
-    return replace(either[place.role], roles=either)
+    return replace(either[place.role], roles=either, model=options.model)
 
 
 def of_model(options: StackOptions, model: NamedModel) -> StackOptions:

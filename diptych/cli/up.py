@@ -19,6 +19,7 @@ from diptych.cli.private_ca import with_certificates
 from diptych.cli.process_events import ChangedRole, Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
+from diptych.cli.stack_models import StackModels
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
@@ -52,6 +53,7 @@ class Stack:
     """Folder of the gateway's certificate for its links."""
     ready_paths: tuple[str, ...] = ("/ready",)
     """Paths of the gateway that answer 200 once all its models have workers."""
+    models: StackModels | None = None
 
     @property
     def address(self) -> str:
@@ -141,6 +143,7 @@ async def _running(
             config_digest=options.config_digest or "",
             certificates=certificates_of(options, "gateway"),
             ready_paths=ready_paths(options),
+            models=StackModels(options, shared, supervisor),
         )
         await _routable(stack)
         if file is not None:
