@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, Slot, describe
-from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Replaced, Serving, Wrote
+from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Removed, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
 from diptych.runtime.discovery.records import Role
 from diptych.runtime.discovery.worker_file import WorkerFile
@@ -189,6 +189,8 @@ class Supervisor:
         await _cancel(kept.keeper for kept in removed if kept.keeper is not None)
         await self._end(removed)
         self._list_workers()
+        for kept in removed:
+            self._observe(Removed(kept.spec.name))
 
     async def stop(self, roles: Sequence[str] = ()) -> None:
         """End every process: those of `roles` first, one role after the other, then the rest together."""

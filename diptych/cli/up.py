@@ -16,7 +16,7 @@ from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
 from diptych.cli.private_ca import with_certificates
-from diptych.cli.process_events import ChangedRole, Ended, Event, Replaced, Serving, Stopping
+from diptych.cli.process_events import ChangedRole, Ended, Event, Removed, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
 from diptych.cli.stack_models import StackModels
@@ -116,7 +116,7 @@ async def _running(
 
     def relay(event: Event) -> None:
         observe(event)
-        if file and stack and isinstance(event, (Ended, Serving, Replaced, ChangedRole)):
+        if file and stack and isinstance(event, (Ended, Serving, Replaced, Removed, ChangedRole)):
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 

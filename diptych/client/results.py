@@ -152,7 +152,8 @@ class _Answer:
 class Chunk(_Answer):
     """A piece of a stream: what is new of each choice.
 
-    `request_id`, `model`, its digest and `prompt` come with the first one, `usage` and `timings` with the last.
+    `request_id`, `model`, its digest and `prompt` come with the first one, `usage` and `timings` with the
+    last.
     """
 
     resume_token: str = ""
