@@ -119,8 +119,7 @@ class ModelDirectory:
         if (core := self.get(name)) is not None:
             return core, name
         if (alias := self._aliases.get(name)) is not None:
-            tenant = "" if caller is None else caller.tenant
-            point = sticky_point(name, tenant, session_id) if session_id else random.random()
+            point = sticky_point(name, session_id) if session_id else random.random()
             chosen = self.get(alias.choose(point, self._is_ready))
             if chosen is not None:
                 return chosen, chosen.name

@@ -107,7 +107,9 @@ def _settled(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> pb.Li
     deadline = time.monotonic() + LEAVE_S
     while True:
         request = pb.ListServedModelsRequest()
-        served = stub.ListServedModels(request, timeout=_LIST_S, metadata=metadata)
+        served: pb.ListServedModelsResponse = stub.ListServedModels(
+            request, timeout=_LIST_S, metadata=metadata
+        )
         if not any(one.leaving for one in served.models) or time.monotonic() > deadline:
             return served
         time.sleep(_LOOK_S)

@@ -61,9 +61,9 @@ class ModelAlias:
         return shares[-1].model
 
 
-def sticky_point(alias: str, tenant: str, session_id: str) -> float:
+def sticky_point(alias: str, session_id: str) -> float:
     """Return the point of a session, the same at every gateway: its requests stay with their model."""
-    digest = hashlib.sha256("\0".join((alias, tenant, session_id)).encode()).digest()
+    digest = hashlib.sha256(f"{alias}\0{session_id}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 

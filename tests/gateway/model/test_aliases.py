@@ -45,10 +45,10 @@ def test_models_without_workers_get_nothing_while_another_has_some() -> None:
 
 
 def test_sessions_stay_with_their_model_and_are_spread() -> None:
-    points = [sticky_point("chat", "tenant", str(number)) for number in range(2000)]
-    assert points == [sticky_point("chat", "tenant", str(number)) for number in range(2000)]
+    points = [sticky_point("chat", str(number)) for number in range(2000)]
+    assert points == [sticky_point("chat", str(number)) for number in range(2000)]
     assert abs(sum(point < 0.9 for point in points) / 2000 - 0.9) < 0.03
-    assert sticky_point("chat", "a", "b") != sticky_point("chat", "ab", "")
+    assert sticky_point("a", "bc") != sticky_point("ab", "c")
 
 
 def test_targets_must_be_models() -> None:
