@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_files import fetched_model
 from diptych.runtime.settings import StartupError
 from gateway.config import GatewaySettings, listed
 from gateway.images.decoder import ImageDecoder
@@ -43,7 +43,7 @@ def load_models(settings: GatewaySettings) -> list[LoadedModel]:
 def load_model(settings: GatewaySettings, named: NamedModel) -> LoadedModel:
     """Load a model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
-        path = checked_model(named.path)
+        path = fetched_model(named.path)
         template = None
         if settings.chat_template is not None and named in settings.models:
             template = read_template(settings.chat_template)

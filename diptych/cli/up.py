@@ -24,9 +24,10 @@ from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.hub import HubModel, download_model
 from diptych.runtime.kv_tier_specs import kept_secret, parse_tiers
 from diptych.runtime.process import ONE_SIGNAL_S
-from diptych.runtime.settings import config_digest
+from diptych.runtime.settings import StartupError, config_digest
 from gateway.model.named_models import parse_models
 
 STOP_ORDER = ("gateway", "prefill", "decode")
@@ -106,6 +107,7 @@ async def _running(
     ready_file: Path | None,
     ready_timeout_s: float,
 ) -> AsyncIterator[Stack]:
+    await asyncio.to_thread(_fetch_models, options)
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
     options = replace(options, config_digest=config_digest(settings))
@@ -153,6 +155,16 @@ async def _running(
         if file is not None:
             file.remove()
         await _stop(supervisor, stack, observe, timeouts.requests_s)
+
+
+def _fetch_models(options: StackOptions) -> None:
+    """Download the models of the Hub that are not here: the processes find them. Raises BadOptions."""
+    try:
+        for model in parse_models(options.model):
+            if (of_hub := HubModel.parse(model.path)) is not None:
+                download_model(of_hub)
+    except (StartupError, ValueError) as error:
+        raise BadOptions(f"--model: {error}") from None
 
 
 async def _serves_without(supervisor: Supervisor, options: StackOptions, failed: ChildSpec) -> bool:

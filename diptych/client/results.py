@@ -190,4 +190,4 @@ class Model:
     chat: bool
     tokenizer_digest: str
     digest: str = ""
-    """Of its files: another content under the same name has another one."""
+    """Version of its files: another content under the same name has another one."""
