@@ -17,6 +17,7 @@ from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
 from gateway.model.aliases import ModelAlias, parse_aliases
 from gateway.model.named_models import NamedModel, parse_models
+from gateway.model.small_requests import parse_small_requests
 from gateway.model.template_file import read_template
 from gateway.session.retry_policy import WORKER_WAIT_S
 
@@ -155,6 +156,12 @@ class GatewaySettings(ProgramSettings):
     model_split: str = setting(
         "",
         "Name that stands for models by weight, as NAME=MODEL:90,MODEL:10, or NAME=MODEL; may be repeated.",
+        section="Model",
+    )
+    small_requests: str = setting(
+        "",
+        "Requests for a name with few bytes of prompt that a smaller model answers, as NAME=MODEL:BYTES; may "
+        "be repeated.",
         section="Model",
     )
     chat_template: Path | None = setting(
@@ -329,6 +336,12 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _shares_are_given(cls, value: str) -> str:
         parse_aliases(value)
+        return value
+
+    @field_validator("small_requests")
+    @classmethod
+    def _small_requests_are_rules(cls, value: str) -> str:
+        parse_small_requests(value)
         return value
 
     @field_validator("api_keys_file")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from diptych.runtime.errors import InvalidParameter, UnknownAdapter, UnknownModel
 from gateway.access.access import Caller
 from gateway.load_models import LoadedModel
-from gateway.model.aliases import BadAlias, ModelAlias, check_targets, sticky_point
+from gateway.model.aliases import BadAlias, ModelAlias, Share, check_targets, sticky_point
+from gateway.model.small_requests import SmallRequests
 from gateway.model_core import ModelCore, Neighbours
 
 MakeCore = Callable[[LoadedModel, Neighbours], ModelCore]
@@ -38,6 +39,7 @@ class ModelDirectory:
         self._coming: tuple[ModelCore, ...] = ()  # that are to take a name when they are ready
         self._leaving: tuple[ModelCore, ...] = ()  # that have no name any more, and serve what runs
         self._aliases: dict[str, ModelAlias] = {}
+        self._small: dict[str, SmallRequests] = {}
 
     # --- what there is --------------------------------------------------------------------------------
 
@@ -97,7 +99,13 @@ class ModelDirectory:
     # --- choice of a request --------------------------------------------------------------------------
 
     def choose(
-        self, name: str, caller: Caller | None = None, *, session_id: str = "", resume_token: str = ""
+        self,
+        name: str,
+        caller: Caller | None = None,
+        *,
+        session_id: str = "",
+        resume_token: str = "",
+        size: Callable[[], int] | None = None,
     ) -> tuple[ModelCore, str]:
         """Return the model that a request names, and the name by which that model knows itself.
 
@@ -107,6 +115,7 @@ class ModelDirectory:
             caller: whose adapters count; None: all do.
             session_id: requests of one stay with a model of an alias, as long as the shares are the same.
             resume_token: goes on at the model that began.
+            size: returns the bytes of the prompt, of requests that another model may answer for it.
 
         Raises:
             InvalidParameter: there is no name.
@@ -116,6 +125,8 @@ class ModelDirectory:
             return self.first, name
         if resume_token and (began := self._began(name, resume_token)) is not None:
             return began, name if began.answers_to(name) else began.name
+        if size is not None and (small := self._small_model(name, size)) is not None:
+            return small, small.name
         if (core := self.get(name)) is not None:
             return core, name
         if (alias := self._aliases.get(name)) is not None:
@@ -129,10 +140,18 @@ class ModelDirectory:
             raise InvalidParameter("model", "is required")
         raise UnknownModel(name, *self.names())
 
+    def _small_model(self, name: str, size: Callable[[], int]) -> ModelCore | None:
+        rule = self._small.get(name)
+        if rule is None or size() > rule.most_bytes or not self._is_ready(rule.model):
+            return None
+        return self.get(rule.model)
+
     def _began(self, name: str, token: str) -> ModelCore | None:
         """Return the model that began a stream, among those that the name stands for or stood for."""
         alias = self._aliases.get(name)
         meant = {name} if alias is None else {name, *(share.model for share in alias.shares)}
+        if (small := self._small.get(name)) is not None:
+            meant.add(small.model)
         for core in (*self._served, *self._leaving):
             if any(map(core.answers_to, meant)) and core.tokens.began(token):
                 return core
@@ -198,6 +217,9 @@ class ModelDirectory:
         for alias in self._aliases.values():
             if any(share.model == core.name for share in alias.shares):
                 raise InvalidParameter("name", f"the alias {alias.name} stands for it: change that first")
+        for rule in self._small.values():
+            if core.name in (rule.name, rule.model):
+                raise InvalidParameter("name", "--small-requests names it")
         self._served = _without(self._served, core)
         self._leaving += (core,)
         self._on_change()
@@ -215,6 +237,14 @@ class ModelDirectory:
         if self.get(alias.name) is not None or self._with_adapter(alias.name, None) is not None:
             raise BadAlias(f"{alias.name} is a name of a model or an adapter")
         self._aliases[alias.name] = alias
+
+    def set_small_requests(self, rules: Iterable[SmallRequests]) -> None:
+        """Let models answer small requests for others. Raises BadAlias for names that are not served."""
+        for rule in rules:
+            if rule.name not in self.names():
+                raise BadAlias(f"{rule.name} is none of {', '.join(self.names())}")
+            check_targets([ModelAlias("small", (Share(rule.model),))], [core.name for core in self._served])
+            self._small[rule.name] = rule
 
     def drop_alias(self, name: str) -> None:
         """Let a name stand for nothing any more. Raises UnknownModel."""

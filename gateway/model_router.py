@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from diptych.runtime.errors import InvalidParameter, UnknownModel
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
+from gateway.model.small_requests import prompt_bytes
 from gateway.model_core import ModelCore
 from gateway.model_directory import ModelDirectory
 from gateway.tokenizer_service import check_list_models
@@ -22,20 +24,31 @@ class ModelRouter:
     def __init__(self, models: ModelDirectory) -> None:
         self.models = models
 
-    async def stream(self, request: pb.GenerateRequest, call: Call, *, resumable: bool = False) -> None:
-        """Run ``request`` as `Generator.stream` does; an alias in it becomes the name of its model."""
-        with self._generating(request, call) as core:
+    async def stream(
+        self, request: pb.GenerateRequest, call: Call, *, resumable: bool = False, assigned: bool = False
+    ) -> None:
+        """Run ``request`` as `Generator.stream` does; an alias in it becomes the name of its model.
+
+        ``assigned``: `assign` gave it its model.
+        """
+        with self._generating(request, call, assigned) as core:
             await core.generator.stream(request, call, resumable=resumable)
 
-    async def collect(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
-        """Run ``request`` as `Generator.collect` does; an alias in it becomes the name of its model."""
-        with self._generating(request, call) as core:
+    async def collect(
+        self, request: pb.GenerateRequest, call: Call, *, assigned: bool = False
+    ) -> pb.GenerateResponse:
+        """Run ``request`` as `Generator.collect` does; otherwise as `stream`."""
+        with self._generating(request, call, assigned) as core:
             return await core.generator.collect(request, call)
 
     @contextmanager
-    def _generating(self, request: pb.GenerateRequest, call: Call) -> Iterator[ModelCore]:
+    def _generating(self, request: pb.GenerateRequest, call: Call, assigned: bool) -> Iterator[ModelCore]:
         core, name = self.models.choose(
-            request.model, call.caller, session_id=request.session_id, resume_token=request.resume_token
+            request.model,
+            call.caller,
+            session_id=request.session_id,
+            resume_token=request.resume_token,
+            size=None if assigned else partial(prompt_bytes, request),
         )
         if name != request.model:
             request.model = name
@@ -49,7 +62,8 @@ class ModelRouter:
         """
         first = requests[0]
         try:
-            core, name = self.models.choose(first.model, session_id=first.session_id)
+            size = lambda: max(map(prompt_bytes, requests))  # noqa: E731
+            core, name = self.models.choose(first.model, session_id=first.session_id, size=size)
         except (InvalidParameter, UnknownModel):
             return self.models.first
         for request in requests:

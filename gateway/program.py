@@ -30,6 +30,7 @@ from gateway.gauges import bind_gauges
 from gateway.listeners import Listeners, ServedParts
 from gateway.load_models import LoadedModel
 from gateway.model.aliases import BadAlias
+from gateway.model.small_requests import parse_small_requests
 from gateway.model_core import ModelCore, SharedParts
 from gateway.model_directory import ModelDirectory
 from gateway.model_router import ModelRouter
@@ -152,6 +153,10 @@ class Gateway:
                 self.models.set_alias(alias)
         except BadAlias as error:
             raise StartupError(f"--model-split: {error}") from None
+        try:
+            self.models.set_small_requests(parse_small_requests(self._settings.small_requests))
+        except BadAlias as error:
+            raise StartupError(f"--small-requests: {error}") from None
 
     async def start(self) -> None:
         """Bind all ports and serve. Raises CannotListen, UnsafeBindError or, for --lora, StartupError."""

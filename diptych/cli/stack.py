@@ -115,6 +115,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-client-ca": options.tls_client_ca,
             "served-model-name": options.served_model_name,
             "model-split": options.model_split,
+            "small-requests": options.small_requests,
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,

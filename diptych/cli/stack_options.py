@@ -67,6 +67,10 @@ class StackOptions:
         str | None,
         _option("Name that stands for models by weight: NAME=MODEL:90,MODEL:10; may be repeated.", "Model"),
     ] = None
+    small_requests: Annotated[
+        str | None,
+        _option("Prompts that a smaller model answers, as NAME=MODEL:BYTES; may be repeated.", "Model"),
+    ] = None
     chat_template: Annotated[
         Path | None, _option("File with the chat template in place of the model's own ones.", "Model")
     ] = None

@@ -68,7 +68,7 @@ LISTS = ("--served-model-name", "--cors-allow-origin", "--lora", "--kv-tier")
 """Flags that take several values."""
 
 
-REPEATED = ("--model", "--model-split")
+REPEATED = ("--model", "--model-split", "--small-requests")
 """Flags that may come several times, with a value each."""
 
 

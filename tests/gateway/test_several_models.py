@@ -163,6 +163,24 @@ async def test_alias_leaves_a_model_without_workers_out(bundled: ServedModel, re
         assert not system.gateway.lacks("chat")
 
 
+async def test_small_prompts_go_to_the_smaller_model_while_it_has_workers(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    workers = {ONE: pair(ONE), TWO: pair(TWO)}
+    async with several(bundled, redis_url, workers, small_requests="one=two:10") as system:
+        assert await system.ids("one") == IDS[TWO]
+        long = pb.GenerateRequest(model="one", text="x" * 11)
+        assert ids_of(await collect(system.stub.StreamGenerate(long))) == IDS[ONE]
+        body = {"model": "one", "prompt": ["x" * 11, "Hi"], "max_tokens": 3}
+        assert (await system.http("/v1/completions", body))["model"] == "one"
+        attached = await workers[ONE][1].wait_for("attach", 3)
+        assert len(attached) == 3, "both prompts of a body go to one model"
+        assert (await system.http("/v1/completions", {**body, "prompt": ["Hi", "Ho"]}))["model"] == "two"
+        await asyncio.gather(*(worker.kill() for worker in workers[TWO]))
+        await until(lambda: bool(system.gateway.lacks("two")))
+        assert await system.ids("one") == IDS[ONE]
+
+
 async def test_resume_token_finds_the_model_that_began(bundled: ServedModel, redis_url: str) -> None:
     """The alias stands for the other model by then; the control is a token that names no model here."""
     async with several(

@@ -34,9 +34,9 @@ class Generation:
         builder = asked.builders[0]
         call.names = builder.names
         if asked.stream:
-            await self._router.stream(builder.request, call)
+            await self._router.stream(builder.request, call, assigned=True)
             return []
-        return [await self._router.collect(builder.request, call)]
+        return [await self._router.collect(builder.request, call, assigned=True)]
 
     async def _several(self, call: BodyCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate for all prompts at once; the first that fails ends the others."""
@@ -61,9 +61,9 @@ class Generation:
             try:
                 with self._calls.account(part):
                     if asked.stream:
-                        await self._router.stream(builder.request, part)
+                        await self._router.stream(builder.request, part, assigned=True)
                         return None
-                    return await self._router.collect(builder.request, part)
+                    return await self._router.collect(builder.request, part, assigned=True)
             except DiptychError:
                 call.names = builder.names
                 raise
