@@ -27,15 +27,8 @@ OWNED_FLAGS = frozenset(
         *("workers-fd", "weight-holder"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
         "config-digest",
-        *(
-            "served-model-name",
-            "model-split",
-            "reasoning-parser",
-            "cors-allow-origin",
-            "chat-template",
-            "lora",
-            "batch-dir",
-        ),
+        *("served-model-name", "model-split", "small-requests", "reasoning-parser", "cors-allow-origin"),
+        *("chat-template", "lora", "batch-dir"),
     }
 )
 

@@ -24,7 +24,7 @@ def test_what_is_no_rule_is_refused(text: str) -> None:
 
 def test_size_of_a_prompt_is_that_of_all_that_it_holds() -> None:
     chat = pb.GenerateRequest()
-    chat.chat.messages.add(role="user").content.add(text="x" * 100)
+    chat.chat.messages.add(role="user", content="x" * 100)
     assert 100 < prompt_bytes(chat) < 130
     assert prompt_bytes(pb.GenerateRequest(text="\u00e9" * 10)) == 20
     assert prompt_bytes(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]))) == 12
