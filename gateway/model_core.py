@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.quota_table import QuotaTableStore
@@ -78,12 +78,14 @@ class Neighbours:
         is_served: returns whether one of all models has this digest.
         is_taken: returns whether a name is another model's, or that of another's adapter.
         on_change: called when workers of the model came, went or changed.
+        strangers: workers of models that are not served, which the log has named.
     """
 
     several: Callable[[], bool] = lambda: False
     is_served: Callable[[str], bool] = lambda digest: False
     is_taken: Callable[[str], bool] = lambda name: False
     on_change: Callable[[], None] = lambda: None
+    strangers: set[tuple[str, int]] = field(default_factory=set)
 
 
 class ModelCore:
@@ -211,6 +213,7 @@ class ModelCore:
             needed_adapters=lambda: self.adapters.needed,
             tls=settings.link_tls,
             is_served=self._neighbours.is_served,
+            strangers=self._neighbours.strangers,
         )
 
     def _roles(self) -> tuple[RoleChanges, AutoRoles]:

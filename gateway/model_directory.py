@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from diptych.runtime.errors import InvalidParameter, UnknownAdapter, UnknownModel
 from gateway.access.access import Caller
@@ -40,6 +41,7 @@ class ModelDirectory:
         self._leaving: tuple[ModelCore, ...] = ()  # that have no name any more, and serve what runs
         self._aliases: dict[str, ModelAlias] = {}
         self._small: dict[str, SmallRequests] = {}
+        self._strangers: set[tuple[str, int]] = set()
 
     # --- what there is --------------------------------------------------------------------------------
 
@@ -105,6 +107,7 @@ class ModelDirectory:
         *,
         session_id: str = "",
         resume_token: str = "",
+        lora: str = "",
         size: Callable[[], int] | None = None,
     ) -> tuple[ModelCore, str]:
         """Return the model that a request names, and the name by which that model knows itself.
@@ -115,6 +118,7 @@ class ModelDirectory:
             caller: whose adapters count; None: all do.
             session_id: requests of one stay with a model of an alias, as long as the shares are the same.
             resume_token: goes on at the model that began.
+            lora: adapter that the model of an alias must have.
             size: returns the bytes of the prompt, of requests that another model may answer for it.
 
         Raises:
@@ -131,14 +135,23 @@ class ModelDirectory:
             return core, name
         if (alias := self._aliases.get(name)) is not None:
             point = sticky_point(name, session_id) if session_id else random.random()
-            chosen = self.get(alias.choose(point, self._is_ready))
-            if chosen is not None:
-                return chosen, chosen.name
+            chosen = self._served_as(alias.choose(point, partial(self._can_answer, lora)))
+            return chosen, chosen.name
         if (core := self._with_adapter(name, caller)) is not None:
             return core, name
         if not name:
             raise InvalidParameter("model", "is required")
         raise UnknownModel(name, *self.names())
+
+    def describe(self, name: str, caller: Caller | None = None) -> tuple[ModelCore, str]:
+        """Return the model that a call without generation is for; of an alias the one with most weight.
+
+        Raises as `choose`.
+        """
+        if (alias := self._aliases.get(name)) is not None:
+            core = self._served_as(alias.heaviest)
+            return core, core.name
+        return self.choose(name, caller)
 
     def _small_model(self, name: str, size: Callable[[], int]) -> ModelCore | None:
         rule = self._small.get(name)
@@ -162,9 +175,18 @@ class ModelDirectory:
             return None
         return next((core for core in self._served if core.adapters.get(name) is not None), None)
 
+    def _served_as(self, name: str) -> ModelCore:
+        """Return the model with a name that an alias has: it stays while the alias does."""
+        return next(core for core in self._served if core.name == name)
+
     def _is_ready(self, name: str) -> bool:
+        return self._can_answer("", name)
+
+    def _can_answer(self, lora: str, name: str) -> bool:
         core = self.get(name)
-        return core is not None and not core.why_not_ready()
+        if core is None or core.why_not_ready():
+            return False
+        return not lora or core.adapters.get(lora) is not None
 
     # --- adapters -------------------------------------------------------------------------------------
 
@@ -193,6 +215,7 @@ class ModelDirectory:
             is_served=lambda digest: any(core.digest == digest for core in self.living),
             is_taken=lambda other: self._is_taken(other, besides=name),
             on_change=self._on_change,
+            strangers=self._strangers,
         )
         core = self._make_core(loaded, neighbours)
         self._coming += (core,)

@@ -48,6 +48,7 @@ class ModelRouter:
             call.caller,
             session_id=request.session_id,
             resume_token=request.resume_token,
+            lora=request.lora,
             size=None if assigned else partial(prompt_bytes, request),
         )
         if name != request.model:
@@ -79,7 +80,7 @@ class ModelRouter:
             return await core.tokenizer_service.detokenize(request, call)
 
     async def get_model(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
-        """Describe a model, an adapter, or an alias as the model that it stands for now."""
+        """Describe a model, an adapter, or an alias as its model with most weight."""
         asked = request.model
         with self._named(request, call) as core:
             answer = await core.tokenizer_service.get_model(request, call)
@@ -89,7 +90,7 @@ class ModelRouter:
 
     @contextmanager
     def _named(self, request: Named, call: Call) -> Iterator[ModelCore]:
-        core, name = self.models.choose(request.model, call.caller)
+        core, name = self.models.describe(request.model, call.caller)
         if name != request.model:
             request.model = name
         with core.used():
@@ -104,7 +105,7 @@ class ModelRouter:
         for core in self.models:
             yield from core.tokenizer_service.listed(call)
         for alias in self.models.aliases:
-            core, _ = self.models.choose(alias.name, call.caller)
+            core, _ = self.models.describe(alias.name)
             yield _of_alias(core.tokenizer_service.describe(call), alias.name)
 
     async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
@@ -117,7 +118,7 @@ class ModelRouter:
 
 
 def _of_alias(model: pb.Model, name: str) -> pb.Model:
-    """Return the description of an alias: of the model that it stands for just now."""
+    """Return the description of an alias, by that of a model."""
     described = pb.Model()
     described.CopyFrom(model)
     described.name, described.parent = name, model.name

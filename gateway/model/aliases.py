@@ -46,6 +46,11 @@ class ModelAlias:
         if not any(share.weight for share in self.shares):
             raise BadAlias(f"{self.name} must stand for a model with a weight above 0")
 
+    @property
+    def heaviest(self) -> str:
+        """The model with the largest weight, the first of several."""
+        return max(self.shares, key=lambda share: share.weight).model
+
     def choose(self, point: float, ready: Callable[[str], bool]) -> str:
         """Return the model at ``point``, from 0 to below 1, of the shares.
 

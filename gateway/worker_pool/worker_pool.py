@@ -109,6 +109,7 @@ class WorkerPool:
         needed_adapters: Callable[[], dict[bytes, Adapter]] = dict,
         tls: InternalTls | None = None,
         is_served: Callable[[str], bool] = lambda digest: False,
+        strangers: set[tuple[str, int]] | None = None,
     ) -> None:
         """Create a pool.
 
@@ -117,6 +118,7 @@ class WorkerPool:
             needed_adapters: returns the adapters that all workers must have, by digest.
             tls: certificates for the links; None: they are plain.
             is_served: returns whether this gateway serves the model of a digest with another pool.
+            strangers: workers of other models that the log has named, (id, incarnation) each, of all pools.
         """
         self._tls = tls
         self._is_served = is_served
@@ -135,7 +137,7 @@ class WorkerPool:
         self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
         self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
-        self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
+        self._logged = set() if strangers is None else strangers  # workers of other models, logged once
         self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()

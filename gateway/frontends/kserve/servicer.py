@@ -107,7 +107,7 @@ class KServeServicer:
         """Return the model that a call names, and its name or that of its adapter."""
         if not name:
             raise InvalidParameter("name", "is required")
-        core, own_name = self._router.models.choose(name, call.caller)
+        core, own_name = self._router.models.describe(name, call.caller)
         adapter = core.require_name(own_name, call.caller)
         check_version(name, wanted)
         return core, core.name if adapter is None else adapter.name
