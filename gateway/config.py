@@ -164,6 +164,19 @@ class GatewaySettings(ProgramSettings):
         "be repeated.",
         section="Model",
     )
+    fallback_url: str | None = setting(
+        None,
+        "OpenAI-compatible server, such as https://api.example.org/v1, that completions and chats go to over "
+        "HTTP when no worker can take them; answers say so in a header.",
+        section="Fallback",
+        serving=False,
+    )
+    fallback_model: str = setting(
+        "", "Model that is asked for there; default: the one that the client named.", section="Fallback"
+    )
+    fallback_key_file: Path | None = setting(
+        None, "File with the API key of --fallback-url.", section="Fallback", serving=False
+    )
     chat_template: Path | None = setting(
         None,
         "File with the chat template, in Jinja, in place of the model's own ones.",
@@ -336,6 +349,13 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _shares_are_given(cls, value: str) -> str:
         parse_aliases(value)
+        return value
+
+    @field_validator("fallback_url")
+    @classmethod
+    def _fallback_is_a_server(cls, value: str | None) -> str | None:
+        if value is not None and not (_ORIGIN.match(value) and value.startswith(("http://", "https://"))):
+            raise ValueError("must be an http or https URL, such as https://api.example.org/v1")
         return value
 
     @field_validator("small_requests")

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.http_edge import HttpEdge
+from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tls import TlsFiles
@@ -24,6 +25,7 @@ from gateway.frontends.grpc.inference_service import SERVICE, add_inference_serv
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
+from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.frontends.status.routes import StatusRoutes
 from gateway.model_router import ModelRouter
@@ -56,6 +58,7 @@ class ServedParts:
     access: Access
     operations: Operations
     registry: CollectorRegistry
+    metrics: GatewayMetrics
 
 
 class Listeners:
@@ -70,6 +73,7 @@ class Listeners:
         self._admin: AdminServicer | None = None
         self._stopping: asyncio.Task[None] | None = None
         self.batches: Batches | None = None
+        self._fallback = _fallback(settings, parts)
         self.grpc_port = self.http_port = self.admin_port = 0
 
     async def open(self) -> Health:
@@ -133,6 +137,7 @@ class Listeners:
             AdapterRoutes(parts.admin_calls, parts.router.models, closed=closed),
             operators=status.routes,
             max_body_bytes=body_bytes,
+            fallback=self._fallback,
         )
         if settings.batch_dir is not None:
             bounds = BatchSettings(
@@ -178,6 +183,25 @@ class Listeners:
             await self._http.close()
         if self._admin is not None:
             await self._admin.close()
+        if self._fallback is not None:
+            await self._fallback.close()
+
+
+def _fallback(settings: GatewaySettings, parts: ServedParts) -> Fallback | None:
+    """Return the other server, where there is one. Raises StartupError for a key that cannot be read."""
+    if settings.fallback_url is None:
+        return None
+    key = ""
+    if (path := settings.fallback_key_file) is not None:
+        try:
+            key = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(f"--fallback-key-file: {path} cannot be read: {error}") from None
+
+    def count(status: int) -> None:
+        parts.metrics.fallback_answers.labels(str(status)).inc()
+
+    return Fallback(settings.fallback_url, key, settings.fallback_model, count)
 
 
 def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:

@@ -105,7 +105,9 @@ class Gateway:
         operations = Operations(self._model_service, self.live, self.metrics, identity, self._state)
         admin_calls = self._calls(Scope.ADMIN)
         self.router = ModelRouter(self.models)
-        parts = ServedParts(self.router, self.calls, admin_calls, self._access, operations, self.registry)
+        parts = ServedParts(
+            self.router, self.calls, admin_calls, self._access, operations, self.registry, self.metrics
+        )
         self._listeners = Listeners(settings, parts, self)
         self._health: Health | None = None
         self._watch: asyncio.Task[None] | None = None

@@ -212,6 +212,12 @@ class GatewayMetrics(RoleMetrics):
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )
+        self.fallback_answers = Counter(
+            "diptych_fallback_answers",
+            "Refused requests that were passed on to --fallback-url, by HTTP status; 0: it gave no answer",
+            ["status"],
+            registry=registry,
+        )
         self.slow_readers = Counter(
             "diptych_slow_readers",
             "Streams ended because the client did not read them, by the limit that was exceeded",

@@ -24,6 +24,7 @@ from gateway.frontends.openai import cors
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.endpoints import MESSAGES, Endpoints, Read
+from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.generation import Generation
 from gateway.frontends.openai.http_call import EventStream, HttpCall, send_whole
 from gateway.frontends.openai.json_request import json_response, read_json, refuse
@@ -44,6 +45,7 @@ class OpenAIRoutes:
     Args:
         adapters: loads and unloads adapters.
         operators: other paths for operators, by method.
+        fallback: answers what is refused for lack of workers or room.
         allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
 
@@ -56,7 +58,9 @@ class OpenAIRoutes:
         *,
         operators: Mapping[str, Mapping[str, Respond]] | None = None,
         max_body_bytes: int = limits.MAX_BODY_BYTES,
+        fallback: Fallback | None = None,
     ) -> None:
+        self._fallback = fallback
         self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
@@ -127,7 +131,17 @@ class OpenAIRoutes:
                 asked, answer = read(parse_body(data))
                 return await self._answer(request, call, asked, answer)
         except DiptychError as error:
-            return await call.fail(error)
+            other = await self._elsewhere(request, call, data, error)
+            return await call.fail(error) if other is None else other
+
+    async def _elsewhere(
+        self, request: web.BaseRequest, call: HttpCall, data: bytes, error: DiptychError
+    ) -> web.StreamResponse | None:
+        """Return the answer of the fallback to a request that was refused; None: there is none."""
+        path = _route_of(request)
+        if self._fallback is None or not self._fallback.takes(path, call, error):
+            return None
+        return await self._fallback.answer(request, call, path, data)
 
     async def _answer(
         self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
