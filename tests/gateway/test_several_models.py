@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 import pytest
 
+from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.runtime.model_digest import model_digest
 from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -24,6 +26,7 @@ from gateway.config import GatewaySettings
 from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
+from tests.gateway.access.keys import Keys
 from tests.gateway.running_gateway import SECRET, collect, ids_of, reason_of, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
 
@@ -198,6 +201,42 @@ async def test_resume_token_finds_the_model_that_began(bundled: ServedModel, red
             "INVALID_PARAMETER",
             "resume_token: was made for another request, another model or another tenant",
         )
+
+
+async def test_quota_of_a_key_counts_over_all_models(
+    bundled: ServedModel, redis_url: str, tmp_path: Path
+) -> None:
+    keys = Keys(tmp_path / "keys.jsonl")
+    metadata = (("authorization", f"Bearer {keys.add('acme', requests_per_minute=3)}"),)
+    workers = {ONE: pair(ONE), TWO: pair(TWO)}
+    async with several(bundled, redis_url, workers, api_keys_file=keys.path) as system:
+        for name in ("one", "two", "one"):
+            await system.stub.Generate(pb.GenerateRequest(model=name, text="Hi"), metadata=metadata)
+        for name in ("one", "two"):
+            call = system.stub.Generate(pb.GenerateRequest(model=name, text="Hi"), metadata=metadata)
+            assert (await system.refusal(call))[1] == "QUOTA_EXCEEDED"
+
+
+async def test_every_api_finds_the_model_that_a_call_names(bundled: ServedModel, redis_url: str) -> None:
+    workers = {ONE: pair(ONE), TWO: (ScriptedDecode(answering(IDS[TWO])),)}
+    async with several(bundled, redis_url, workers, model_split="chat=one") as system:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{system.gateway.grpc_port}")
+        async with channel:
+            kserve = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for name, ready in (("one", True), ("two", False), ("chat", True)):
+                answer = await kserve.ModelReady(oip.ModelReadyRequest(name=name))
+                assert answer.ready is ready
+            with pytest.raises(grpc.aio.AioRpcError, match="one, two, chat are"):
+                await kserve.ModelReady(oip.ModelReadyRequest(name="three"))
+        for name in ("two", "chat"):
+            tokens = await system.http("/tokenize", {"model": name, "prompt": "Hi"})
+            assert tokens["count"] > 0
+        message = {"model": "chat", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
+        assert (await system.http("/v1/messages", message))["model"] == "one"
+        described = await system.stub.GetModel(pb.GetModelRequest(model="chat"))
+        assert (described.model.name, described.model.parent) == ("chat", "one")
+        listed = await system.http("/v1/models/two")
+        assert (listed["id"], listed["digest"]) == ("two", TWO)
 
 
 async def test_model_is_removed_while_its_requests_run(bundled: ServedModel, redis_url: str) -> None:
