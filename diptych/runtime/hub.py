@@ -96,7 +96,7 @@ def download_model(model: HubModel) -> Path:
 
 def _snapshot(model: HubModel, *, local: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -22,13 +22,14 @@ from diptych.runtime.model_digest import model_digest
 from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
+from diptych.worker.v1 import work_pb2
 from gateway.config import GatewaySettings
 from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from tests.gateway.access.keys import Keys
 from tests.gateway.running_gateway import SECRET, collect, ids_of, reason_of, until
-from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
+from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
 
 Code = grpc.StatusCode
 ONE, TWO = "1" * 64, "2" * 64
@@ -69,6 +70,18 @@ class Several:
 
 def pair(digest: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
     return ScriptedPrefill(), ScriptedDecode(answering(IDS[digest]))
+
+
+def held(ids: list[int], release: asyncio.Event) -> Script:
+    """Return the script of a worker that outputs one id, and the others when it is released."""
+
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        worker.tokens(work, 0, ids[:1])
+        await release.wait()
+        worker.tokens(work, 1, ids[1:])
+        worker.finish(work)
+
+    return script
 
 
 @contextlib.asynccontextmanager
@@ -241,7 +254,8 @@ async def test_every_api_finds_the_model_that_a_call_names(bundled: ServedModel,
 
 async def test_model_is_removed_while_its_requests_run(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = pair(TWO)
-    decode.script = answering(IDS[TWO], pause_s=0.3)
+    release = asyncio.Event()
+    decode.script = held(IDS[TWO], release)
     async with several(bundled, redis_url, {ONE: pair(ONE), TWO: (prefill, decode)}) as system:
         running = asyncio.create_task(system.ids("two"))
         await decode.wait_for("attach")
@@ -250,6 +264,7 @@ async def test_model_is_removed_while_its_requests_run(bundled: ServedModel, red
         await until(lambda: len(system.gateway.models) == 1)
         assert (await system.refusal(system.messages("two")))[1] == "UNKNOWN_MODEL"
         assert not unloading.done()
+        release.set()
         assert await running == IDS[TWO]
         await unloading
         await until(lambda: not prefill.links and not decode.links)
@@ -264,7 +279,8 @@ async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
     digest = model_digest(bundled_path)
     workers = prefill, decode = ScriptedPrefill(), ScriptedDecode(answering([31, 32, 33]))
     prefill_of_old, decode_of_old = pair(ONE)
-    decode_of_old.script = answering(IDS[ONE], pause_s=0.3)
+    release = asyncio.Event()
+    decode_of_old.script = held(IDS[ONE], release)
     request = admin.LoadModelRequest(name="one", path=str(bundled_path))
     async with several(bundled, redis_url, {ONE: (prefill_of_old, decode_of_old)}) as system:
         monkeypatch.setattr("gateway.model_service.READY_S", 0.3)
@@ -280,6 +296,7 @@ async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
             first, *_ = messages = await system.messages("one")
             assert (first.model, first.model_digest, ids_of(messages)) == ("one", digest, [31, 32, 33])
             assert not running.done()
+            release.set()
             assert await running == IDS[ONE]
             await until(lambda: not prefill_of_old.links and not decode_of_old.links)
             assert (prefill.links, decode.links) == (1, 1)
