@@ -70,7 +70,7 @@ class Fallback:
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)
         body = json.loads(data) | ({"model": self._model} if self._model else {})
-        headers = {hdrs.ACCEPT_ENCODING: "identity"}
+        headers: dict[str, str] = {hdrs.ACCEPT_ENCODING: "identity"}
         if self._key:
             headers[hdrs.AUTHORIZATION] = f"Bearer {self._key}"
         if call.request_id:
