@@ -29,6 +29,8 @@ def load_model(address: str, grpc_port: int | None, name: str, path: Path) -> in
     """Load a model. Exit status 1 when it is refused, or the gateway cannot be asked."""
     files = str(path.expanduser().absolute())
     port = _up_port(address, grpc_port)
+    if port is not None and (status := call_admin(address, _may_ask)):
+        return status
     try:
         if port is not None and not ask_system(port, {"load_model": [name, files]}, print):
             return 1
@@ -69,6 +71,11 @@ def set_alias(address: str, grpc_port: int | None, name: str, shares: Sequence[s
         print(alias_line(alias) if shares else f"{name} stands for nothing any more")
 
     return _ask_and_keep(address, _up_port(address, grpc_port), ask)
+
+
+def _may_ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+    """Ask for nothing new: workers are started for a gateway that takes this caller's orders."""
+    stub.ListServedModels(pb.ListServedModelsRequest(), timeout=_LIST_S, metadata=metadata)
 
 
 def _up_port(address: str, grpc_port: int | None) -> int | None:
