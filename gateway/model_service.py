@@ -110,6 +110,7 @@ class ModelService:
 
     async def _serve(self, loaded: LoadedModel) -> ModelCore:
         core = self.models.make(loaded)
+        core.adapter_service.start(())
         core.start()
         if any(one.name == core.name for one in self.models):
             try:

@@ -28,6 +28,7 @@ from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from tests.gateway.access.keys import Keys
+from tests.gateway.adapters.folders import write as write_adapter
 from tests.gateway.running_gateway import SECRET, collect, ids_of, reason_of, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker, answering
 
@@ -274,7 +275,11 @@ async def test_model_is_removed_while_its_requests_run(bundled: ServedModel, red
 
 
 async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
-    bundled: ServedModel, bundled_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    bundled: ServedModel,
+    bundled_path: Path,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     digest = model_digest(bundled_path)
     workers = prefill, decode = ScriptedPrefill(), ScriptedDecode(answering([31, 32, 33]))
@@ -302,6 +307,12 @@ async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
             assert (prefill.links, decode.links) == (1, 1)
             listed = await system.operator.ListServedModels(admin.ListServedModelsRequest())
             assert [(one.name, one.digest) for one in listed.models] == [("one", digest), ("two", TWO)]
+            adapter = admin.LoadAdapterRequest(name="legal", path=str(write_adapter(tmp_path)), model="one")
+            assert (await system.operator.LoadAdapter(adapter)).adapter.model == "one"
+            assert await system.ids("legal") == [31, 32, 33]
+            unnamed = admin.LoadAdapterRequest(name="other", path=adapter.path)
+            refused = await system.refusal(system.operator.LoadAdapter(unnamed))
+            assert refused[2] == "model: is required: several models are served"
         finally:
             for worker in workers:
                 await worker.close()
