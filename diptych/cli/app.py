@@ -306,12 +306,15 @@ def lora_load(
     replace: Annotated[
         bool, typer.Option("--replace", help="Serve it in place of another content of this name.")
     ] = False,
+    model: Annotated[
+        str, typer.Option(callback=utf8, help="Model that it is for; needed where several are served.")
+    ] = "",
     address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Serve a LoRA adapter, once every worker has loaded it."""
     from diptych.cli.adapter_commands import load_adapter
 
-    raise typer.Exit(load_adapter(address, name, path, replace=replace))
+    raise typer.Exit(load_adapter(address, name, path, replace=replace, model=model))
 
 
 @lora.command("unload")
