@@ -1,4 +1,4 @@
-"""A hub of models: a real HTTP server that speaks the endpoints of the Hugging Face Hub for one repository."""
+"""Hub of models: a real HTTP server that speaks the Hugging Face Hub's endpoints, for one repository."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_up_downloads_a_model_once_and_serves_it_under_its_names(tmp_path: Path)
             with Client(stack.address, model=name) as client:
                 answers.append(client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids)
         assert set(hub.gets.values()) == {1}, "each file came once, for four processes"
-    with running_stack(*flags, env={**environment, "HF_ENDPOINT": "http://127.0.0.1:1"}) as stack:
-        with Client(stack.address) as client:
-            answers.append(client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids)
+    away = {**environment, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    with running_stack(*flags, env=away) as stack, Client(stack.address) as client:
+        answers.append(client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids)
     assert len(set(answers)) == 1
