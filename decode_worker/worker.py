@@ -10,11 +10,9 @@ from decode_worker.config import DecodeSettings
 from decode_worker.drafters import make_speculation
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.kv_tiers import KvTiers
 from decode_worker.pool_memory import make_pool
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.kv_tier_specs import parse_tiers
@@ -30,9 +28,11 @@ from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.tier_stack import count_loaded, make_stack, watch_stack
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.server import HandoffServer
@@ -108,6 +108,8 @@ class DecodeWorker:
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; return the exit status."""
         await self._handoff.start()
+        if self._tiers is not None:
+            self._tiers.start()
         try:
             return await self._server.run(stop)
         finally:
@@ -125,13 +127,10 @@ class DecodeWorker:
             self._pool,
             stack,
             changed=requests.blocks_changed,
-            left=lambda keys: self._server.prefix_changed((), keys),
+            moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
         )
         requests.tiers = tiers
-        for tier in stack.tiers:
-            self._metrics.tier_bytes.labels(tier.name).set_function(lambda tier=tier: tier.used)  # type: ignore[misc]
-            self._metrics.tier_blocks_loaded.labels(tier.name)
-        self._metrics.tier_entries_damaged.set_function(lambda: stack.damaged)
+        watch_stack(stack, self._metrics)
         return tiers
 
     def _spec(self) -> WorkerSpec:
@@ -181,8 +180,7 @@ class DecodeWorker:
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
         tiered: list[bytes] = []
         if self._tiers is not None:
-            self._tiers.entered(added)
-            tiered = [key for key in removed if key in self._tiers.stack]
+            tiered = self._tiers.cache_changed(added, removed)
         self._server.prefix_changed(added, removed, tiered)
 
     def _ended(self, request: DecodeRequest) -> None:
@@ -195,8 +193,7 @@ class DecodeWorker:
         self._drafted += request.drafted
         self._accepted += request.accepted
         if request.loaded is not None:
-            for tier, blocks in request.loaded.blocks.items():
-                metrics.tier_blocks_loaded.labels(tier).inc(blocks)
+            count_loaded(request.loaded, metrics)
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:

@@ -59,7 +59,7 @@ class WorkerPlace:
         threads = options.prefill_threads if role == "prefill" else options.decode_threads
         own: dict[str, object] = {"threads": threads or self.threads, **_share(self.home, self.cores)}
         if role == "prefill":
-            return {**own, "prefill-chunk": options.prefill_chunk}
+            return {**own, "prefill-chunk": options.prefill_chunk, "kv-tier": options.kv_tier}
         return {
             **own,
             "speculative-tokens": options.speculative_tokens,
