@@ -145,6 +145,8 @@ class RequestManager:
         if attempt.cache_read:
             keys = block_keys(attempt.cache_namespace, tokens, size, images=attempt.images)
         announce = partial(self._announce, request, work.local_prefill, keys)
+        if self.tiers is not None and self.prefixes.journal is not None:
+            self.prefixes.journal.expect(keys, tokens, attempt)
         if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
             announce()
 

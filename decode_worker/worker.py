@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.config import DecodeSettings
 from decode_worker.drafters import make_speculation
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.kv_events.journal import Journal
+from decode_worker.kv_events.publisher import make_publisher
 from decode_worker.pool_memory import make_pool
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
@@ -97,6 +99,10 @@ class DecodeWorker:
         self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
         self._loop.requests.grammars = Grammars(settings.model_path)
         self._group = engine.group
+        self._events = make_publisher(settings)
+        if self._events is not None:
+            journal = Journal(self._events.publish, memory.memory.layout.block_size)
+            self._loop.requests.prefixes.journal = journal
         self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda order: self._server.drain(order))
@@ -116,6 +122,8 @@ class DecodeWorker:
             await self._handoff.close()
             if self._tiers is not None:
                 await asyncio.to_thread(self._tiers.close)
+            if self._events is not None:
+                await asyncio.to_thread(self._events.close)
 
     def _make_tiers(self, settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> KvTiers | None:
         stack = make_stack(parse_tiers(settings.kv_tier), engine.fingerprint, memory.layout.bytes_per_block)
@@ -127,7 +135,7 @@ class DecodeWorker:
             self._pool,
             stack,
             changed=requests.blocks_changed,
-            moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
+            moved=self._tiers_changed,
         )
         requests.tiers = tiers
         watch_stack(stack, self._metrics)
@@ -181,7 +189,14 @@ class DecodeWorker:
         tiered: list[bytes] = []
         if self._tiers is not None:
             tiered = self._tiers.cache_changed(added, removed)
+        if (journal := self._loop.requests.prefixes.journal) is not None:
+            journal.changed(added, removed, tiered)
         self._server.prefix_changed(added, removed, tiered)
+
+    def _tiers_changed(self, tiered: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        if (journal := self._loop.requests.prefixes.journal) is not None:
+            journal.left_tiers(gone)
+        self._server.prefix_changed((), gone, tiered)
 
     def _ended(self, request: DecodeRequest) -> None:
         """Count and trace an attempt that has ended."""

@@ -53,6 +53,8 @@ class WorkerPlace:
     threads: int
     home: range | None
     cores: int
+    rank: int = 0
+    """Number among all workers: each publishes KV events at its own endpoint, as a decode worker."""
 
     def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
         """Return the flags that set a program of `role` in this place apart from others of its kind."""
@@ -67,6 +69,9 @@ class WorkerPlace:
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,
+            "kv-events": options.kv_events,
+            "kv-events-topic": options.kv_events_topic,
+            "kv-events-rank": self.rank if options.kv_events else None,
             "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
         }
 
@@ -77,12 +82,13 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
+    first = len(plan.decode)
     prefill = [
-        WorkerPlace(f"prefill-{index}", "prefill", threads, homes and homes[0][index], cores)
+        WorkerPlace(f"prefill-{index}", "prefill", threads, homes and homes[0][index], cores, first + index)
         for index, threads in enumerate(plan.prefill)
     ]
     decode = [
-        WorkerPlace(f"decode-{index}", "decode", threads, homes and homes[1][index], cores)
+        WorkerPlace(f"decode-{index}", "decode", threads, homes and homes[1][index], cores, index)
         for index, threads in enumerate(plan.decode)
     ]
     return [*decode, *prefill]
