@@ -31,6 +31,8 @@ class Summary:
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    loaded: int = 0
+    damaged: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
@@ -42,6 +44,8 @@ class Summary:
         self.messages += outcome.messages
         self.tokens += outcome.tokens
         self.virtual_s += outcome.seconds
+        self.loaded += outcome.loaded
+        self.damaged += outcome.damaged
         self.faults.update(outcome.faults)
         self.ends.update(outcome.ends)
         self.retries.update(outcome.retries)
@@ -49,7 +53,7 @@ class Summary:
             self.violations.append((seed, outcome.violation))
 
     def merge(self, other: Summary) -> None:
-        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s"):
+        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s", "loaded", "damaged"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults.update(other.faults)
         self.ends.update(other.ends)
@@ -65,6 +69,7 @@ class Summary:
             ("faults that met something", f"{self.faults.total():,}: {_counts(self.faults)}"),
             ("requests", f"{self.ends.total():,}: {_counts(self.ends)}"),
             ("tokens delivered, each compared with the oracle", f"{self.tokens:,}"),
+            ("blocks loaded from tiers, entries found damaged", f"{self.loaded:,}, {self.damaged:,}"),
             ("attempts retried", f"{self.retries.total():,}: {_counts(self.retries)}"),
             ("simulated time", f"{self.virtual_s / 3600:.1f} h"),
             ("CPU time", f"{self.cpu_s:.0f} s, {1000 * self.cpu_s / max(self.seeds, 1):.0f} ms a seed"),

@@ -114,8 +114,8 @@ class TierStack:
             except OSError as error:
                 self._complain(f"what the {tier.name} tier holds cannot be read: {error}")
                 continue
-            came.update(dict.fromkeys(moved.came))
-            went.update(dict.fromkeys(moved.went))
+            came.update(dict.fromkeys(sorted(moved.came)))
+            went.update(dict.fromkeys(sorted(moved.went)))
         if came:
             self.on_found(list(came))
         if dropped := [key for key in went if key not in self]:
