@@ -1,8 +1,8 @@
-"""Where KV events may be published: a socket of this user, or a loopback port behind a password.
+"""Endpoints of KV events: a socket of this user, or a loopback port behind a password.
 
-Events carry token ids, and so prompts. vLLM's form has no authentication; here nobody gets them whom the
-operator did not let: a Unix socket lies in a folder that only its owner may enter, and a port of this machine
-asks for a password (ZeroMQ's PLAIN). Nothing is bound that other machines reach.
+Events carry token ids, and so prompts. vLLM's form has no authentication; here the operator decides who gets
+them: a Unix socket lies in a folder that only its owner may enter, and a port of this machine asks for a
+password (ZeroMQ's PLAIN). Nothing is bound that other machines reach.
 """
 
 from __future__ import annotations
