@@ -57,7 +57,7 @@ def system(
     """Return a starter of systems over the server, which share their secret."""
     model = tiny_model.write(tmp_path_factory.mktemp("tiny"))
     flags = ["--model", str(model), "--model-name", "tiny", "--dtype", "fp32", "--prefill-chunk", "48"]
-    flags += ["--transport", "tcp", "--local-prefill", "never", "--kv-blocks", "64"]
+    flags += ["--transport", "tcp", "--set", "gateway.local-prefill=never", "--kv-blocks", "64"]
     flags += ["--kv-tier", server.url]
     return lambda *more: running_stack(*flags, *more, env={"DIPTYCH_SECRET": SECRET})
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -92,21 +93,23 @@ def prepare() -> None:
     gc.freeze()
 
 
-def run_seeds(seeds: Iterable[int]) -> Summary:
-    """Run these seeds in this process."""
+def run_seeds(seeds: Iterable[int], theme: str | None = None) -> Summary:
+    """Run these seeds in this process, all of one theme if one is named."""
     summary, started = Summary(), time.process_time()
     for seed in seeds:
-        summary.add(seed, simulate(make_scenario(seed)))
+        summary.add(seed, simulate(make_scenario(seed, theme)))
     summary.cpu_s = time.process_time() - started
     return summary
 
 
-def campaign(first: int, count: int, *, jobs: int, progress: Callable[[Summary], None]) -> Summary:
+def campaign(
+    first: int, count: int, *, jobs: int, progress: Callable[[Summary], None], theme: str | None = None
+) -> Summary:
     """Run `count` seeds from `first` on over `jobs` processes; `progress` is called after each portion."""
     total, started = Summary(), time.perf_counter()
     portions = [range(n, min(n + PORTION, first + count)) for n in range(first, first + count, PORTION)]
     with multiprocessing.get_context("spawn").Pool(jobs, prepare) as pool:
-        for summary in pool.imap_unordered(run_seeds, portions):
+        for summary in pool.imap_unordered(partial(run_seeds, theme=theme), portions):
             total.merge(summary)
             total.wall_s = time.perf_counter() - started
             progress(total)
