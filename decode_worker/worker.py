@@ -176,7 +176,7 @@ class DecodeWorker:
             max_loras=self._adapters.max_loras,
             ranks=rank_statuses(self._group),
             stages=0 if self._group is None else self._group.grid.stages,
-            tier_token_s=None if self._tiers is None else self._tiers.token_s,
+            tier_token_s=None if self._tiers is None else self._tiers.loads.token_s,
         )
 
     def _utilization(self) -> float:

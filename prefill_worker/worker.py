@@ -200,7 +200,7 @@ class PrefillWorker:
             ranks=rank_statuses(self._engine.group),
             stages=0 if self._engine.group is None else self._engine.group.grid.stages,
             pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
-            tier_token_s=None if self._tiers is None else self._tiers.token_s,
+            tier_token_s=None if self._tiers is None else self._tiers.loads.token_s,
         )
 
     def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:

@@ -26,10 +26,8 @@ import asyncio
 import ctypes
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
@@ -37,26 +35,17 @@ from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
+from diptych.worker_process.tier_loads import MOST_LOADS, TierLoads
 from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 
-LOAD_S = 0.5
-"""Most seconds that an attempt waits for blocks from tiers. A prefill worker's ask waits a second for it
-(`EscalationTimeouts.attach_s`).
-"""
-BATCH = 8
-"""Blocks that are read and checked at a time."""
 MOST_QUEUED = 4096
 """Most blocks that wait to be copied out."""
-MOST_LOADS = 8
-"""Loads at a time; further attempts do without."""
 MOST_COPIES = 32
 """Most copies that wait to be stored."""
 CLOSE_S = 2.0
 """Time at the end for what is being stored."""
 RESCAN_S = 5.0
 """Time between two looks at what others stored."""
-Take = Callable[[int, StoredBlock], bool]
-"""Called with the place of a verified block in its prefix and the block: False if it is not wanted."""
 _log = logging.getLogger(__name__)
 
 
@@ -88,17 +77,13 @@ class KvTiers:
         self._copying: bytes | None = None
         self._copied = threading.Event()
         self._storing = 0
-        self._forgetting = 0
-        self._loads: set[object] = set()
+        self.loads = TierLoads(memory, stack)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._rescanning: Future[None] | None = None
         self._closed = False
-        self._late: Future[list[StoredBlock]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.token_s: float | None = None
-        """Seconds a token of what was loaded lately; None before."""
         self._copier = ThreadPoolExecutor(1, "kv-tiers-copy")
         self._out = ThreadPoolExecutor(1, "kv-tiers-out")
-        self._in = ThreadPoolExecutor(1, "kv-tiers-in")
         pool.on_forgotten.append(self._forget)
         pool.on_evicted = self._evicted
 
@@ -115,7 +100,10 @@ class KvTiers:
         if self._closed:
             return
         if self._rescanning is None or self._rescanning.done():
-            self._rescanning = self._out.submit(self.stack.rescan)
+            try:
+                self._rescanning = self._out.submit(self.stack.rescan)
+            except RuntimeError:
+                return  # closed a moment ago
         asyncio.get_running_loop().call_later(RESCAN_S, self._rescan)
 
     def close(self) -> None:
@@ -126,7 +114,7 @@ class KvTiers:
         self._closed = True
         self._queue.clear()
         self._copier.shutdown(cancel_futures=True)
-        self._in.shutdown(wait=False, cancel_futures=True)
+        self.loads.close()
         last = self._out.submit(self.stack.close)
         self._out.shutdown(wait=False)
         try:
@@ -217,13 +205,13 @@ class KvTiers:
         `then` gets the result. False, and no call follows, where there is nothing to bring.
         """
         first = self._pool.match(keys)
-        count = self._loadable(keys[first:])
-        if not count:
+        count = self.loads.leading(keys[first:])
+        if not count or len(self._tasks) >= MOST_LOADS:
             return False
         self._loop = self._loop or asyncio.get_running_loop()
         task = self._loop.create_task(self._load(keys[: first + count], first, then), name="load from tiers")
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return True
 
     async def fill(self, keys: Sequence[bytes], first: int, blocks: Sequence[int]) -> Loaded:
@@ -232,64 +220,19 @@ class KvTiers:
         `keys` are those of a prefix from its beginning. As many leading blocks as the result counts are
         filled; what else was read is in none.
         """
-        count = self._loadable(keys[first:])
-        if not count:
-            return Loaded()
+        count = self.loads.leading(keys[first:])
 
         def take(place: int, one: StoredBlock) -> bool:
             write_block(self._memory, blocks[place - first], one.payload)
             return True
 
-        load = object()
-        self._loads.add(load)
-        try:
-            return await self._measured(keys[: first + count], first, take)
-        finally:
-            self._loads.discard(load)
-
-    def _loadable(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys a tier holds, 0 while no load can begin."""
-        late = self._late is not None and not self._late.done()
-        if self._forgetting or late or len(self._loads) >= MOST_LOADS:
-            return 0
-        return self.stack.leading(keys)
+        return await self.loads.load(keys[: first + count], first, take) if count else Loaded()
 
     async def _load(self, keys: Sequence[bytes], first: int, then: Callable[[Loaded], None]) -> None:
-        loaded = await self._measured(keys, first, lambda _, one: self._cache(one))
+        loaded = await self.loads.load(keys, first, lambda _, one: self._cache(one))
         if loaded.blocks:
             self._changed()
         then(loaded)
-
-    async def _measured(self, keys: Sequence[bytes], first: int, take: Take) -> Loaded:
-        """Load `keys[first:]`, and measure the time a token."""
-        loaded, started = Loaded(), time.monotonic()
-        try:
-            await self._load_after(keys, first, loaded, started + LOAD_S, take)
-        except Exception:
-            _log.exception("blocks could not be loaded from the tiers")
-        loaded.seconds = time.monotonic() - started
-        if loaded.blocks:
-            tokens = loaded.blocks.total() * self._memory.layout.block_size
-            now = loaded.seconds / tokens
-            self.token_s = now if self.token_s is None else 0.8 * self.token_s + 0.2 * now
-        return loaded
-
-    async def _load_after(
-        self, keys: Sequence[bytes], first: int, loaded: Loaded, until: float, take: Take
-    ) -> None:
-        """Load `keys[first:]`, one after the other."""
-        epoch = self.stack.epoch
-        for start in range(first, len(keys), BATCH):
-            batch = keys[start : start + BATCH]
-            parents = [keys[place - 1] if place else b"" for place in range(start, start + len(batch))]
-            found = await self._in_time(until, self._read, batch, parents, until)
-            for place, one in enumerate(found, start):
-                if self.stack.epoch != epoch or not take(place, one):
-                    return
-                loaded.blocks[one.tier] += 1
-                await asyncio.sleep(0)  # streams go on between two copies
-            if len(found) < len(batch):
-                return
 
     def _cache(self, one: StoredBlock) -> bool:
         """Copy a block into the pool and the prefix cache.
@@ -314,36 +257,11 @@ class KvTiers:
         finally:
             pool.release(before)
 
-    async def _in_time(
-        self, until: float, read: Callable[..., list[StoredBlock]], *arguments: object
-    ) -> list[StoredBlock]:
-        """Return what `read` returns on the thread for loads; nothing if that takes too long."""
-        reading = self._in.submit(read, *arguments)
-        future = asyncio.wrap_future(reading)
-        try:
-            done, _ = await asyncio.wait([future], timeout=max(until - time.monotonic(), 0.0))
-        finally:
-            if not future.done() and not reading.cancel():  # it has begun: what it reads is dropped
-                self._late = reading
-        return future.result() if done else []
-
-    def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
-        """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""
-        found: list[StoredBlock] = []
-        for key, parent in zip(keys, parents, strict=True):
-            one = self.stack.get(key, parent) if time.monotonic() < until else None
-            if one is None:
-                break
-            if self._memory.device.type != "cpu":
-                one = replace(one, payload=memoryview(bytearray(one.payload)))  # torch wants it writable
-            found.append(one)
-        return found
-
     def _forget(self, keys: Sequence[bytes]) -> None:
         """Forget keys and what continues them, or everything where none is named."""
         self._queue.clear()
         self.stack.end_epoch()
-        self._forgetting += 1  # nothing is loaded until it is done: a disk may take its time
+        self.loads.held_up += 1  # nothing is loaded until it is done: a disk may take its time
         self._loop = self._loop or asyncio.get_running_loop()
         done = self._out.submit(self.stack.forget, list(keys)) if keys else self._out.submit(self.stack.clear)
         done.add_done_callback(lambda future: self._on_loop(self._forgotten, future))
@@ -355,7 +273,7 @@ class KvTiers:
                 "blocks could not be removed from the tiers, which are not read any more: %s", error
             )
             return
-        self._forgetting -= 1
+        self.loads.held_up -= 1
 
 
 def _copy_of(memory: KVMemory, block: int) -> memoryview:

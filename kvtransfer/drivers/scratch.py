@@ -157,8 +157,9 @@ class Scratch:
         pulled = self._pulled.setdefault(source, set())
         pulled.update(keys)
         if len(pulled) > self._most_noted:
-            cached, tiers = set(self._pool.cached_keys()), self.tiers or ()
-            pulled.difference_update([key for key in pulled if key not in cached and key not in tiers])
+            cached, tiers = set(self._pool.cached_keys()), self.tiers
+            lower = set() if tiers is None else {key for key in pulled if key in tiers}
+            pulled.intersection_update(cached | lower)
             self._most_noted = 2 * max(self._pool.total, len(pulled))
 
     def _insert(self, blocks: ScratchBlocks, count: int) -> bool:

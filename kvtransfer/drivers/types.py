@@ -101,4 +101,5 @@ class GrantedBlocks:
     @property
     def loaded(self) -> Loaded:
         """Blocks that came from this worker's tiers, before the ask."""
-        return (self.scratch and self.scratch.loaded) or Loaded()
+        loaded = None if self.scratch is None else self.scratch.loaded
+        return Loaded() if loaded is None else loaded

@@ -99,6 +99,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             list(model.ADAPTERS.values()) if cluster.scenario.max_loras else []
         ),
         "diptych.worker_process.kv_tiers.ThreadPoolExecutor": threads.executor,
+        "diptych.worker_process.tier_loads.ThreadPoolExecutor": threads.executor,
         "diptych.worker_process.kv_tiers.threading": SimpleNamespace(Event=threads.event),
         "diptych.worker_process.kv_tiers.RESCAN_S": tiers.RESCAN_S,
         "decode_worker.choices.sample": model.sample,

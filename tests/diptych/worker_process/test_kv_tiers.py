@@ -19,7 +19,7 @@ from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
-from diptych.worker_process import kv_tiers
+from diptych.worker_process import kv_tiers, tier_loads
 from diptych.worker_process.kv_tiers import KvTiers, Loaded
 
 pytestmark = pytest.mark.asyncio
@@ -153,7 +153,7 @@ async def test_damaged_block_ends_what_is_loaded(house: House, tmp_path: Path) -
 async def test_tier_that_hangs_is_a_miss_and_holds_no_block(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 0.2)
+    monkeypatch.setattr(tier_loads, "LOAD_S", 0.2)
     await stored(house, KEYS[:6])
     await stored(house, KEYS[20:31])
     house.stack.tiers[0].open.clear()  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ async def test_flush_reaches_the_tiers_and_nothing_is_loaded_before(house: House
     house.pool.clear_cache()
     assert await house.load(KEYS[:4]) is None
     house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
-    await until(lambda: house.stack.keys() == [] and not house.tiers._forgetting)
+    await until(lambda: house.stack.keys() == [] and not house.tiers.loads.held_up)
     await until(lambda: sorted(house.left) == KEYS[:4])
 
 
@@ -229,7 +229,7 @@ async def test_eviction_waits_for_the_copy_that_runs(house: House, monkeypatch: 
 async def test_nothing_is_asked_of_a_tier_until_its_late_read_returns(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 0.05)
+    monkeypatch.setattr(tier_loads, "LOAD_S", 0.05)
     await stored(house, KEYS[:6])
     await stored(house, KEYS[20:31])
     house.stack.tiers[0].open.clear()  # type: ignore[attr-defined]
@@ -238,8 +238,8 @@ async def test_nothing_is_asked_of_a_tier_until_its_late_read_returns(
     assert not first.blocks
     assert await house.load(KEYS[:6]) is None
     house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
-    await until(lambda: house.tiers._late is None or house.tiers._late.done())
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 30.0)
+    await until(lambda: house.tiers.loads.late is None or house.tiers.loads.late.done())
+    monkeypatch.setattr(tier_loads, "LOAD_S", 30.0)
     again = await house.load(KEYS[:6])
     assert again is not None
     assert house.check(KEYS[:6]) == 6

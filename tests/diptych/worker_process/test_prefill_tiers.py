@@ -14,7 +14,7 @@ from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
-from diptych.worker_process import kv_tiers
+from diptych.worker_process import tier_loads
 from tests.diptych.worker_process.both_workers import BLOCK, House, greedy, house, layout
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until
@@ -30,7 +30,7 @@ SHARED = len(PROMPT) // BLOCK * BLOCK
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no load be late: a starved machine makes some so, which cost tokens but no test."""
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 20.0)
+    monkeypatch.setattr(tier_loads, "LOAD_S", 20.0)
 
 
 def form() -> EntryFormat:
@@ -159,7 +159,7 @@ async def test_end_in_the_middle_of_a_load_leaves_nothing(monkeypatch: pytest.Mo
         await ask(made, gateway, OTHERS[1])
         monkeypatch.setattr(TierStack, "get", held)
         if how == "late":
-            monkeypatch.setattr(kv_tiers, "LOAD_S", 0.05)
+            monkeypatch.setattr(tier_loads, "LOAD_S", 0.05)
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("second", 1), QUESTION, COUNT))
         await asyncio.to_thread(waiting.wait, 30)
         if how == "cancel":
