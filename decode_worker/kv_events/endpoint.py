@@ -56,8 +56,8 @@ def parse_endpoint(text: str, rank: int = 0) -> Endpoint:
     first = int(port) + 2 * rank
     if not 0 < first < 65535:
         raise ValueError(f"{first} is no port with one after it")
-    addresses = [f"{_TCP}{host}:{number}" for number in (first, first + 1)]
-    return Endpoint(*addresses, password_file=Path(password_file))
+    address, replay_address = (f"{_TCP}{host}:{number}" for number in (first, first + 1))
+    return Endpoint(address, replay_address, password_file=Path(password_file))
 
 
 def prepare(endpoint: Endpoint) -> str | None:
