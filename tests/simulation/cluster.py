@@ -29,6 +29,7 @@ from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
+from tests.simulation.tiers import Folder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 from tests.simulation.watched_pool import (
     WatchedPool,
@@ -105,6 +106,7 @@ class Cluster:
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
+        self.folder = Folder()
         self.machines: dict[str, Machine] = {}
         self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
         self.hosts: list[Host] = []

@@ -178,6 +178,21 @@ class Faults:
 
     _flip = _flip_header = _cut = _twice = _damage
 
+    # ---- tiers
+
+    def _tier_damage(self, fault: Fault) -> bool:
+        return self._cluster.folder.damage(fault.kind.removeprefix("tier_"), fault.number)
+
+    _tier_flip = _tier_cut = _tier_swap = _tier_vanish = _tier_damage
+
+    def _tier_mode(self, fault: Fault) -> bool:
+        folder, mode = self._cluster.folder, fault.kind.removeprefix("tier_")
+        setattr(folder, mode, True)
+        self._cluster.loop.call_later(fault.lasts_s, setattr, folder, mode, False)
+        return bool(self._cluster.scenario.tiers)
+
+    _tier_full = _tier_slow = _tier_mode
+
     # ---- Redis
 
     def _store_mode(self, fault: Fault) -> None:
