@@ -133,6 +133,11 @@ class DecodeSettings(WorkerSettings):
         return max(self.speculative_max_step_tokens, 1 + count_nodes(self.tree_branches))
 
     @property
+    def keeps_tiers(self) -> bool:
+        """See `WorkerSettings.keeps_tiers`."""
+        return bool(self.kv_tier)
+
+    @property
     def decodes(self) -> bool:
         """See `WorkerSettings.decodes`."""
         return True

@@ -66,6 +66,12 @@ class WorkerSettings(ProgramSettings):
         "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
         section="KV cache",
     )
+    window_blocks: Literal["auto", "off"] = setting(
+        "auto",
+        "Blocks of layers with a sliding window: auto frees those behind it, where that is computed; off "
+        "keeps all. The same for all workers.",
+        section="KV cache",
+    )
     speculative_model: str | None = setting(
         None,
         "Draft model, a GGUF file or folder with the same vocabulary; or a folder of Medusa heads or an "
@@ -165,6 +171,11 @@ class WorkerSettings(ProgramSettings):
     @property
     def encodes_images(self) -> bool:
         """True for the role that turns images into embeddings."""
+        return False
+
+    @property
+    def keeps_tiers(self) -> bool:
+        """True for a worker that keeps blocks in tiers, too."""
         return False
 
     @property

@@ -11,7 +11,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
-from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.backends.torch.row_groups import ScoreRule, group_tables
 from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
@@ -92,17 +92,20 @@ class TorchBackend:
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
-            groups: list[Chunk | Decodes] = group_rows(sequences)
+            tables = group_tables(sequences)
+            windows = sequences[0].memory.layout.windows
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                table, slot = (0, layer) if windows is None else windows.places[layer]
+                groups = tables[table]
                 if (latent := self._shape.latent) is not None:
                     mixed = q.new_zeros(*q.shape[:-1], latent.rank)
                     for group in groups:
-                        group.attend_latents(layer, self._shape.score_scale, q, k, mixed)
+                        group.attend_latents(slot, self._shape.score_scale, q, k, mixed)
                     return mixed
                 mixed = torch.zeros_like(q)
                 for group in groups:
-                    group.attend(layer, self._rules[layer], q, k, v, mixed, self._scales)
+                    group.attend(slot, self._rules[layer], q, k, v, mixed, self._scales)
                 return mixed
 
             def wanted() -> bool:
@@ -111,7 +114,7 @@ class TorchBackend:
                 if abort.all_aborted():
                     return False
                 if abort.words.any():
-                    groups[:] = group_rows(sequences, abort)
+                    tables[:] = group_tables(sequences, abort)
                 return True
 
             given = given_embeddings(sequences)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep, visible_ends
+from diptych.engine.batch import AbortWords, SequenceStep, cut_to_window, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
@@ -118,6 +118,19 @@ class Decodes:
         out[self.rows] = latent_decode(
             query[self.rows], self.blocks, layer, self.tables, self.lengths, rank=out.shape[-1], scale=scale
         )
+
+
+def group_tables(
+    sequences: Sequence[SequenceStep], abort: AbortWords | None = None
+) -> list[list[Chunk | Decodes]]:
+    """Return the groups of a step for each table of its layers (`KVLayout.windows`), that of all tokens first.
+
+    Sequences of one step have equal layouts.
+    """
+    windows = sequences[0].memory.layout.windows
+    cuts = () if windows is None else range(1, windows.tables + 1)
+    every = [sequences, *([cut_to_window(step, table) for step in sequences] for table in cuts)]
+    return [group_rows(steps, abort) for steps in every]
 
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
