@@ -13,10 +13,10 @@ class MaxBlocks:
     """Blocks that are enough for `groups` of an attempt's step groups."""
 
     blocks: int
-    """Those of its prompt included."""
+    """Number of blocks, those of its prompt included."""
     groups: int
     windowed: int = 0
-    """Blocks of layers with a window beside those of the prompt, where these have blocks of their own."""
+    """Number of blocks of layers with a window beside those of the prompt, where these have blocks of their own."""
 
 
 def max_blocks(attempt: Attempt, *, layout: KVLayout, total_blocks: int) -> MaxBlocks:

@@ -206,9 +206,7 @@ class RequestManager:
             request.gateway.flush()
         sequences = attempt.beam_width or len(self._active_groups(request))
         self.grants.expect(
-            PendingTransfer(
-                attempt.key, len(tokens), keys, reserve, sequences, attempt.priority, windowed
-            )
+            PendingTransfer(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority, windowed)
         )
 
     def on_ready(self, ready: Ready) -> None:

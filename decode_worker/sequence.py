@@ -281,8 +281,8 @@ class AttemptBlocks:
                 self._on_freed()
 
     def publish(self, sequence: DecodeSequence) -> None:
-        """Enter the blocks that have become full into the prefix cache, and give up windowed ones that no later
-        token reads.
+        """Enter the blocks that have become full into the prefix cache, and give up windowed ones behind the
+        window.
 
         Those that the draft model has to compute first wait for that: a published block is never written. It
         is given up for a sequence that it no longer drafts for.
@@ -349,9 +349,7 @@ class AttemptBlocks:
         return block
 
     def _give_back(self, blocks: Sequence[int]) -> None:
-        """Give up windowed blocks that are not read any more: to the reserve, if there is one, where nobody
-        else can use them.
-        """
+        """Give up windowed blocks that are not read any more: to the reserve, where the attempt has one."""
         if self._reserved:
             own = [block for block in blocks if self._is_own(block)]
             self._reserve += own

@@ -68,7 +68,9 @@ class PrefillWorker:
             chunk,
         )
         transports = self._scratch_plan.transports
-        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
+        self._pulls = engine.layout.windows is None and not (
+            registry.PULLS_FRAMES | registry.PULLS_MAPPED
+        ).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
         self._loop = EngineLoop(
             engine.runner,

@@ -236,7 +236,7 @@ def check_batch(
 
 
 def _window_fault(step: SequenceStep, blocks: int) -> str | None:
-    """Return what is wrong with the windowed tables of a step that reaches `blocks` places; None if nothing."""
+    """Return what is wrong with the windowed tables of a step that reaches `blocks` places."""
     windows = step.memory.layout.windows
     if len(step.window_tables) != (0 if windows is None else windows.tables):
         return f"{len(step.window_tables)} tables of layers with a window"

@@ -38,7 +38,7 @@ class ScratchBlocks:
 
     @property
     def held(self) -> list[int]:
-        """All blocks."""
+        """Return all blocks."""
         if self.window is None:
             return self.block_ids
         return [*self.block_ids, *self.window.pinned, *self.window.ring]
@@ -67,7 +67,9 @@ class Scratch:
         self.memory = memory
         self._chunk = max(chunk, 1)
         layout = memory.layout
-        self._prefix = None if layout.windows is None else WindowPrefix(pool, layout.windows, layout.block_size)
+        self._prefix = (
+            None if layout.windows is None else WindowPrefix(pool, layout.windows, layout.block_size)
+        )
         self._pool = pool
         self._changed = changed
         self._queue: list[_Waiting] = []
@@ -94,9 +96,8 @@ class Scratch:
 
     def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
         """Return the blocks to the pool; `keep` enters the full, complete ones into the prefix cache."""
-        if keep:
-            if self._insert(blocks, len(blocks.keys)):
-                self._insert_window(blocks)
+        if keep and self._insert(blocks, len(blocks.keys)):
+            self._insert_window(blocks)
         self._pool.release(blocks.held)
         self._serve()
         self._report()
@@ -210,6 +211,4 @@ class Scratch:
         self._report()  # keys that made room
         window = PromptWindow(groups.tables, hit.pinned, fresh[places:], len(hit.full))
         cached_tokens = len(hit.full) * layout.block_size
-        return ScratchBlocks(
-            hit.full + fresh[:places], cached_tokens, keys, self._epoch, num_tokens, window
-        )
+        return ScratchBlocks(hit.full + fresh[:places], cached_tokens, keys, self._epoch, num_tokens, window)

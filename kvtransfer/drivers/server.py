@@ -98,9 +98,7 @@ class HandoffServer:
         self._receiver = Receiver(pool, layout.block_size, running, timeouts, gate, layout.windows)
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
-        self.local = LocalWriter(
-            WriterId(worker_id, incarnation), self._receiver, self._actions, local_chunk
-        )
+        self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions, local_chunk)
         """Writer that stands for this worker itself."""
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None

@@ -36,7 +36,7 @@ class Ready:
 
     @property
     def held(self) -> list[int]:
-        """All blocks."""
+        """Return all blocks."""
         return self.block_ids if self.window is None else [*self.block_ids, *self.window.held]
 
 
@@ -105,6 +105,6 @@ class GrantedBlocks:
     window: PromptWindow | None = None
     """Blocks of the layers with a window in `memory`, where these have blocks of their own."""
     target_window: PromptWindow | None = None
-    """Those of the grant."""
+    """Windowed blocks of the grant."""
     pull_s: float = 0.0
     """Seconds for which cached blocks were pulled from the decode worker."""

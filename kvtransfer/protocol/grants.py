@@ -67,7 +67,7 @@ class Grant:
 
     @property
     def held(self) -> list[int]:
-        """All blocks of the grant."""
+        """Return all blocks of the grant."""
         return [*self.block_ids, *self.window_pins]
 
     def all_pushed(self) -> bool:

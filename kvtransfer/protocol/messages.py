@@ -49,7 +49,7 @@ class PendingTransfer:
     priority: int = 0
     """A waiting attempt of higher priority is served first."""
     reserve_windowed: int = 0
-    """Windowed blocks to hold for its sequences beside what is kept of the prompt's, with `reserve_blocks`."""
+    """Number of windowed blocks to hold for its sequences beside the prompt's, with `reserve_blocks`."""
 
 
 # -- actions of the receiver
@@ -102,13 +102,13 @@ class Handoff:
     note: object
     """Opaque value that the driver gave with the commit."""
     window_pins: tuple[int, ...] = ()
-    """As in `SendGrant`."""
+    """Windowed blocks of the cached prefix."""
     window_blocks: tuple[int, ...] = ()
     """Windowed blocks that were filled; `block_ids` has none."""
 
     @property
     def held(self) -> list[int]:
-        """All blocks, those of the window included."""
+        """Return all blocks, those of the window included."""
         return [*self.block_ids, *self.window_pins, *self.window_blocks]
 
 
@@ -187,7 +187,7 @@ class GrantReceived:
     block_ids: tuple[int, ...]
     cached_tokens: int
     window_pins: tuple[int, ...] = ()
-    """As in `SendGrant`."""
+    """Windowed blocks of the cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class WindowAllocator(BlockAllocator):
         self._prefix = WindowPrefix(pool, groups, block_size)
 
     def blocks_needed(self, pending: PendingTransfer, chunk: int) -> int:
-        """Return the number of blocks that the attempt holds, its reserve included, without a cached prefix."""
+        """Return the number of blocks that the attempt holds without a cached prefix, with its reserve."""
         places = self.places_for(pending.num_tokens)
         return max(places, pending.reserve_blocks or 0) + self._windowed(pending, places, chunk)
 

@@ -116,7 +116,9 @@ class Windows(RuleBasedStateMachine):
         group = Group(attempt, AttemptBlocks(attempt, self.pool, self.memory, self.prefixes))
         group.blocks.adopt_prompt([*full, *found.block_ids[found.writable_blocks :]], len(prompt), window)
         for _ in range(sequences):
-            sequence = DecodeSequence(len(prompt), [], attempt.sample_row(attempt.params, []), attempt=attempt)
+            sequence = DecodeSequence(
+                len(prompt), [], attempt.sample_row(attempt.params, []), attempt=attempt
+            )
             group.blocks.start(sequence)
             sequence.output_ids.append(7)
             group.live.append(sequence)

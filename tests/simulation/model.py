@@ -43,9 +43,7 @@ LAYOUT = KVLayout(1, 1, 1, BLOCK_SIZE, torch.float32)
 ENTRY = LAYOUT.bytes_per_block // BLOCK_SIZE
 WINDOW = 10
 """Tokens that the layers with a window see, where the model has some: two, in blocks of their own."""
-WINDOW_LAYOUT = replace(
-    LAYOUT, num_layers=3, windows=WindowGroups(WINDOW, 1, 2, ((1, 0), (0, 0), (2, 0)))
-)
+WINDOW_LAYOUT = replace(LAYOUT, num_layers=3, windows=WindowGroups(WINDOW, 1, 2, ((1, 0), (0, 0), (2, 0))))
 
 FINGERPRINT = Fingerprint(
     model_digest=DIGEST,

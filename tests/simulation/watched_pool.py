@@ -109,7 +109,9 @@ def _written(sequence: SequenceStep) -> Iterable[int]:
     first = sequence.start // BLOCK_SIZE
     last = (sequence.start + len(sequence.token_ids) - 1) // BLOCK_SIZE
     begin = sequence.window_first
-    windowed = [block for table in sequence.window_tables for block in table[first - begin : last + 1 - begin]]
+    windowed = [
+        block for table in sequence.window_tables for block in table[first - begin : last + 1 - begin]
+    ]
     return [*sequence.block_table[first : last + 1], *windowed]
 
 

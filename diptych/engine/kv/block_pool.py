@@ -54,7 +54,7 @@ class BlockPool:
         self.on_forgotten: list[Callable[[Sequence[bytes]], None]] = []
         """Called with the keys that `forget` was given, and with none when the whole cache is cleared."""
         self.on_evicted: Callable[[bytes, int], None] | None = None
-        """Called with a listed key and its block when it is evicted; the block is given out after it returns."""
+        """Called with a listed key and its block at its eviction; the block is given out after it returns."""
 
     # -- counts
 
@@ -205,11 +205,13 @@ class BlockPool:
 
     def cached_keys(self) -> list[bytes]:
         """Return all listed keys that are cached, parents before children."""
-        return [key for key in self._cache.keys() if key not in self._unlisted]
+        keys = self._cache.keys()
+        return [key for key in keys if key not in self._unlisted]
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Listed keys added and removed since the last call. Net: a key is in at most one list, so their order is
-        free.
+        """Return the listed keys added and removed since the last call.
+
+        Net: a key is in at most one list, so their order is free.
         """
         added, removed = list(self._added), list(self._removed)
         self._added.clear()

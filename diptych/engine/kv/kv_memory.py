@@ -80,7 +80,12 @@ class KVLayout:
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
         """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`; of latents 1 instead of 2."""
-        return (self.block_layers, 1 if self.latent else 2, self.num_kv_heads, self.head_dim * self.block_size)
+        return (
+            self.block_layers,
+            1 if self.latent else 2,
+            self.num_kv_heads,
+            self.head_dim * self.block_size,
+        )
 
     @property
     def bytes_per_block(self) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALL_WINDOWED_SHARE = 8
-"""One of so many layers is in the first group where all have a window."""
+"""Number of layers of which one is in the first group, where all have a window."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class WindowGroups:
         return max(0, self.window + chunk - 2) // block_size + 2
 
     def ring_blocks(self, places: int, chunk: int, block_size: int) -> int:
-        """Return the windowed blocks in which a prompt's `places` are computed by chunks of so many tokens."""
+        """Return the windowed blocks in which a prompt's `places` are computed by chunks of that size."""
         return self.tables * min(places, self.span(chunk, block_size))
 
     def kept(self, block_size: int) -> int:

@@ -2,8 +2,8 @@
 
 A cached prefix of N places can be used if all its full blocks are there, and the windowed blocks that the
 next token reads: those of the last places before N. The latter are kept where a prompt or an answer ended, as
-children of the full block of their place. So a full block is never evicted before them, and whoever forgets a
-block and all that continues it forgets them, too.
+children of the full block of their place. So a full block is never evicted before them, and where a block
+is forgotten with all that continues it, they are forgotten, too.
 
 They are not listed: gateways know keys of full blocks alone.
 """
@@ -27,7 +27,7 @@ class WindowHit:
 
     @property
     def blocks(self) -> list[int]:
-        """All blocks of the prefix."""
+        """Return all blocks of the prefix."""
         return self.full + self.pinned
 
 

@@ -29,7 +29,7 @@ class PromptWindow:
 
     @property
     def held(self) -> list[int]:
-        """All blocks."""
+        """Return all blocks."""
         return [*self.pinned, *self.ring]
 
     def ring_index(self, place: int) -> int:
@@ -43,7 +43,9 @@ class PromptWindow:
             return self.ring[at : at + self.tables]
         at = (place - self.first_pinned) * self.tables
         if at < 0:
-            raise IndexError(f"place {place} lies before the blocks of the window, from {self.first_pinned} on")
+            raise IndexError(
+                f"place {place} lies before the blocks of the window, from {self.first_pinned} on"
+            )
         return self.pinned[at : at + self.tables]
 
     def tables_of(self, first: int, end: int) -> tuple[tuple[int, ...], ...]:

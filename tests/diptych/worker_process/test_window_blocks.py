@@ -1,5 +1,6 @@
-"""Layers with a window in blocks of their own, on real loops of both workers: the tokens are those of one block
-for all layers, and what lies behind the window is free.
+"""Layers with a window in blocks of their own, on real loops of both workers.
+
+The tokens are those of one block for all layers, and what lies behind the window is free.
 """
 
 from __future__ import annotations

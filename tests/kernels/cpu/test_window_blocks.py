@@ -54,7 +54,9 @@ class Windowed:
     def chunk(self, start: int, tokens: Sequence[int]) -> SequenceStep:
         first = self.groups.first_read(start, SIZE)
         tables = self.prompt.tables_of(first, self.memory.layout.blocks_for(start + len(tokens)))
-        return SequenceStep(self.memory, self.full, start, tokens, True, window_tables=tables, window_first=first)
+        return SequenceStep(
+            self.memory, self.full, start, tokens, True, window_tables=tables, window_first=first
+        )
 
     def begin_answer(self) -> None:
         first, end = self.groups.first_kept(TOKENS - 1, SIZE), self.memory.layout.blocks_for(TOKENS)
@@ -75,7 +77,9 @@ class Windowed:
         self.most = max(self.most, len(self.table.blocks()))
         first = self.groups.first_read(position, SIZE)
         tables = self.table.cut(first)
-        return SequenceStep(self.memory, self.full, position, [token], True, window_tables=tables, window_first=first)
+        return SequenceStep(
+            self.memory, self.full, position, [token], True, window_tables=tables, window_first=first
+        )
 
 
 def plain_steps(shape: ModelShape, dtype: torch.dtype) -> KVMemory:
@@ -84,9 +88,13 @@ def plain_steps(shape: ModelShape, dtype: torch.dtype) -> KVMemory:
     return memory
 
 
-def run(backend: Backend, shape: ModelShape, dtype: torch.dtype, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    backend: Backend, shape: ModelShape, dtype: torch.dtype, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all steps, with one block for all layers and with blocks of their own."""
-    tokens = torch.randint(0, shape.vocab_size, (TOKENS + ANSWER,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = torch.randint(
+        0, shape.vocab_size, (TOKENS + ANSWER,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     memory, windowed = plain_steps(shape, dtype), Windowed(shape, dtype, chunk)
     table = range(memory.num_blocks)
     plain, own = [], []
@@ -101,7 +109,11 @@ def run(backend: Backend, shape: ModelShape, dtype: torch.dtype, chunk: int) -> 
         step = windowed.decode(position, tokens[position])
         check_batch([step], shape.vocab_size)
         own.append(backend.forward([step], None).clone())
-        plain.append(backend.forward([SequenceStep(memory, table, position, tokens[position : position + 1], True)], None).clone())
+        plain.append(
+            backend.forward(
+                [SequenceStep(memory, table, position, tokens[position : position + 1], True)], None
+            ).clone()
+        )
     groups = windowed.groups
     assert windowed.most <= groups.tables * groups.span(chunk, SIZE)
     return torch.cat(plain), torch.cat(own)
@@ -109,7 +121,9 @@ def run(backend: Backend, shape: ModelShape, dtype: torch.dtype, chunk: int) -> 
 
 @pytest.mark.parametrize("windows", [GEMMA, PAIRS, PADDED, ALL])
 @pytest.mark.parametrize("chunk", [5, 16, 61])
-def test_torch_logits_equal_those_of_one_block_for_all_layers(windows: tuple[int | None, ...], chunk: int) -> None:
+def test_torch_logits_equal_those_of_one_block_for_all_layers(
+    windows: tuple[int | None, ...], chunk: int
+) -> None:
     shape = shape_of(windows=windows)
     plain, own = run(TorchBackend(shape, weights_of(shape, torch.float32)), shape, torch.float32, chunk)
     assert torch.isfinite(plain).all()

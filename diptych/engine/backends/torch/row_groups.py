@@ -123,7 +123,7 @@ class Decodes:
 def group_tables(
     sequences: Sequence[SequenceStep], abort: AbortWords | None = None
 ) -> list[list[Chunk | Decodes]]:
-    """Return the groups of a step for each table of its layers (`KVLayout.windows`), that of all tokens first.
+    """Return the groups of a step for each table of its layers (`KVLayout.windows`), the full one first.
 
     Sequences of one step have equal layouts.
     """

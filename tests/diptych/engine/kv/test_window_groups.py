@@ -28,10 +28,10 @@ def test_where_all_layers_have_a_window_an_eighth_is_in_full_blocks() -> None:
     assert (groups.slots, groups.tables) == (4, 7)
 
 
-@given(
-    st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 4, 16]), st.integers(0, 300)
-)
-def test_the_ring_holds_what_a_chunk_reads_and_what_is_kept(window: int, chunk: int, size: int, start: int) -> None:
+@given(st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 4, 16]), st.integers(0, 300))
+def test_the_ring_holds_what_a_chunk_reads_and_what_is_kept(
+    window: int, chunk: int, size: int, start: int
+) -> None:
     groups = window_groups((window, None))
     assert groups is not None
     end = start + chunk
