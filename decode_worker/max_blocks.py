@@ -16,7 +16,7 @@ class MaxBlocks:
     """Number of blocks, those of its prompt included."""
     groups: int
     windowed: int = 0
-    """Number of blocks of layers with a window beside those of the prompt, where these have blocks of their own."""
+    """Number of windowed blocks beside those of the prompt, where layers with a window have their own."""
 
 
 def max_blocks(attempt: Attempt, *, layout: KVLayout, total_blocks: int) -> MaxBlocks:

@@ -271,7 +271,7 @@ def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> W
         return None
     if settings.keeps_tiers:
         raise ImpossibleSettings(
-            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, for all workers"
+            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
         )
     return groups
 
