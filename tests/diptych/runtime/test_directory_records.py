@@ -76,3 +76,12 @@ def test_what_is_no_update_is_refused() -> None:
         decode_event({b"w": b"w"})
     with pytest.raises(ValueError, match="16 bytes"):
         decode_event({b"w": b"w", b"i": b"1", b"e": b"1", b"s": b"1", b"a": b"short", b"r": b""})
+
+
+def test_pool_tokens_leave_room_for_the_blocks_of_a_window() -> None:
+    windowed = replace(RECORD, total_blocks=100, window_blocks=2, window_places=3)
+    assert RECORD.pool_tokens == 10 * 16
+    assert windowed.pool_tokens == 94 * 16
+    assert replace(windowed, total_blocks=8).pool_tokens == 2 * 16
+    with pytest.raises(ValueError, match="blocks of a window below 0"):
+        Lease.from_json(Lease(replace(windowed, window_blocks=-1), 0).to_json())
