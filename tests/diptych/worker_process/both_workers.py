@@ -74,28 +74,34 @@ LOCAL_BOUNDS = LocalBounds(short=16, fallback=200, chunk=3, idle_chunk=8)
 
 
 @cache
-def model(shape: ModelShape = SHAPE) -> Model:
-    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
+def model(shape: ModelShape | None = None) -> Model:
+    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond.
+
+    `shape` is SHAPE by default, here and below.
+    """
     return _own_model(shape)
 
 
-def _own_model(shape: ModelShape = SHAPE) -> Model:
+def _own_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a torch backend with slots of its own."""
+    shape = shape or SHAPE
     backend = TorchBackend(shape, weights_of(shape, torch.float32))
     return Model(shape, "fp32", torch.float32, backend, "torch")
 
 
-def launching_model(shape: ModelShape = SHAPE) -> Model:
+def launching_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
+    shape = shape or SHAPE
     backend = TritonBackend(shape, weights_of(shape, torch.float32), "cpu", REFERENCE_OPERATORS)
     return Model(shape, "fp32", torch.float32, backend, "triton")
 
 
-def native_model(shape: ModelShape = SHAPE) -> Model:
+def native_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on the native backend, whose own thread computes launched steps."""
+    shape = shape or SHAPE
     backend = NativeBackend(shape, weights_of(shape, torch.float32), torch.float32)
     return Model(shape, "fp32", torch.float32, backend, "native")
 
@@ -117,17 +123,18 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | Eagle3Head | None = None, shape: ModelShape = SHAPE) -> KVLayout:
+def layout(draft: Model | Eagle3Head | None = None, shape: ModelShape | None = None) -> KVLayout:
+    """Return the layout of blocks; layers with a window have their own where a `shape` is given."""
     return replace(
         model(shape).kv_layout(BLOCK),
         draft=None if draft is None else draft.kv_layout(BLOCK),
-        windows=window_groups(shape.windows),
+        windows=None if shape is None else window_groups(shape.windows),
     )
 
 
 @cache
 def greedy(
-    prompt: tuple[int, ...], count: int, adapter: Path | None = None, shape: ModelShape = SHAPE
+    prompt: tuple[int, ...], count: int, adapter: Path | None = None, shape: ModelShape | None = None
 ) -> tuple[int, ...]:
     """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path.
 
@@ -236,7 +243,7 @@ async def house(
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
     eagle: Eagle3Head | None = None,
-    shape: ModelShape = SHAPE,
+    shape: ModelShape | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -297,7 +304,10 @@ def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) ->
 
 
 def _runner(
-    backend: str, shared: SharedCores | None, pacing: StepPacing | None = None, shape: ModelShape = SHAPE
+    backend: str,
+    shared: SharedCores | None,
+    pacing: StepPacing | None = None,
+    shape: ModelShape | None = None,
 ) -> Runner:
     model = MODELS[backend](shape)
     return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
@@ -326,7 +336,7 @@ async def _decode(
     drafter: Drafter | None,
     bounds: LocalBounds,
     drafts: Runner | Eagle3Head | None,
-    shape: ModelShape,
+    shape: ModelShape | None,
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -346,7 +356,7 @@ async def _decode(
         memory.memory,
         pool,
         max_batch=MAX_BATCH,
-        max_context=shape.max_context,
+        max_context=(shape or SHAPE).max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
         speculation=speculation,
         draft_chunks=chunks,
@@ -389,7 +399,7 @@ def _prefill(
     chunk: int,
     runner: Runner,
     drafts: Runner | Eagle3Head | None,
-    shape: ModelShape,
+    shape: ModelShape | None,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
@@ -400,7 +410,7 @@ def _prefill(
         chunk=chunk,
         enough=chunk,
         max_prompts=6,
-        max_context=shape.max_context,
+        max_context=(shape or SHAPE).max_context,
         on_ended=lambda request, how: ended.append((request, how)),
         draft_chunks=_chunks(drafts),
     )
