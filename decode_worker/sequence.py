@@ -185,6 +185,7 @@ class AttemptBlocks:
         self._prompt = []
         if self._windows is not None:
             self._windows.release_prompt()
+            self._report_freed()  # what was not read any more when the prompt came
 
     def fork(self, parent: DecodeSequence, child: DecodeSequence) -> None:
         """Let `child`, which has the parent's tokens and one more, begin with the parent's blocks."""
@@ -277,8 +278,7 @@ class AttemptBlocks:
             del sequence.block_ids[needed:]
             if sequence.window is not None:
                 self._pool.release(sequence.window.take_from(needed))
-            if self._on_freed is not None:
-                self._on_freed()
+            self._report_freed()
 
     def publish(self, sequence: DecodeSequence) -> None:
         """Enter the blocks that have become full into the prefix cache, and give up windowed ones behind the
@@ -300,6 +300,7 @@ class AttemptBlocks:
             )
         if self._windows is not None and (unread := self._windows.take_unread(sequence)):
             self._give_back(unread)
+            self._report_freed()
 
     def distrust(self, sequences: Sequence[DecodeSequence] = ()) -> None:
         """Remove the blocks of the prompt and of `sequences` from the prefix cache: they may be wrong."""
@@ -355,6 +356,8 @@ class AttemptBlocks:
             self._reserve += own
             blocks = [block for block in blocks if block not in own]
         self._pool.release(blocks)
+
+    def _report_freed(self) -> None:
         if self._on_freed is not None:
             self._on_freed()
 
