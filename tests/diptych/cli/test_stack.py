@@ -143,3 +143,12 @@ def test_workers_lend_cores_unless_threads_are_chosen() -> None:
     fixed = specs(StackOptions(decode_threads=1), cores=4)
     assert flag(fixed["prefill-0"], "cores-fd") is None
     assert flag(fixed["decode-0"], "cores-fd") is None
+
+
+def test_tiers_keep_one_block_for_all_layers_in_every_worker() -> None:
+    for name in ("prefill-0", "decode-0"):
+        assert flag(specs(StackOptions())[name], "window-blocks") is None
+        assert flag(specs(StackOptions(kv_tier="ram:1g"))[name], "window-blocks") == "off"
+        assert (
+            flag(specs(StackOptions(kv_tier="ram:1g", window_blocks="auto"))[name], "window-blocks") == "auto"
+        )
