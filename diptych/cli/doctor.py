@@ -106,16 +106,15 @@ def given_model(model: str) -> Finding:
 
 def given_draft(draft: str, model: str) -> Finding:
     """Find what a draft model or heads take, and whether they fit the model."""
-    from diptych.engine.heads.eagle3_files import is_eagle3
     from diptych.planner.model_shape import NotPlanned, read_shape
     from diptych.worker_process.draft_loader import check_vocabulary
-    from diptych.worker_process.eagle_loader import check_eagle
+    from diptych.worker_process.eagle_loader import check_eagle, eagle_files
     from diptych.worker_process.medusa_loader import check_medusa, is_heads
 
     try:
+        if (eagle := eagle_files(draft, checked_model(model))) is not None:
+            return Finding("ok", check_eagle(eagle, read_shape(checked_model(model))))
         path = resolve_model(draft)
-        if is_eagle3(path):
-            return Finding("ok", check_eagle(path, read_shape(checked_model(model))))
         if is_heads(path):
             return Finding("ok", check_medusa(path, read_shape(checked_model(model))))
     except (StartupError, NotPlanned) as error:

@@ -164,12 +164,15 @@ class StackOptions:
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
         str | None,
-        _option("Draft model with the same vocabulary, or Medusa or EAGLE-3 heads.", "Speculative decoding"),
+        _option(
+            "Draft model with the same vocabulary, Medusa or EAGLE heads, or mtp: the model's own layers.",
+            "Speculative decoding",
+        ),
     ] = None
     speculative_tree: Annotated[
         str | None,
         _option(
-            "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1.",
+            "Branches at each depth of the trees that heads draft, as in 4,2,1.",
             "Speculative decoding",
         ),
     ] = None

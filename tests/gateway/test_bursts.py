@@ -15,7 +15,7 @@ from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import ids_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering, delivered
 
-CALLS = 3000
+CALLS = 2000
 CHANNELS = 6
 
 

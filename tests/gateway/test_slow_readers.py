@@ -165,14 +165,21 @@ async def test_end_by_the_client_of_an_unread_stream_has_its_status(
 ) -> None:
     async with gateway_of(bundled, redis_url) as (stack, channel, decode):
         decode.script = talking(finish=False, pause_s=0.002, per_step=5)
-        timeout = 1.0 if how == "DEADLINE_EXCEEDED" else 60.0
-        streams = [await stopped_reader(channel, wordy(stack), timeout=timeout) for _ in range(20)]
+        streams: list[Any] = []
+        timeout, early = 1.0 if how == "DEADLINE_EXCEEDED" else 60.0, 0
+        while len(streams) < 20:
+            try:
+                streams.append(await stopped_reader(channel, wordy(stack), timeout=timeout))
+            except grpc.aio.AioRpcError as error:  # a busy machine takes longer than that to begin
+                assert error.code().name == how  # noqa: PT017
+                timeout, early = 2 * timeout, early + 1
         for index, call in enumerate(streams):
             if how == "CANCELLED":
                 await asyncio.sleep(0.01 * (index % 5))
                 call.cancel()
-        await until(lambda: calls(stack, how) == 20)
+        await until(lambda: calls(stack, how) >= 20)
         await stack.until_idle()
+        assert calls(stack, how) <= 20 + early
         assert calls(stack, "INTERNAL") == 0
         assert not errors(caplog)
 
