@@ -75,7 +75,9 @@ async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend
         assert first.tokens == expected(PROMPT)
         turn = (*PROMPT, *first.tokens, 5, 6, 7)
         assert (await ask(made, "b", turn)).tokens == expected(turn)
-        assert cached_tokens(made) == (len(PROMPT) + ANSWER - 1) // BLOCK * BLOCK
+        # Where blocks are copied the prefill worker has the first prompt of its own, and not the answer.
+        end = len(PROMPT) if transport == "tcp" else len(PROMPT) + ANSWER - 1
+        assert cached_tokens(made) == end // BLOCK * BLOCK
         assert (await ask(made, "c", turn)).tokens == expected(turn)
         assert cached_tokens(made) == (len(turn) - 1) // BLOCK * BLOCK
         assert (await ask(made, "d", turn[:20])).tokens == expected(turn[:20])
@@ -227,4 +229,5 @@ async def test_8000_tokens_hold_a_window_and_a_chunk(transport: str, monkeypatch
     assert heard.tokens == more.tokens[:1]
     one_chunk = groups.tables * (-(-(WINDOW + CHUNK) // BLOCK) + 2)
     assert 0 < answer.prompt <= one_chunk < groups.tables * LONG // BLOCK // 8
-    assert 0 < answer.answer <= groups.tables * (-(-WINDOW // BLOCK) + 2)
+    ahead = 1  # full block of a step that is launched ahead of the one that is counted
+    assert 0 < answer.answer <= groups.tables * (-(-WINDOW // BLOCK) + 2) + ahead
