@@ -268,10 +268,10 @@ def windowed_blocks_are_not_copied(patch: Patch) -> None:
     patch.setattr(WindowRows, "own", lambda self, sequence, place, writable: None)
 
 
-def ring_is_a_place_too_short(patch: Patch) -> None:
+def ring_is_too_short(patch: Patch) -> None:
     """A chunk of a prompt writes where it still reads."""
     real = WindowGroups.span
-    patch.setattr(WindowGroups, "span", lambda self, chunk, size: real(self, chunk, size) - 1)
+    patch.setattr(WindowGroups, "span", lambda self, chunk, size: real(self, chunk, size) - 2)
 
 
 def windowed_blocks_are_read_while_free(patch: Patch) -> None:
@@ -283,7 +283,7 @@ def windowed_blocks_are_read_while_free(patch: Patch) -> None:
 PLANTED: list[Any] = [
     (hits_ignore_windowed_blocks, "pulls", 40),
     (windowed_blocks_are_not_copied, "crowd", 30),
-    (ring_is_a_place_too_short, "writers", 60),
+    (ring_is_too_short, "writers", 60),
     pytest.param(windowed_blocks_are_read_while_free, "everything", 40, marks=pytest.mark.full),
     (drafts_are_not_verified, "everything", 40),
     (quarantine_ends_without_proof, "writers", 60),
