@@ -75,6 +75,7 @@ class DecodeWorker:
             speculation=make_speculation(settings, engine, memory.memory),
             draft_chunks=engine.draft_chunks,
         )
+        bounds = settings.local_bounds(engine.model.device.type)
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
             incarnation=incarnation(),
@@ -89,6 +90,7 @@ class DecodeWorker:
             heartbeat=lambda: engine_heartbeat(self._loop),
             gate=AdapterGate(self._loop.requests.adapter_of),
             tls=settings.link_tls,
+            local_chunk=bounds.idle_chunk,
         )
         self._adapters = AdapterStore(
             engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank
@@ -96,7 +98,7 @@ class DecodeWorker:
         self._adapters.on_slot_free = self._handoff.blocks_freed
         self._loop.requests.adapters = self._adapters
         self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
-        self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
+        self._loop.connect(self._handoff, bounds)
         self._loop.requests.grammars = Grammars(settings.model_path)
         self._group = engine.group
         self._events = make_publisher(settings)

@@ -60,20 +60,23 @@ class PrefillWorker:
         transports = registry.transports_for(settings.transport, engine.model.device)
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        device_type = device.type
+        chunk = settings.chunk_tokens(device_type)
+        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
+            chunk = min(chunk, engine.model.shape.vocab_size)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
             transports,
             engine.layout,
             engine.model.shape.max_context,
             Memory.of(device),
+            chunk,
         )
         transports = self._scratch_plan.transports
-        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
+        self._pulls = engine.layout.windows is None and not (
+            registry.PULLS_FRAMES | registry.PULLS_MAPPED
+        ).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
-        device_type = device.type
-        chunk = settings.chunk_tokens(device_type)
-        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
-            chunk = min(chunk, engine.model.shape.vocab_size)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -102,6 +105,7 @@ class PrefillWorker:
             pull_mode=settings.pull_prefixes,
             ranks=engine.group,
             tls=settings.link_tls,
+            chunk_tokens=chunk,
         )
         self._tiers: KvTiers | None = None
         self._tier_stack: TierStack | None = None

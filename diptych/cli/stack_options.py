@@ -218,6 +218,14 @@ class StackOptions:
         str | None,
         _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
     ] = None
+    window_blocks: Annotated[
+        str | None,
+        _option(
+            "Blocks behind a sliding window: auto frees them where it can, and without --kv-tier; off keeps "
+            "them.",
+            "KV cache",
+        ),
+    ] = None
     transport: Annotated[
         str | None,
         _option(

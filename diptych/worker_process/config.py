@@ -73,6 +73,12 @@ class WorkerSettings(ProgramSettings):
         "redis://HOST:PORT/DB. Several, or separated by commas.",
         section="KV cache",
     )
+    window_blocks: Literal["auto", "off"] = setting(
+        "auto",
+        "Blocks of layers with a sliding window: auto frees those behind it, where that is computed; off "
+        "keeps all. The same for all workers.",
+        section="KV cache",
+    )
     speculative_model: str | None = setting(
         None,
         "Draft model of the same vocabulary, Medusa heads or an EAGLE head; or mtp, the model's own layers "
@@ -173,6 +179,11 @@ class WorkerSettings(ProgramSettings):
     def encodes_images(self) -> bool:
         """True for the role that turns images into embeddings."""
         return False
+
+    @property
+    def keeps_tiers(self) -> bool:
+        """True for a worker that keeps blocks in tiers, too."""
+        return bool(self.kv_tier)
 
     @property
     def decodes(self) -> bool:

@@ -16,6 +16,7 @@ from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
@@ -156,6 +157,9 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    groups = _window_groups(settings, model, images=image_spec(path) is not None)
+    if groups is not None:
+        layout = replace(layout, windows=groups)
     heads = eagle = None
     if files.medusa is not None and settings.decodes:
         heads = load_medusa(files.medusa, runner, dtype)
@@ -243,6 +247,32 @@ def _draft(
     runner = Runner(model, cpu=cpu)
     run_self_test(runner, model.kv_layout(settings.block_size))
     return LoadedDraft(model, runner, model_digest(path))
+
+
+def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
+    """Return the groups of layers that get blocks of their own; None where one block has all layers.
+
+    What it depends on is the same for all workers of a system, or refused when they link.
+    """
+    groups = window_groups(model.shape.windows)
+    if groups is None or settings.window_blocks == "off":
+        return None
+    whole = {
+        settings.group_flags: settings.in_parts,
+        f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
+        f"--kv-cache-dtype {settings.kv_cache_dtype}": settings.kv_cache_dtype != "auto",
+        f"the {model.backend_name} step": model.backend_name not in ("native", "torch"),
+        f"blocks on {model.device}": model.device.type != "cpu",
+        "a model that reads images": images,
+    }
+    if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
+        log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)
+        return None
+    if settings.keeps_tiers:
+        raise ImpossibleSettings(
+            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
+        )
+    return groups
 
 
 class ImpossibleSettings(StartupError):

@@ -68,11 +68,11 @@ class Worker:
     @property
     def max_tokens(self) -> int:
         """Most tokens, prompt and output together, that one request may have here."""
-        return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
+        return min(self.record.pool_tokens, self.record.max_context)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its pool can hold, without the blocks that a writer may still write to."""
+        """Size of its pool in tokens a block, without the blocks that a writer may still write to."""
         return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
 
     def assign(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
@@ -275,6 +275,7 @@ class WorkerRegistry:
             max(len(prefill), 1),
             kv_tokens=sum(w.kv_tokens for w in decode),
             block_size=self.block_size() or 1,
+            window=next(((w.record.window_blocks, w.record.window_places) for w in decode), (0, 0)),
         )
 
     def token_limit(self) -> int | None:

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 18
+#define DIPTYCH_ABI_VERSION 21
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -169,6 +169,13 @@ struct DiptychBatch {
     int32_t taps;                  // so many layers are
     const int32_t *tapped;         // [taps] of which the step keeps the inputs, the residual stream
     float *features;               // [sum of counts, taps * hidden] gets them, or null
+    const int32_t *layer_places;   // [layers, 2] where a layer's keys and values lie: table 0 is the one in `tables`,
+                                   // from 1 on those in `window_tables`; and its place in a block. Null: table 0, and
+                                   // its number
+    int32_t windowed;              // tables that a sequence has in `window_tables`, for layers with a window
+    const int32_t *window_tables;  // end to end: of each sequence all of them
+    const int32_t *window_firsts;  // [sequences] blocks before the first one in them, which no token of the step reads
+    const int32_t *window_lengths; // [sequences] blocks in each of them
 };
 
 // A part of a change, for one of the matrices that a product joins.

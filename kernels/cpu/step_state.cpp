@@ -7,6 +7,7 @@
 #include "bytes.h"
 #include "model_parts.h"
 #include "token_tree.h"
+#include "window_tables.h"
 
 namespace diptych {
 
@@ -183,11 +184,13 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     if (threads < 1 || threads > 1024) return "threads must be 1 .. 1024";
     if (batch.sequences < 1) return "an empty batch";
     if (batch.block_size < 1) return "block_size must be at least 1";
-    int64_t own = 2 * static_cast<int64_t>(model.kv_width()) * batch.block_size * model.shape.layers;
-    if (batch.block_stride != 0 && batch.block_stride < own) return "blocks closer than this model's are large";
+    std::string misplaced = refused_layer_places(model, batch);
+    if (!misplaced.empty()) return misplaced;
+    int64_t own = 2 * static_cast<int64_t>(model.kv_width()) * batch.block_size * block_layers(model, batch);
+    if (batch.block_stride != 0 ? batch.block_stride < own : batch.layer_places != nullptr) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
     if (!missing.empty()) return missing;
-    const int32_t *tokens = batch.tokens, *table = batch.tables;
+    const int32_t *tokens = batch.tokens, *table = batch.tables, *windowed = batch.window_tables;
     int64_t rows = 0;
     for (int32_t s = 0; s < batch.sequences; s++) {
         if (batch.counts[s] < 1) return at(s, "no tokens to compute");
@@ -199,9 +202,11 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         if (rows > (1 << 24)) return "more tokens than a step can hold";
         std::string found = refused_sequence(model, batch, s, tokens, table);
         if (found.empty()) found = refused_tree(batch, s, rows - batch.counts[s]);
+        if (found.empty()) found = refused_windows(model, batch, s, windowed);
         if (!found.empty()) return found;
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
+        windowed += window_entries(batch, s);
     }
     std::string found = refused_places(model, batch);
     return found.empty() ? refused_adapters(model, batch) : found;
@@ -245,6 +250,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         if (ends != nullptr) ends += count;
         table += batch.table_lengths[s];
     }
+    add_window_tables(step);
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));
     prepare_adapters(step);
     grow_scores(step, model, blocks, threads);

@@ -60,6 +60,7 @@ class HandoffClient:
         device: device on which this worker computes.
         ranks: the other processes of this worker that compute, where it is a group.
         tls: certificates for links and data sockets; None: they are plain.
+        chunk_tokens: most tokens of a prompt that this worker computes at once.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class HandoffClient:
         device: torch.device = CPU,
         ranks: WriterRanks | None = None,
         tls: InternalTls | None = None,
+        chunk_tokens: int = 0,
     ) -> None:
         self._tls = tls
+        self._chunk_tokens = chunk_tokens
         self._device, self._ranks = device, ranks
         self._stall_s = stall_s
         self._writer_id = WriterId(worker_id, incarnation)
@@ -161,6 +164,7 @@ class HandoffClient:
             gpu_uuid(self._device),
             () if self._ranks is None else self._ranks.pids,
             self._tls,
+            self._chunk_tokens,
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -246,8 +250,8 @@ class HandoffClient:
         return [] if self._scratch is None else self._scratch.cached_keys()
 
     def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
-        if not welcome.pull_endpoint:
-            return None
+        if not welcome.pull_endpoint or self._layout.windows is not None:
+            return None  # what a decode worker has of a prefix is of use with its windowed blocks only
         return Puller(
             lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
             self.pull_rates,
@@ -263,7 +267,7 @@ class HandoffClient:
                 memory, pool = self._make_scratch()
             except (MemoryError, RuntimeError) as error:  # of torch: another program took the memory
                 raise TransportError(f"no memory for the blocks that copies start from: {error}") from error
-            self._scratch = Scratch(memory, pool, self._cache_changed)
+            self._scratch = Scratch(memory, pool, self._cache_changed, self._chunk_tokens)
             self._scratch.tiers = self._make_tiers(self._scratch, pool)
         return self._scratch
 

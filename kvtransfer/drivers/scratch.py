@@ -18,6 +18,9 @@ from typing import Protocol
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.kv.window_prefix import WindowPrefix
+from diptych.engine.kv.window_table import PromptWindow
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.errors import GrantDeniedError
 
@@ -40,12 +43,23 @@ class ScratchBlocks:
     """Blocks of one attempt, held until they are released; the cached prefix comes first."""
 
     block_ids: list[int]
+    """Blocks for all of its tokens, of all layers but those in `window`."""
     cached_tokens: int
     keys: Sequence[bytes]
     epoch: int
     """Count of the events that voided blocks, when these were acquired."""
+    num_tokens: int
+    window: PromptWindow | None = None
+    """Blocks of layers with a window, where these have blocks of their own."""
     loaded: Loaded | None = None
     """The part of the cached prefix that came from tiers for this attempt."""
+
+    @property
+    def held(self) -> list[int]:
+        """Return all blocks."""
+        if self.window is None:
+            return self.block_ids
+        return [*self.block_ids, *self.window.pinned, *self.window.ring]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,15 +70,24 @@ class _Waiting:
 
 
 class Scratch:
-    """Blocks of one pool and its prefix cache; `changed(added, removed)` gets the keys that came and went."""
+    """Blocks of one pool and its prefix cache; `changed(added, removed)` gets the keys that came and went.
+
+    `chunk` is the most tokens of a prompt that are computed at once.
+    """
 
     def __init__(
         self,
         memory: KVMemory,
         pool: BlockPool,
         changed: Callable[[list[bytes], list[bytes]], None] = lambda added, removed: None,
+        chunk: int = 0,
     ) -> None:
         self.memory = memory
+        self._chunk = max(chunk, 1)
+        layout = memory.layout
+        self._prefix = (
+            None if layout.windows is None else WindowPrefix(pool, layout.windows, layout.block_size)
+        )
         self._pool = pool
         self._changed = changed
         self.tiers: Tiers | None = None
@@ -80,7 +103,7 @@ class Scratch:
 
         Raises GrantDeniedError if they can never fit.
         """
-        needed = self.memory.layout.blocks_for(num_tokens)
+        needed = self.memory.layout.prompt_blocks(num_tokens, self._chunk)
         if needed > self._pool.total:
             reason = work_pb2.FailureReason.FAILURE_REASON_EXCEEDS_KV_CAPACITY
             raise GrantDeniedError(
@@ -104,9 +127,9 @@ class Scratch:
 
     def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
         """Return the blocks to the pool; `keep` enters the full, complete ones into the prefix cache."""
-        if keep:
-            self._insert(blocks, len(blocks.keys))
-        self._pool.release(blocks.block_ids)
+        if keep and self._insert(blocks, len(blocks.keys)):
+            self._insert_window(blocks)
+        self._pool.release(blocks.held)
         self._serve()
         self._report()
 
@@ -172,6 +195,14 @@ class Scratch:
             parent = key
         return True
 
+    def _insert_window(self, blocks: ScratchBlocks) -> None:
+        """Enter the windowed blocks behind the prompt's last places into the cache."""
+        windows, size = self.memory.layout.windows, self.memory.layout.block_size
+        if windows is None or blocks.window is None or self._prefix is None:
+            return
+        for place in range(windows.first_kept(blocks.num_tokens - 1, size), len(blocks.keys)):
+            self._prefix.insert(blocks.window.blocks(place), blocks.keys[place])
+
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._epoch += 1
         self._pool.forget(keys)
@@ -191,7 +222,7 @@ class Scratch:
                 return
             self._queue.pop(0)
             if waiting.blocks.cancelled():
-                self._pool.release(blocks.block_ids)
+                self._pool.release(blocks.held)
             else:
                 waiting.blocks.set_result(blocks)
 
@@ -204,6 +235,8 @@ class Scratch:
             self.release(waiting.blocks.result(), keep=False)
 
     def _try_allocate(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
+        if self._prefix is not None and self.memory.layout.windows is not None:
+            return self._try_allocate_windows(self._prefix, self.memory.layout.windows, num_tokens, keys)
         block_size = self.memory.layout.block_size
         pins = self._pool.acquire_prefix(keys[: (num_tokens - 1) // block_size])
         fresh = self.memory.layout.blocks_for(num_tokens) - len(pins)
@@ -212,4 +245,20 @@ class Scratch:
             return None
         blocks = pins + self._pool.allocate(fresh)
         self._report()  # keys that made room
-        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._epoch)
+        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._epoch, num_tokens)
+
+    def _try_allocate_windows(
+        self, prefix: WindowPrefix, groups: WindowGroups, num_tokens: int, keys: Sequence[bytes]
+    ) -> ScratchBlocks | None:
+        layout = self.memory.layout
+        hit = prefix.acquire(keys[: (num_tokens - 1) // layout.block_size])
+        places = layout.blocks_for(num_tokens) - len(hit.full)
+        ring = groups.ring_blocks(places, self._chunk, layout.block_size)
+        if self._pool.available() < places + ring:
+            self._pool.release(hit.blocks)
+            return None
+        fresh = self._pool.allocate(places + ring)
+        self._report()  # keys that made room
+        window = PromptWindow(groups.tables, hit.pinned, fresh[places:], len(hit.full))
+        cached_tokens = len(hit.full) * layout.block_size
+        return ScratchBlocks(hit.full + fresh[:places], cached_tokens, keys, self._epoch, num_tokens, window)

@@ -258,6 +258,11 @@ class Cluster:
                 mixes_chunks=self.scenario.mixed_steps,
             ),
             model._Model(),
+            *(
+                (model.WINDOW_LAYOUT, model.DIGEST, "fp32", model.WINDOW_FINGERPRINT)
+                if self.scenario.window
+                else ()
+            ),
         )
 
     # ---- pools ---------------------------------------------------------------------------------------

@@ -9,10 +9,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.simulation.model import ADAPTERS, BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
+from tests.simulation.model import (
+    ADAPTERS,
+    BLOCK_SIZE,
+    FIRST_TOKEN,
+    POISON,
+    TOKENS,
+    WINDOW_LAYOUT,
+    RequestSampling,
+    oracle,
+)
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
+WINDOWED_SHARE = 0.35
+"""Share of scenarios whose model has a window."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class Scenario:
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
+    window: bool = False  # the model has layers with a window, in blocks of their own
 
     @property
     def workers(self) -> list[str]:
@@ -233,9 +245,17 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
+    if random.Random(f"window {seed}").random() < WINDOWED_SHARE:
+        shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     faults = tuple(sorted((*faults, *_role_changes(shape)), key=lambda fault: fault.at))
     return replace(shape, requests=requests, faults=faults)
+
+
+def _with_window(shape: Scenario) -> Scenario:
+    """Return the scenario of a model with a window, with pools that hold as many requests at once."""
+    decodes = tuple(replace(one, blocks=one.blocks * WINDOW_LAYOUT.blocks_per_place) for one in shape.decodes)
+    return replace(shape, window=True, decodes=decodes)
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:

@@ -12,8 +12,11 @@ from decode_worker.choices import Choice
 from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
+from decode_worker.window_rows import WindowRows
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.tiers import entry
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
 from diptych.worker_process import kv_tiers
 from diptych.worker_process.attempt import Attempt
@@ -23,6 +26,7 @@ from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
 from gateway.worker_pool.prefix_index import PrefixIndexReader
+from kvtransfer.protocol.messages import SendGrant
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
@@ -189,10 +193,10 @@ def local_prompt_stops_during_its_step(patch: Patch) -> None:
 def local_prompt_skips_a_block(patch: Patch) -> None:
     """A decode worker takes a block for cached that nothing was written to."""
 
-    def granted(self: LocalPrefills, ref: Any, block_ids: list[int], cached: int) -> None:
-        prompt = self._prompts.get(ref.key)
+    def granted(self: LocalPrefills, grant: SendGrant) -> None:
+        prompt, cached = self._prompts.get(grant.ref.key), grant.cached_tokens
         more = prompt is not None and cached + BLOCK_SIZE < len(prompt.token_ids)
-        real(self, ref, block_ids, cached + BLOCK_SIZE * more)
+        real(self, replace(grant, cached_tokens=cached + BLOCK_SIZE * more))
 
     real = LocalPrefills._granted
     patch.setattr(LocalPrefills, "_granted", granted)
@@ -201,8 +205,8 @@ def local_prompt_skips_a_block(patch: Patch) -> None:
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     """Blocks enter the prefix cache when they are granted, before they are verified."""
 
-    def try_grant(self: TransferTable, attempt: Any) -> Any:
-        grant = real(self, attempt)
+    def try_grant(self: TransferTable, attempt: Any, **options: Any) -> Any:
+        grant = real(self, attempt, **options)
         if grant is not None:
             parent = b""
             for block, key in zip(attempt.open_grant.block_ids, attempt.attached.keys, strict=False):
@@ -287,7 +291,33 @@ def loaded_block_is_one_place_off(patch: Patch) -> None:
     patch.setattr(kv_tiers.KvTiers, "fill", fill)
 
 
+def hits_ignore_windowed_blocks(patch: Patch) -> None:
+    """A cached prefix is used though the windowed blocks before its end are gone."""
+    patch.setattr(WindowPrefix, "_last_missing", lambda self, keys, first, end: None)
+
+
+def windowed_blocks_are_not_copied(patch: Patch) -> None:
+    """Copy-on-write copies the full block of a place alone."""
+    patch.setattr(WindowRows, "own", lambda self, sequence, place, writable: None)
+
+
+def ring_is_too_short(patch: Patch) -> None:
+    """A chunk of a prompt writes where it still reads."""
+    real = WindowGroups.span
+    patch.setattr(WindowGroups, "span", lambda self, chunk, size: real(self, chunk, size) - 2)
+
+
+def windowed_blocks_are_read_while_free(patch: Patch) -> None:
+    """What is behind the window is given up a place too early."""
+    real = WindowGroups.first_kept
+    patch.setattr(WindowGroups, "first_kept", lambda self, at, size: max(0, real(self, at, size)) + (at > 20))
+
+
 PLANTED: list[Any] = [
+    (hits_ignore_windowed_blocks, "pulls", 40),
+    (windowed_blocks_are_not_copied, "crowd", 30),
+    (ring_is_too_short, "writers", 60),
+    pytest.param(windowed_blocks_are_read_while_free, "everything", 40, marks=pytest.mark.full),
     (drafts_are_not_verified, "everything", 40),
     (quarantine_ends_without_proof, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),

@@ -33,7 +33,9 @@ from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.tiers.stack import TierStack
+from diptych.engine.kv.window_groups import window_groups
 from diptych.engine.loaded_model import Model
+from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
@@ -68,6 +70,8 @@ SHAPE = shape_of(
     intermediate_size=20,
     max_context=256,
 )
+WINDOWED = replace(SHAPE, layers=tuple(LayerShape(window) for window in (9, None, 9)))
+"""The shape of a model with a window, whose layers lie in blocks of their own: three a place."""
 TICK_S = 0.02
 MAX_BATCH = 8
 DRAFT_TOKENS = 12
@@ -75,31 +79,36 @@ LOCAL_BOUNDS = LocalBounds(short=16, fallback=200, chunk=3, idle_chunk=8)
 
 
 @cache
-def model() -> Model:
-    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
-    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
+def model(shape: ModelShape | None = None) -> Model:
+    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond.
+
+    `shape` is SHAPE by default, here and below.
+    """
+    return _own_model(shape)
 
 
-def _own_model() -> Model:
+def _own_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a torch backend with slots of its own."""
-    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
+    shape = shape or SHAPE
+    backend = TorchBackend(shape, weights_of(shape, torch.float32))
+    return Model(shape, "fp32", torch.float32, backend, "torch")
 
 
-def launching_model() -> Model:
+def launching_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
-    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
-    return Model(SHAPE, "fp32", torch.float32, backend, "triton")
+    shape = shape or SHAPE
+    backend = TritonBackend(shape, weights_of(shape, torch.float32), "cpu", REFERENCE_OPERATORS)
+    return Model(shape, "fp32", torch.float32, backend, "triton")
 
 
-def native_model() -> Model:
+def native_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on the native backend, whose own thread computes launched steps."""
-    backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
-    return Model(SHAPE, "fp32", torch.float32, backend, "native")
+    shape = shape or SHAPE
+    backend = NativeBackend(shape, weights_of(shape, torch.float32), torch.float32)
+    return Model(shape, "fp32", torch.float32, backend, "native")
 
 
 MODELS = {"torch": _own_model, "device": launching_model, "native": native_model}
@@ -119,20 +128,31 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | FeatureHead | None = None) -> KVLayout:
-    return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
+def layout(draft: Model | FeatureHead | None = None, shape: ModelShape | None = None) -> KVLayout:
+    """Return the layout of blocks; layers with a window have their own where a `shape` is given."""
+    return replace(
+        model(shape).kv_layout(BLOCK),
+        draft=None if draft is None else draft.kv_layout(BLOCK),
+        windows=None if shape is None else window_groups(shape.windows),
+    )
 
 
 @cache
-def greedy(prompt: tuple[int, ...], count: int, adapter: Path | None = None) -> tuple[int, ...]:
-    """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path."""
-    runner = Runner(model(), 1)
+def greedy(
+    prompt: tuple[int, ...], count: int, adapter: Path | None = None, shape: ModelShape | None = None
+) -> tuple[int, ...]:
+    """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path.
+
+    One block has all layers here.
+    """
+    runner = Runner(model(shape), 1)
     if adapter is not None:
         runner = Runner(_own_model(), 1)
         assert runner.allow_adapters(1, 8) is None
         runner.place_adapter(0, runner.prepare_adapter(read_adapter(adapter, SHAPE, 8)))
-    slot, blocks = None if adapter is None else 0, layout().blocks_for(len(prompt) + count)
-    memory, table = KVMemory(layout(), blocks), list(range(blocks))
+    laid = model(shape).kv_layout(BLOCK)
+    slot, blocks = None if adapter is None else 0, laid.blocks_for(len(prompt) + count)
+    memory, table = KVMemory(laid, blocks), list(range(blocks))
     new, start, out = list(prompt), 0, []
     for _ in range(count):
         logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True, adapter=slot)])
@@ -232,6 +252,7 @@ async def house(
     eagle: FeatureHead | None = None,
     prefill_tiers: Callable[[int], TierStack] | None = None,
     pull_mode: PullMode = "auto",
+    shape: ModelShape | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -253,7 +274,7 @@ async def house(
             made.shares = [SharedCores(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
+            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0), shape)
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
@@ -261,12 +282,14 @@ async def house(
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, branches)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, branches)
+                await _decode(
+                    stack, transport, number, blocks, runner, drafter, bounds, drafts, branches, shape
+                )
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
-            runner = _runner(backend, next(shares))
+            runner = _runner(backend, next(shares), shape=shape)
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
@@ -274,6 +297,7 @@ async def house(
             made.prefills.append(
                 _prefill(stack, transport, number, scratch, chunk, runner, drafts, tiers, pull_mode)
             )
+            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts, shape))
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
@@ -295,22 +319,26 @@ def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) ->
     loop.requests.adapter_calls = AdapterCalls(loop.requests.adapters)
 
 
-def _runner(backend: str, shared: SharedCores | None, pacing: StepPacing | None = None) -> Runner:
-    model = MODELS[backend]()
+def _runner(
+    backend: str,
+    shared: SharedCores | None,
+    pacing: StepPacing | None = None,
+    shape: ModelShape | None = None,
+) -> Runner:
+    model = MODELS[backend](shape)
     return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
 
 
-def _fingerprint() -> Fingerprint:
-    shape = layout()
+def _fingerprint(laid: KVLayout) -> Fingerprint:
     return Fingerprint(
         model_digest="tiny",
         dtype="fp32",
         kv_dtype="float32",
-        kv_layout=shape.name,
+        kv_layout=laid.name,
         block_size=BLOCK,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=laid.num_layers,
+        num_kv_heads=laid.num_kv_heads,
+        head_dim=laid.head_dim,
         hash_version=1,
     )
 
@@ -325,8 +353,9 @@ async def _decode(
     bounds: LocalBounds,
     drafts: Runner | FeatureHead | None,
     branches: tuple[int, ...],
+    shape: ModelShape | None,
 ) -> Decode:
-    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
     runner.plan_decode(MAX_BATCH, BLOCK)
@@ -346,7 +375,7 @@ async def _decode(
         memory.memory,
         pool,
         max_batch=MAX_BATCH,
-        max_context=SHAPE.max_context,
+        max_context=(shape or SHAPE).max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
         speculation=speculation,
         draft_chunks=chunks,
@@ -354,7 +383,7 @@ async def _decode(
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
         incarnation=100 + number,
-        fingerprint=_fingerprint(),
+        fingerprint=_fingerprint(laid),
         memory=memory,
         pool=pool,
         transports=[transport],
@@ -364,6 +393,7 @@ async def _decode(
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
         gate=AdapterGate(loop.requests.adapter_of),
+        local_chunk=bounds.idle_chunk,
     )
     loop.connect(handoff, bounds)
     await handoff.start()
@@ -390,8 +420,9 @@ def _prefill(
     drafts: Runner | FeatureHead | None,
     tier_stack: TierStack | None,
     pull_mode: PullMode,
+    shape: ModelShape | None,
 ) -> Prefill:
-    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
@@ -400,7 +431,7 @@ def _prefill(
         chunk=chunk,
         enough=chunk,
         max_prompts=6,
-        max_context=SHAPE.max_context,
+        max_context=(shape or SHAPE).max_context,
         on_ended=lambda request, how: ended.append((request, how)),
         draft_chunks=_chunks(drafts),
     )
@@ -422,7 +453,7 @@ def _prefill(
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
-        fingerprint=_fingerprint(),
+        fingerprint=_fingerprint(laid),
         layout=laid,
         transports=[transport],
         scratch=lambda: (memory, pool),
@@ -431,6 +462,7 @@ def _prefill(
         tiers=make_tiers,
         cache_changed=cache_changed,
         pull_mode=pull_mode,
+        chunk_tokens=chunk,
     )
     loop.requests.handoff = client
     stack.push_async_callback(client.close)

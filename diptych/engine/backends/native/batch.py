@@ -81,6 +81,7 @@ def native_batch(
         "logit_rows": array("i", [step.logit_rows for step in sequences]),
         "greedy": array("B", greedy),
     }
+    windowed = _add_windows(arrays, sequences)
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
     if any(step.adapter is not None for step in sequences):
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
@@ -96,6 +97,7 @@ def native_batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        windowed=windowed,
         taps=0 if taps is None else len(taps.layers),
         tapped=None if taps is None else taps.layers.buffer_info()[0],
         features=None if features is None else features.data_ptr(),
@@ -107,6 +109,24 @@ def native_batch(
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
     return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)
+
+
+def _add_windows(arrays: dict[str, array[int]], sequences: Sequence[SequenceStep]) -> int:
+    """Add the tables of layers with a window to `arrays`, where these lie in blocks of their own; return how
+    many a sequence has.
+    """
+    windows = sequences[0].memory.layout.windows
+    if windows is None:
+        return 0
+    tables = array("i")
+    for step in sequences:
+        for table in step.window_tables:
+            tables.extend(table)
+    arrays["window_tables"] = tables
+    arrays["layer_places"] = array("i", [number for place in windows.places for number in place])
+    arrays["window_firsts"] = array("i", [step.window_first for step in sequences])
+    arrays["window_lengths"] = array("i", [len(step.window_tables[0]) for step in sequences])
+    return windows.tables
 
 
 def _parents(step: SequenceStep) -> Sequence[int]:
