@@ -72,6 +72,8 @@ class RankGroup:
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd)
         self.stop_word.reset()
+        self.sums_fd = os.memfd_create("diptych-sums", os.MFD_CLOEXEC)
+        """File in memory in which ranks exchange sums within a native step."""
         self._exchanges = [(way, exchange_file(len(way.members))) for way in ways_of(grid)]
         self._death, self._alive = os.pipe()
         """Pipe whose only writing end this process holds: its closing ends the ranks."""
@@ -126,7 +128,7 @@ class RankGroup:
             rank.plans.send(plan)
 
     def end_step(self) -> None:
-        """Wait until every rank has written its share. Raises EOFError, OSError."""
+        """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""
         for rank in self._ranks:
             rank.plans.recv_bytes()
 
@@ -154,7 +156,7 @@ class RankGroup:
         ends = [socket.socketpair(), socket.socketpair()]
         theirs = [their.fileno() for _, their in ends]
         command = [*module_command(RANK_MODULE), name, log_level]
-        fds = (*theirs, self._stop_fd, self._death, *self._exchange_fds(number))
+        fds = (*theirs, self._stop_fd, self._death, self.sums_fd, *self._exchange_fds(number))
         process = subprocess.Popen([*command, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL)
         for _, their in ends:
             their.close()

@@ -51,14 +51,15 @@ def native_batch(
     ends: Sequence[int] | None = None,
     hidden_size: int | None = None,
     taps: Taps | None = None,
+    view_offset: int = 0,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
     see, by default those after their own.
 
     A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
-    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Raises NativeError for
-    memories that are not of the model's layout.
+    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Keys and values begin
+    `view_offset` bytes within each block. Raises NativeError for memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -76,7 +77,7 @@ def native_batch(
         "counts": array("i", [len(step.token_ids) for step in sequences]),
         "starts": array("i", [step.start for step in sequences]),
         "table_lengths": array("i", [len(step.block_table) for step in sequences]),
-        "memories": array("Q", [step.memory.address for step in sequences]),
+        "memories": array("Q", [step.memory.address + view_offset for step in sequences]),
         "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
         "logit_rows": array("i", [step.logit_rows for step in sequences]),
         "greedy": array("B", greedy),
