@@ -90,8 +90,8 @@ def choose_precision(
     lab.quality). K-quants are always computed in their blocks: int8 keeps none of their codes, and takes
     twice the file. A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
     it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
-    would only imitate the blocks. Nor are blocks cut to parts: these are int8, without codes. A GPU computes in bf16, of a quantised file that it `packs` with the file's
-    codes.
+    would only imitate the blocks. Blocks are not cut to parts: these are in int8, without codes. A GPU
+    computes in bf16, of a quantised file that it `packs` with the file's codes.
     """
     if on_gpu:
         return "packed" if packs else "bf16"

@@ -138,7 +138,10 @@ def load_parts(
     device: torch.device | str = "cpu",
     stage: int = 0,
 ) -> LoadedParts:
-    """Read the weights that `links.ranks.rank` computes in a stage, for torch. Raises as `open_parts` does."""
+    """Read the weights that `links.ranks.rank` computes in a stage, for torch.
+
+    Raises as `open_parts` does.
+    """
     _, weights = _read_own(model, links, stage)
     backend = PartsBackend(
         model.shape,

@@ -285,7 +285,7 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest) {
     bool follows_rank_0 = model->share && model->share->rank > 0;  // which has the logits
-    if (likeliest == nullptr || (!samples_all(*batch) && !follows_rank_0)) {
+    if (!follows_rank_0 && (likeliest == nullptr || !samples_all(*batch))) {
         fail(DIPTYCH_INVALID, "a step that is launched samples every row");
         return 0;
     }

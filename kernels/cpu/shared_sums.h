@@ -51,8 +51,9 @@ struct SharedSums {
         });
     }
 
+    // What is asked here is answered within the layer: of a step that has stopped nothing is left for the next one.
     static void poll(StepState &step) {
-        if (step.poll_aborts()) step.model->share->exchange.ask_to_stop();
+        if (!step.stopped && step.poll_aborts()) step.model->share->exchange.ask_to_stop();
     }
 
     static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {

@@ -61,18 +61,6 @@ class Share:
         """Kind of the share's matrices."""
         return self.weights[0].storage
 
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the narrower model that these parts are together."""
-        first, last = self.parts[0], self.parts[-1]
-        return replace(
-            self.whole,
-            num_heads=last.heads.stop - first.heads.start,
-            num_kv_heads=last.kv_heads.stop - first.kv_heads.start,
-            intermediate_size=last.inner.stop - first.inner.start,
-            vocab_size=last.vocab.stop - first.vocab.start,
-        )
-
     def view_offset(self, layout: KVLayout) -> int:
         """Return the bytes from the beginning of a block to the first KV head of the share."""
         head = layout.head_dim * layout.block_size * layout.dtype.itemsize
@@ -95,8 +83,21 @@ class Share:
             self.parts[0].vocab.start,
             self.file,
         )
-        made: int | None = library.diptych_share_new(native_shape(self.shape, number), share, instruction_set)
+        made: int | None = library.diptych_share_new(self._native_shape(number), share, instruction_set)
         return made or 0
+
+    def _native_shape(self, number: int) -> native.Shape:
+        """Return the shape of the narrower model that these parts are together.
+
+        Where other ranks have parts of its KV heads, not all of these have as many query heads.
+        """
+        first, last = self.parts[0], self.parts[-1]
+        shape = native_shape(self.whole, number)
+        shape.heads = last.heads.stop - first.heads.start
+        shape.kv_heads = last.kv_heads.stop - first.kv_heads.start
+        shape.intermediate = last.inner.stop - first.inner.start
+        shape.vocab = last.vocab.stop - first.vocab.start
+        return shape
 
     def pack(self, library: ctypes.CDLL, model: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Set all but rotary tables; return the embedding that must outlive the model, if there is one.
