@@ -6,8 +6,8 @@ A scenario without some of its requests or faults is a scenario too, by which a 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tests.simulation.model import ADAPTERS, BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
 
@@ -77,6 +77,9 @@ class Scenario:
     local_prefill: str = "auto"
     local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
+    ranks: Mapping[str, int] = field(
+        default_factory=dict
+    )  # processes of each worker, by role; else it is one
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
 
     @property
@@ -97,6 +100,7 @@ class Theme:
     leave: float = 0.33  # share of clients that go before the end
     at_prefill: bool = False  # processes and links of prefill workers only
     requests: tuple[int, int] = (4, 9)  # least and most
+    groups: float = 0.2  # share of scenarios whose workers are several processes
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
 
 
@@ -166,6 +170,16 @@ THEMES = {
         requests=(8, 14),
         turns=0.8,
     ),
+    "groups": Theme(  # workers of several processes, of which each may die, hang or write late
+        {"kill": 4, "stop": 4, "hang": 2, "slow": 2, "delay": 2, "partition": 3, "reset": 3, "drain": 1},
+        transports=("shared_memory", "shared_memory", "tcp"),
+        blocks=(12, 14, 24),
+        step_s=(0.01, 0.03),
+        chunks=(4, 8),
+        burst_s=0.5,
+        leave=0.5,
+        groups=1.0,
+    ),
     "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
@@ -173,7 +187,7 @@ THEMES = {
         leave=0.15,
     ),
 }
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1, "groups": 2}
 
 
 def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
@@ -192,6 +206,7 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
         max_loras=adapters.choice([0, 0, 1, 1, 2]),
+        ranks=_ranks(seed, theme),
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -205,8 +220,38 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     )
     requests = _plan_requests(rng, shape, theme)
     faults = _faults(rng, replace(shape, requests=requests), theme)
-    faults = tuple(sorted((*faults, *_role_changes(shape)), key=lambda fault: fault.at))
+    more = (*_role_changes(shape), *_rank_faults(shape, requests))
+    faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return replace(shape, requests=requests, faults=faults)
+
+
+def _ranks(seed: int, theme: Theme) -> dict[str, int]:
+    """Return the processes of a worker, by role: most scenarios have no groups."""
+    rng = random.Random(f"ranks {seed}")
+    if rng.random() >= theme.groups:
+        return {}
+    return {"prefill": rng.choice([1, 2, 2, 3]), "decode": rng.choice([1, 1, 2])}
+
+
+def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of ranks other than 0, while a request is on its way."""
+    rng = random.Random(f"faults of ranks {shape.network}")
+    roles = {"p": "prefill", "d": "decode"}
+    ranks = [
+        f"{worker}/{number}"
+        for worker in shape.workers
+        for number in range(1, shape.ranks.get(roles[worker[0]], 1))
+    ]
+    return [
+        Fault(
+            round(rng.choice(requests).at + rng.uniform(0.0, 0.2), 4),
+            rng.choice(["kill", "stop", "stop", "hang"]),
+            (rng.choice(ranks),),
+            rng.choice([0.05, 0.3, 1.0]),
+        )
+        for _ in range(rng.choice([1, 2, 4]))
+        if ranks
+    ]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:
