@@ -4,9 +4,9 @@
     parts   the same, which adds in the parts of the group
     ranks   a group of as many ranks as there are threads, one thread each
 
-Bare engines without a service, loaded by the workers' own loader, take turns round by round: a prompt in steps
-of 512 tokens, then streams that decode greedily with steps launched ahead. Ratios are those within a round;
-figures are medians. With them, each process' bytes of weights and of memory that is its own.
+Bare engines without a service, loaded by the workers' own loader, take turns round by round: a prompt in
+steps of 512 tokens, then streams that decode greedily with steps launched ahead. Ratios are those within a
+round; figures are medians. With them, each process' bytes of weights and of memory that is its own.
 """
 
 from __future__ import annotations

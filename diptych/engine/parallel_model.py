@@ -83,8 +83,8 @@ def open_parts(
     return OpenParts(opened, parts, deal_stages(opened.shape, dealing.stages))
 
 
-def why_not_native(shape: ModelShape, precision: Precision, dealing: Dealing) -> str | None:
-    """Return None if the native step computes a model dealt so, here, or else why not, in words."""
+def why_not_native(shape: ModelShape, precision: Precision) -> str | None:
+    """Return None if the native step computes a model in parts, here, or else why not, in words."""
     # Imported here: it loads the native library, which the torch backend does not need.
     from diptych.engine.backends.native.share import supports_in_parts
     from kernels.cpu import library
@@ -93,8 +93,6 @@ def why_not_native(shape: ModelShape, precision: Precision, dealing: Dealing) ->
         return f"the native step does not compute {precision} in parts"
     if (why := supports_in_parts(shape)) is not None:
         return f"the native step does not compute {why}"
-    if dealing.stages > 1:
-        return "the native step does not compute stages of a pipeline"
     try:
         library.load()
     except library.LibraryMissing as error:
@@ -106,10 +104,10 @@ _NATIVE: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 
 
 def load_native_parts(
-    model: OpenParts, precision: Precision, links: Links, sums: int, threads: int
+    model: OpenParts, precision: Precision, links: Links, sums: int, threads: int, stage: int = 0
 ) -> LoadedParts:
-    """Read the weights that `links.ranks.rank` computes, for the native step. `sums` is the descriptor of an
-    empty file in memory, one for all ranks, or -1 where there is one rank.
+    """Read the weights that `links.ranks.rank` computes in a stage, for the native step. `sums` is the
+    descriptor of an empty file in memory, one for all ranks of the stage, or -1 where there is one.
 
     Raises as `open_parts` does, and NativeUnavailable.
     """
@@ -117,9 +115,9 @@ def load_native_parts(
     from diptych.engine.backends.native.share import Share
 
     rank, ranks = links.ranks.rank, links.ranks.ranks
-    parts, weights = _read_own(model, links, 0)
-    share = Share(model.shape, parts, weights, rank, ranks, sums)
-    backend = NativePartsBackend(share, stored_dtype(precision), threads=threads)
+    parts, weights = _read_own(model, links, stage)
+    share = Share(model.shape, parts, weights, rank, ranks, model.stages[stage], sums)
+    backend = NativePartsBackend(share, stored_dtype(precision), links, threads=threads)
     return LoadedParts(backend, weight_bytes(weights), "native-parts")
 
 

@@ -208,8 +208,6 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     flag = settings.group_flags
     if settings.backend == "triton":
         yield f"--backend triton does not compute with {flag}: native and torch do"
-    if settings.backend == "native" and settings.pipeline_parallel > 1:
-        yield f"--backend native does not compute with {flag}: torch does"
     if settings.quantization not in ("auto", "int8"):
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":

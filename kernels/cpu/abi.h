@@ -103,6 +103,8 @@ struct DiptychShare {
     const int32_t *group_ends;  // [kv_heads] of the rank's query heads, those up to the last that reads a KV head
     int32_t block_kv_heads;     // KV heads in a block; addresses of memories are those of the rank's first
     int32_t vocab, first_token;  // of the whole model; the rank's first one
+    int32_t first_stage, last_stage;  // 1: its layers are the model's first, and begin with an embedding; its last, and end
+                                      // with a head
     int32_t file;               // an empty file in memory that all ranks have, -1 where there is one; not closed
 };
 
@@ -183,6 +185,9 @@ struct DiptychBatch {
     int32_t taps;                  // so many layers are
     const int32_t *tapped;         // [taps] of which the step keeps the inputs, the residual stream
     float *features;               // [sum of counts, taps * hidden] gets them, or null
+    const float *enters;           // [sum of counts, hidden] the residual stream that enters a share's layers where these
+                                   // are not the model's first; else null
+    float *leaves;                 // the same where it leaves them and they are not the last, and no logits are wanted
 };
 
 // A part of a change, for one of the matrices that a product joins.

@@ -82,6 +82,8 @@ class Share(Structure):
         ("block_kv_heads", c_int32),
         ("vocab", c_int32),
         ("first_token", c_int32),
+        ("first_stage", c_int32),
+        ("last_stage", c_int32),
         ("file", c_int32),
     )
 
@@ -137,6 +139,8 @@ class Batch(Structure):
         ("taps", c_int32),
         ("tapped", c_void_p),
         ("features", c_void_p),
+        ("enters", c_void_p),
+        ("leaves", c_void_p),
     )
 
 

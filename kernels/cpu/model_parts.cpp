@@ -188,8 +188,10 @@ std::string refused_shape(const DiptychShape &s, bool shared) {
 
 std::string incomplete(const DiptychModel &model) {
     bool embeds = model.embedding != nullptr || model.embeds_from_head;
+    bool needs_head = !model.share || model.share->last_stage;
+    if (model.share && !model.share->first_stage) embeds = true;
     if (!embeds || model.positions < 1) return "the model has no embedding or no rotary tables";
-    if (!model.head.data || model.final_norm.empty()) return "the model has no head or no final norm";
+    if ((needs_head && !model.head.data) || model.final_norm.empty()) return "the model has no head or no final norm";
     for (int32_t index = 0; index < model.shape.layers; index++) {
         const Layer &layer = model.layers[static_cast<size_t>(index)];
         bool products = model.share ? model.share->whole(index) : layer.output.data && whole_feed_forward(model, layer);

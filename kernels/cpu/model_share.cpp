@@ -58,6 +58,8 @@ ModelShare::ModelShare(const DiptychShape &shape, const DiptychShare &share)
       own_parts(share.own_parts),
       vocab(share.vocab),
       first_token(share.first_token),
+      first_stage(share.first_stage != 0),
+      last_stage(share.last_stage != 0),
       head_ends(share.head_ends, share.head_ends + share.own_parts),
       inner_ends(share.inner_ends, share.inner_ends + share.own_parts),
       mixed_begins(begins(head_ends, shape.head_dim)),
@@ -139,7 +141,10 @@ std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batc
     if (batch.features != nullptr || batch.hidden != nullptr || batch.block_stride == 0) {
         return "a rank of a group gives no rows, and is told the stride of blocks";
     }
-    return "";
+    if ((batch.enters == nullptr) != share.first_stage || (batch.leaves == nullptr) != share.last_stage) {
+        return "rows enter where layers are not the model's first, and leave where they are not its last";
+    }
+    return wanted == 0 || share.last_stage ? "" : "logits come from the last layers";
 }
 
 void leave_peaks(StepState &step) {

@@ -25,6 +25,7 @@ struct ModelShare {
     ModelShare(const DiptychShape &shape, const DiptychShare &share);
 
     int32_t ranks, rank, own_parts, vocab, first_token;
+    bool first_stage, last_stage;
     std::vector<int32_t> head_ends, inner_ends;  // of own parts
     // Where a part's values begin in a row of StepState::mixed, and of inner; then the length of a row.
     std::vector<int64_t> mixed_begins, inner_begins;

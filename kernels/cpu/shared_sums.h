@@ -38,7 +38,14 @@ struct SharedSums {
     static void embed(StepState &step, int rank) {
         const DiptychModel &model = *step.model;
         const ModelShare &share = *model.share;
+        auto bytes = static_cast<size_t>(model.shape.hidden) * sizeof(float);
         RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+        if (const float *enters = step.batch.enters) {  // the same rows for every rank
+            share_rows(step, groups, kRowChunk, [&](int64_t row) {
+                std::memcpy(step.hidden_row(row), enters + row * model.shape.hidden, bytes);
+            });
+            return;
+        }
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
             int32_t token = step.rows[static_cast<size_t>(row)].token - share.first_token;
             if (token < 0 || token >= model.shape.vocab) return;
@@ -46,7 +53,6 @@ struct SharedSums {
         });
         meet(step, rank);
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
-            auto bytes = static_cast<size_t>(model.shape.hidden) * sizeof(float);
             std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
         });
     }

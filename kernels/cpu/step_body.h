@@ -135,6 +135,16 @@ void run_head(StepState &step, const Update &update) {
     product<Kind>(step, model.head, step.normed.get(), step.hidden_stride, wanted, keep, [](int, int) {});
 }
 
+// The residual stream behind the last layer, where other layers follow in another process.
+template <class Kind>
+void leave_rows(StepState &step, const Update &update) {
+    int64_t hidden = step.model->shape.hidden;
+    share_rows(step, RowGroups(step, step.all.size(), Kind::kRows), kRowChunk, [&](int64_t row) {
+        add_update(step, update, row, step.hidden_row(row));
+        std::memcpy(step.batch.leaves + row * hidden, step.hidden_row(row), static_cast<size_t>(hidden) * sizeof(float));
+    });
+}
+
 // Copies the residual stream before a layer, if it is tapped.
 inline void keep_features(const StepState &step, int layer) {
     const DiptychBatch &batch = step.batch;
@@ -159,7 +169,7 @@ void run_layers(StepState &step, int rank) {
     Update update;
     for (int index = 0; index < layers; index++) {
         const Layer &layer = step.model->layers[static_cast<size_t>(index)];
-        const RowSet &set = index + 1 < layers ? step.all : step.closing;
+        const RowSet &set = index + 1 < layers || step.batch.leaves != nullptr ? step.all : step.closing;
         if (rank == 0 && index == step.guests_from) team.welcome();
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) Sums::poll(step);
@@ -184,7 +194,7 @@ void run_layers(StepState &step, int rank) {
         update = Sums::add_attention(step, set, layer, index, rank);
         update = Sums::run_feed_forward(step, set, layer, index, update, rank);
     }
-    run_head<Kind>(step, update);
+    step.batch.leaves == nullptr ? run_head<Kind>(step, update) : leave_rows<Kind>(step, update);
     Sums::end(step, rank);
 }
 

@@ -86,7 +86,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--sum-parts", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
         (("--sum-parts", "2", "--speculative-model", "bundled"), "--speculative-model bundled"),
         (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
-        (("--pipeline-parallel", "2", "--backend", "native"), "--backend native"),
+        (("--pipeline-parallel", "2", "--backend", "triton"), "--backend triton"),
         (("--pipeline-parallel-size", "2", "--device", "cuda"), "groups compute on CPUs so far"),
         (("--pipeline-parallel", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
         (("--pipeline-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),

@@ -53,7 +53,7 @@ def load_in_parts(
     """
     dealing = _dealing(settings)
     model = open_parts(path, precision, dealing, settings.max_model_len)
-    why_torch = _why_torch(settings, model, precision, dealing)
+    why_torch = _why_torch(settings, model, precision)
     # Stages of a pipeline compute in turn: each has all threads.
     order = StartRank(
         number=0,
@@ -91,24 +91,21 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
 
     Raises what opening the model raises.
     """
-    dealing = _dealing(settings)
-    return why_not_native(open_parts(path, "fp32", dealing).shape, "int8", dealing) is None
+    return why_not_native(open_parts(path, "fp32", _dealing(settings)).shape, "int8") is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
     return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
 
 
-def _why_torch(
-    settings: WorkerSettings, model: OpenParts, precision: Precision, dealing: Dealing
-) -> str | None:
+def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision) -> str | None:
     """Return None where the native step computes, or else why torch does, in words.
 
     Raises UnsupportedModel where torch does not either, or the native step was asked for.
     """
     if settings.backend == "torch":
         why = "--backend torch"
-    elif (found := why_not_native(model.shape, precision, dealing)) is not None:
+    elif (found := why_not_native(model.shape, precision)) is not None:
         why = found
         _log.warning("torch computes, which is slower: %s", why)
     else:
@@ -141,7 +138,7 @@ def _load_own(
 
 def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:
     links = group.join(order)
-    loaded = _load_own(model, order, links, group.stop_word, group.sums_fd)
+    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0))
     group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
         "%d ranks in %d stages of %d parts, MiB of weights in each: %s",

@@ -131,9 +131,10 @@ def _load(order: StartRank, stop_word: StopWord, sums_fd: int, exchange_fds: Seq
         lambda: open_store(LOOPBACK, order.store_port, None, BUILD_S),
         device,
     )
-    if order.native:
-        return load_native_parts(model, order.precision, links, sums_fd, order.threads)
     stage, _ = order.grid.place(order.number)
+    if order.native:
+        sums = sums_fd if order.grid.ranks > 1 else -1
+        return load_native_parts(model, order.precision, links, sums, order.threads, stage)
     return load_parts(model, links, stop_word, order.threads, device, stage)
 
 

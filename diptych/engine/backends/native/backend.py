@@ -17,7 +17,14 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
-from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
+from diptych.engine.backends.native.batch import (
+    NativeBatch,
+    NativeError,
+    Passing,
+    Taps,
+    native_batch,
+    positions_of,
+)
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.share import Share
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
@@ -258,6 +265,17 @@ class NativeBackend:
         self._reach(positions_of(sequences))
         return self._launch(sequences, greedy, None)
 
+    def forward_stage(
+        self, sequences: Sequence[SequenceStep], passing: Passing, abort: AbortWords | None
+    ) -> torch.Tensor:
+        """Compute the layers of a stage; return the logits that sequences want, which those of the last do.
+
+        Raises NativeError.
+        """
+        self._reach(positions_of(sequences))
+        greedy = bytes(sum(step.logit_rows for step in sequences))
+        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), passing=passing), greedy)[0]
+
     def _launch(self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None) -> Launched:
         batch = self._batch(sequences, greedy, abort, _turns(sequences))
         step = _LaunchedStep(self._is_over, self._collect, batch)
@@ -362,6 +380,7 @@ class NativeBackend:
         abort: AbortWords | None,
         turns: npt.NDArray[np.int64] | None,
         ends: Sequence[int] | None = None,
+        passing: Passing | None = None,
     ) -> NativeBatch:
         return native_batch(
             sequences,
@@ -372,6 +391,7 @@ class NativeBackend:
             ends,
             hidden_size=self._hidden_size,
             taps=self._taps,
+            passing=passing,
             view_offset=0 if self._share is None else self._share.view_offset(sequences[0].memory.layout),
         )
 

@@ -26,6 +26,16 @@ class Taps:
     hidden_size: int
 
 
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """Residual streams of a step's tokens, float32 `[tokens, hidden]`, between stages of a pipeline."""
+
+    enters: torch.Tensor | None
+    """What the stage before gives; None for the first one."""
+    leaves: torch.Tensor | None
+    """Memory for what the next one takes; None for the last one."""
+
+
 @dataclass(eq=False)
 class NativeBatch:
     """A batch as the native side takes it, with all that it points into."""
@@ -52,6 +62,7 @@ def native_batch(
     hidden_size: int | None = None,
     taps: Taps | None = None,
     view_offset: int = 0,
+    passing: Passing | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
@@ -59,7 +70,9 @@ def native_batch(
 
     A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
     memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Keys and values begin
-    `view_offset` bytes within each block. Raises NativeError for memories that are not of the model's layout.
+    `view_offset` bytes within each block; `passing` rows enter and leave the layers of a stage.
+
+    Raises NativeError for memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -101,10 +114,12 @@ def native_batch(
         tapped=None if taps is None else taps.layers.buffer_info()[0],
         features=None if features is None else features.data_ptr(),
         hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
+        enters=None if passing is None or passing.enters is None else passing.enters.data_ptr(),
+        leaves=None if passing is None or passing.leaves is None else passing.leaves.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, memories, taps]
+    alive = [*arrays.values(), follows, abort, memories, taps, passing]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
     return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)

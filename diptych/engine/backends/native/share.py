@@ -23,6 +23,7 @@ from diptych.engine.backends.native.supports import supports
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
 from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
@@ -53,6 +54,8 @@ class Share:
     weights: Sequence[Weights]
     rank: int
     ranks: int
+    stage: Stage
+    """Layers that these are the weights of."""
     file: int
     """Descriptor of an empty file in memory that all ranks have; -1 where there is one rank."""
 
@@ -62,9 +65,9 @@ class Share:
         return self.weights[0].storage
 
     def view_offset(self, layout: KVLayout) -> int:
-        """Return the bytes from the beginning of a block to the first KV head of the share."""
+        """Return the bytes from the beginning of a block to the first KV head of the share's first layer."""
         head = layout.head_dim * layout.block_size * layout.dtype.itemsize
-        return self.parts[0].kv_heads.start * head
+        return (2 * layout.num_kv_heads * self.stage.layers.start + self.parts[0].kv_heads.start) * head
 
     def open(self, library: ctypes.CDLL, number: int, instruction_set: bytes | None) -> int:
         """Return a new native model without weights, 0 if it is refused; `number` is that of its dtype."""
@@ -81,6 +84,8 @@ class Share:
             self.whole.num_kv_heads,
             self.whole.vocab_size,
             self.parts[0].vocab.start,
+            self.stage.is_first,
+            self.stage.is_last,
             self.file,
         )
         made: int | None = library.diptych_share_new(self._native_shape(number), share, instruction_set)
@@ -93,6 +98,7 @@ class Share:
         """
         first, last = self.parts[0], self.parts[-1]
         shape = native_shape(self.whole, number)
+        shape.layers = len(self.stage.layers)
         shape.heads = last.heads.stop - first.heads.start
         shape.kv_heads = last.kv_heads.stop - first.kv_heads.start
         shape.intermediate = last.inner.stop - first.inner.start
@@ -105,16 +111,21 @@ class Share:
         Raises NativeError if a tensor is not what the shape says.
         """
         packer = Packer(library, model, dtype)
-        for index, own in enumerate(self.whole.layers):
-            packer.set_layer(index, own, self.whole.window(index))
+        for index, number in enumerate(self.stage.layers):
+            packer.set_layer(index, self.whole.layers[number], self.whole.window(number))
             self._pack_layer(packer, index, [weights.layers[index] for weights in self.weights])
         packer.set_vector(0, native.FINAL_NORM, self.weights[0].final_norm)
-        head = _joined([weights.output_matrix() for weights in self.weights])
-        packer.set_linear(0, native.HEAD, (head, None))
+        if self.stage.is_last:
+            head = _joined([weights.output_matrix() for weights in self.weights])
+            packer.set_linear(0, native.HEAD, (head, None))
+        if not self.stage.is_first:
+            return None
         embedding = stored(_joined([weights.embed for weights in self.weights]), dtype)
         if library.diptych_set_embedding(model, embedding.data_ptr()) != native.OK:
             raise NativeError(native.last_error(library))
-        return None if library.diptych_embed_from_head(model) else embedding
+        if self.stage.is_last and library.diptych_embed_from_head(model):
+            return None
+        return embedding
 
     def _pack_layer(self, packer: Packer, index: int, layers: Sequence[LayerWeights]) -> None:
         with_heads = [layer for layer, new in zip(layers, self._has_new_kv_heads(), strict=True) if new]

@@ -12,6 +12,7 @@ from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
+from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stages import deal_stages
 from diptych.engine.sampling import SampleRow
 from diptych.engine.weights.part_weights import read_parts, weight_bytes
@@ -42,9 +43,9 @@ class NativeGroup:
             numbers = parts_of_rank(parts, rank, ranks)
             own = [self.parts[one] for one in numbers]
             weights = read_parts(opened, own, stage)
-            share = kind(opened.shape, own, weights, rank, ranks, file)
+            share = kind(opened.shape, own, weights, rank, ranks, stage, file)
             self.weight_bytes.append(weight_bytes(weights))
-            self.backends.append(NativePartsBackend(share, dtype, threads=threads))
+            self.backends.append(NativePartsBackend(share, dtype, ALONE, threads=threads))
         os.close(file)
 
     def memory(self, blocks: int = 8) -> KVMemory:
