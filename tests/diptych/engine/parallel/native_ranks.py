@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -12,12 +13,12 @@ from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
-from diptych.engine.parallel.pipeline import ALONE
-from diptych.engine.parallel.stages import deal_stages
-from diptych.engine.sampling import SampleRow
+from diptych.engine.parallel.stages import Grid, deal_stages
+from diptych.engine.parallel.ways import links_of, own_ways, ways_of
+from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
-from tests.diptych.engine.parallel.thread_ranks import memory_of
+from tests.diptych.engine.parallel.thread_ranks import Meeting, ThreadCommunicator, memory_of
 
 
 class NativeGroup:
@@ -31,22 +32,30 @@ class NativeGroup:
         dtype: torch.dtype = torch.float32,
         *,
         threads: int = 1,
+        stages: int = 1,
         kind: type[Share] = Share,
     ) -> None:
         """Deal a model; `kind` is another share than the product's, for controls."""
         self.shape, self.dtype = opened.shape, dtype
         self.parts = deal_parts(opened.shape, parts)
-        (stage,) = deal_stages(opened.shape, 1)
-        file = os.memfd_create("sums")
+        dealt, grid = deal_stages(opened.shape, stages), Grid(ranks, stages)
+        meetings = {way: Meeting(len(way.members)) for way in ways_of(grid) if way.kind != "ranks"}
+        files = [os.memfd_create("sums") for _ in dealt]
         self.backends, self.weight_bytes = [], []
-        for rank in range(ranks):
-            numbers = parts_of_rank(parts, rank, ranks)
-            own = [self.parts[one] for one in numbers]
-            weights = read_parts(opened, own, stage)
-            share = kind(opened.shape, own, weights, rank, ranks, stage, file)
+        for number in range(grid.size):
+            place, rank = grid.place(number)
+            ways = [way for way in own_ways(number, grid) if way in meetings]
+            ends = [(way, ThreadCommunicator(meetings[way], way.members.index(number))) for way in ways]
+            own = [self.parts[one] for one in parts_of_rank(parts, rank, ranks)]
+            weights = read_parts(opened, own, dealt[place])
+            share = kind(opened.shape, own, weights, rank, ranks, dealt[place], files[place])
             self.weight_bytes.append(weight_bytes(weights))
-            self.backends.append(NativePartsBackend(share, dtype, ALONE, threads=threads))
-        os.close(file)
+            links = links_of(number, ends)
+            self.backends.append(NativePartsBackend(share, dtype, links, threads=threads))
+        for file in files:
+            os.close(file)
+        self._threads = ThreadPoolExecutor(grid.size)
+        self._followed: list[Future[None]] = []
 
     def memory(self, blocks: int = 8) -> KVMemory:
         """Return blocks with all heads."""
@@ -55,7 +64,11 @@ class NativeGroup:
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> torch.Tensor:
         """Compute a step of all ranks; return its logits."""
         self.follow(sequences, bytes(sum(step.logit_rows for step in sequences)))
-        return self.backends[0].forward(sequences, abort)
+        logits = self.backends[0].forward(sequences, abort)
+        for followed in self._followed:
+            followed.result()
+        self._followed.clear()
+        return logits
 
     def sample(self, sequences: Sequence[SequenceStep], rows: Sequence[SampleRow | None]) -> StepOutput:
         """Compute a step and sample what the backend samples."""
@@ -71,7 +84,10 @@ class NativeGroup:
 
     def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> None:
         for backend in self.backends[1:]:
-            backend.follow(sequences, greedy)
+            if backend.samples_on_device(SampleRow(SamplingParams(temperature=0.0), (), ())):
+                backend.follow(sequences, greedy)
+            else:  # of a pipeline: it waits for other stages
+                self._followed.append(self._threads.submit(backend.follow, sequences, greedy))
 
     def step(self, memory: KVMemory, start: int, tokens: Sequence[int], trailing: int = 1) -> torch.Tensor:
         """Compute a chunk; return the logits after its last `trailing` tokens."""

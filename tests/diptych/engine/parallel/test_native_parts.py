@@ -116,6 +116,27 @@ def test_more_ranks_than_kv_heads_give_the_bits_of_one(tmp_path: Path, precision
     assert torch.equal(pool.data, kept.data)
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 3)])
+def test_stages_give_the_bits_of_one(llama: OpenCheckpoint, ranks: int, stages: int) -> None:
+    """Four layers: two stages of two, or three of one, one and two."""
+    text = text_of(TEXT)
+    alone, group = NativeGroup(llama, 2, 1), NativeGroup(llama, 2, ranks, stages=stages)
+    kept, pool = alone.memory(), group.memory()
+    assert torch.equal(group.step(pool, 0, text[:-1], 9), alone.step(kept, 0, text[:-1], 9))
+    assert torch.equal(pool.data, kept.data)
+    found, expected = group.decode(pool, text, 4), alone.decode(kept, text, 4)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+
+
+def test_an_aborted_step_of_stages_gives_no_numbers_and_the_next_one_its_own(llama: OpenCheckpoint) -> None:
+    group, alone, text = NativeGroup(llama, 2, 2, stages=2), NativeGroup(llama, 2, 1), text_of(20)
+    memory, words = group.memory(16), AbortWords(1)
+    words.abort(0)
+    assert group.forward([SequenceStep(memory, range(8, 12), 0, text, True)], words).isnan().all()
+    assert torch.equal(group.step(memory, 0, text), alone.step(alone.memory(), 0, text))
+
+
 def test_a_rank_writes_its_heads_of_every_block_and_no_others(llama: OpenCheckpoint) -> None:
     """Each rank has a memory of its own here: what it wrote is the common pool, cut by index."""
     text = text_of(TEXT)
