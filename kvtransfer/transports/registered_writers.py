@@ -25,7 +25,7 @@ class MappingProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Return the process id."""
         ...
 
     def kill(self) -> None:

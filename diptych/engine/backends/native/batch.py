@@ -31,9 +31,9 @@ class Passing:
     """Residual streams of a step's tokens, float32 `[tokens, hidden]`, between stages of a pipeline."""
 
     enters: torch.Tensor | None
-    """What the stage before gives; None for the first one."""
+    """Output of the stage before; None for the first one."""
     leaves: torch.Tensor | None
-    """Memory for what the next one takes; None for the last one."""
+    """Memory for the input of the next one; None for the last one."""
 
 
 @dataclass(eq=False)
