@@ -97,14 +97,15 @@ def serving(
     prefill: Degrees,
     decode: Degrees,
     transport: str = "shared_memory",
-    *more: str,
+    *,
     precision: Precision = "fp32",
+    backend: str = "auto",
 ) -> Iterator[Stack]:
-    """Run a system of two groups, of which no process is left at the end; `more` are flags of `up`."""
+    """Run a system of two groups, of which no process is left at the end."""
     chosen = ("--quantization" if precision == "int8" else "--dtype", precision)
-    flags = ["--model", str(model), *chosen, *more, "--prefill-chunk", "48", "--kv-blocks", "96"]
+    flags = ["--model", str(model), *chosen, "--prefill-chunk", "48", "--kv-blocks", "96"]
     for role, degrees in (("prefill", prefill), ("decode", decode)):
-        for flag, value in degrees.items():
+        for flag, value in {**degrees, "backend": backend}.items():
             flags += ["--set", f"{role}.{flag}={str(value).lower()}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
     with running_stack(*flags, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:

@@ -16,7 +16,6 @@ ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 ONE_KV_HEAD = {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96}
 TP = {degree: {"tensor-parallel": degree} for degree in (1, 2, 3)}
 PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate((5, 33, 100))]
-NATIVE = ("--backend", "native")
 
 pytestmark = pytest.mark.skipif(not library.library_path().exists(), reason="the native step was not built")
 
@@ -34,7 +33,7 @@ def test_any_degree_to_any_other_is_one_process(
     model = tiny_model.write(tmp_path, **sizes)
     parts = 6 if decode == 3 and prefill == 2 else max(prefill, decode)
     expected = alone(model, parts, PROMPTS, TOKENS, precision=precision)
-    with serving(model, TP[prefill], TP[decode], transport, *NATIVE, precision=precision) as stack:
+    with serving(model, TP[prefill], TP[decode], transport, precision=precision, backend="native") as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         assert resumed(stack, PROMPTS[2], TOKENS, victim=decode - 1) == expected[2]
         stack.wait_idle(120)
@@ -47,6 +46,6 @@ def test_the_bundled_model_in_int8_is_one_process(prefill: int, decode: int) -> 
     model = reference.model_file()
     prompts = [list(reference.prompts()[index]) for index in (5, 12, 21)]
     expected = alone(model, max(prefill, decode), prompts, TOKENS, precision="int8")
-    with serving("bundled", TP[prefill], TP[decode], "shared_memory", *NATIVE, precision="int8") as stack:
+    with serving("bundled", TP[prefill], TP[decode], precision="int8", backend="native") as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in prompts] == expected
         assert len(processes(stack, "prefill")) == prefill

@@ -29,7 +29,7 @@ def test_two_ranks_to_two_are_one_process_and_a_stream_outlives_a_rank(tmp_path:
     """Uneven heads; rank 1 dies, which is not the process that holds the links."""
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend=backend)
-    with serving(model, TP[2], TP[2], "shared_memory", "--backend", backend) as stack:
+    with serving(model, TP[2], TP[2], backend=backend) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         before = processes(stack, "decode")
         assert resumed(stack, PROMPTS[2], TOKENS, victim=1) == expected[2]
