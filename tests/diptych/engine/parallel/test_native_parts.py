@@ -176,7 +176,9 @@ def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> Non
 def test_other_parts_give_other_bits(folder: Path, precision: Precision) -> None:
     """The control of the bits: other parts are another sum."""
     opened, text, dtype = open_checkpoint(folder, precision), text_of(TEXT), stored_dtype(precision)
-    first, second = (g.step(g.memory(), 0, text) for g in (NativeGroup(opened, n, 1, dtype) for n in (2, 3)))
+    first, second = (
+        g.step(g.memory(), 0, text, len(text)) for g in (NativeGroup(opened, n, 1, dtype) for n in (2, 3))
+    )
     assert not torch.equal(first, second)
 
 
