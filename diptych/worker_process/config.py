@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.internal_tls import InternalTls
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
@@ -66,10 +67,16 @@ class WorkerSettings(ProgramSettings):
         "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
         section="KV cache",
     )
+    kv_tier: str = setting(
+        "",
+        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
+        "redis://HOST:PORT/DB. Several, or separated by commas.",
+        section="KV cache",
+    )
     speculative_model: str | None = setting(
         None,
-        "Draft model, a GGUF file or folder with the same vocabulary; or a folder of Medusa heads or an "
-        "EAGLE-3 head. All workers need the same.",
+        "Draft model of the same vocabulary, Medusa heads or an EAGLE head; or mtp, the model's own layers "
+        "for multi-token prediction. All workers need the same.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
@@ -179,6 +186,12 @@ class WorkerSettings(ProgramSettings):
             raise ValueError("must be auto, cpu, cuda or cuda:N")
         return value
 
+    @field_validator("kv_tier")
+    @classmethod
+    def _tiers_are_tiers(cls, value: str) -> str:
+        parse_tiers(value)
+        return value
+
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
         """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
@@ -212,6 +225,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.kv_tier:
+        yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.speculative_model is not None:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):

@@ -81,6 +81,7 @@ class Scenario:
         default_factory=dict
     )  # processes of each worker, by role; else it is one
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
+    tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
 
     @property
     def workers(self) -> list[str]:
@@ -102,6 +103,7 @@ class Theme:
     requests: tuple[int, int] = (4, 9)  # least and most
     groups: float = 0.2  # share of scenarios whose workers are several processes
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
+    tiered: float = 0.3  # share of scenarios with tiers
 
 
 _EVERYTHING = {
@@ -180,6 +182,31 @@ THEMES = {
         leave=0.5,
         groups=1.0,
     ),
+    "tiers": Theme(  # prefixes that pools have lost to tiers, while these and their workers fail
+        {
+            "kill": 4,
+            "stop": 1,
+            "slow": 2,
+            "drain": 2,
+            "reset": 1,
+            "flush_cache": 2,
+            "distrust": 2,
+            "tier_flip": 5,
+            "tier_cut": 2,
+            "tier_swap": 2,
+            "tier_vanish": 2,
+            "tier_full": 2,
+            "tier_slow": 3,
+        },
+        blocks=(12, 14, 16),
+        step_s=(0.002, 0.005, 0.015),
+        leave=0.05,
+        burst_s=1.9,
+        requests=(14, 22),
+        turns=0.8,
+        tiered=1.0,
+        groups=0.0,
+    ),
     "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
@@ -187,7 +214,8 @@ THEMES = {
         leave=0.15,
     ),
 }
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1, "groups": 2}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1, "groups": 2}
+_TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
 def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
@@ -201,12 +229,16 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     )
     local = random.Random(f"local prefill {seed}")
     adapters = random.Random(f"adapters {seed}")
+    tiers = random.Random(f"tiers {seed}")
+    ranks = _ranks(seed, theme)
     shape = Scenario(
+        # Tiers are refused with groups.
+        tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered and not ranks else (),
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
         max_loras=adapters.choice([0, 0, 1, 1, 2]),
-        ranks=_ranks(seed, theme),
+        ranks=ranks,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -370,6 +402,10 @@ def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
             return Fault(at, kind, (rng.choice(decodes), rng.choice(gateways)), number=rng.randint(1, 4))
         case "flip" | "flip_header" | "cut" | "twice":
             return Fault(at, kind, pair, number=rng.getrandbits(16))
+        case "tier_flip" | "tier_cut" | "tier_swap" | "tier_vanish":
+            return Fault(at, kind, number=rng.getrandbits(16))
+        case "tier_full" | "tier_slow":
+            return Fault(at, kind, lasts_s=lasts)
         case "store_down" | "store_frozen" | "store_slow":
             return Fault(at, kind, lasts_s=lasts)
         case _:

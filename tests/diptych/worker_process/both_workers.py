@@ -15,6 +15,7 @@ import torch
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
 from decode_worker.eagle_draft import EagleDraft
+from decode_worker.eagle_tree import EagleTree
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
 from decode_worker.medusa_draft import MedusaDraft
@@ -27,10 +28,11 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
-from diptych.engine.heads.eagle3 import Eagle3Head
+from diptych.engine.heads.feature_head import FeatureHead
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
@@ -42,10 +44,13 @@ from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.eagle_chunks import EagleChunks
+from diptych.worker_process.kv_tiers import KvTiers
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.pull_rates import PullMode
 from kvtransfer.transports.pool_memory import allocate_pool
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
@@ -114,7 +119,7 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | Eagle3Head | None = None) -> KVLayout:
+def layout(draft: Model | FeatureHead | None = None) -> KVLayout:
     return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
 
 
@@ -174,6 +179,8 @@ class Prefill:
     scratch: BlockPool
     scratch_memory: KVMemory
     ended: list[tuple[PrefillRequest, str]]
+    tiers: list[KvTiers]
+    """Its tiers, once it has scratch; none where it has none."""
 
     def leftovers(self) -> list[str]:
         self.scratch.invariants()
@@ -222,7 +229,9 @@ async def house(
     max_loras: int = 0,
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
-    eagle: Eagle3Head | None = None,
+    eagle: FeatureHead | None = None,
+    prefill_tiers: Callable[[int], TierStack] | None = None,
+    pull_mode: PullMode = "auto",
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -231,8 +240,9 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter, or `heads`, trees where `branches` are given, or `eagle`. Each worker has
-    `max_loras` slots for adapters.
+    drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
+    `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
+    these pull from decode workers by `pull_mode`.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -251,7 +261,7 @@ async def house(
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, branches)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
+                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, branches)
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
@@ -260,7 +270,10 @@ async def house(
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts))
+            tiers = None if prefill_tiers is None else prefill_tiers(number)
+            made.prefills.append(
+                _prefill(stack, transport, number, scratch, chunk, runner, drafts, tiers, pull_mode)
+            )
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
@@ -271,10 +284,10 @@ def _draft_runner(kind: str | None, backend: str) -> Runner | None:
     return None if kind is None else Runner(draft_model(kind, backend), 1)
 
 
-def _chunks(drafts: Runner | Eagle3Head | None) -> PromptDrafts | None:
-    if isinstance(drafts, Eagle3Head):
-        return EagleChunks(drafts)
-    return None if drafts is None else DraftChunks(drafts)
+def _chunks(drafts: Runner | FeatureHead | None) -> PromptDrafts | None:
+    if isinstance(drafts, Runner):
+        return DraftChunks(drafts)
+    return None if drafts is None else EagleChunks(drafts)
 
 
 def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
@@ -310,7 +323,8 @@ async def _decode(
     runner: Runner,
     drafter: Drafter | None,
     bounds: LocalBounds,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
+    branches: tuple[int, ...],
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -318,12 +332,14 @@ async def _decode(
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
     speculation, chunks = None, _chunks(drafts)
-    if isinstance(drafts, Eagle3Head):
-        drafter = EagleDraft(drafts, memory.memory)
-    elif drafts is not None:
+    if isinstance(drafts, Runner):
         drafter = DraftModel(drafts, memory.memory)
+    elif drafts is not None and branches:
+        drafter = EagleTree(drafts, memory.memory, branches)
+    elif drafts is not None:
+        drafter = EagleDraft(drafts, memory.memory)
     if drafter is not None:
-        most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
+        most = len(drafter.depths) if isinstance(drafter, MedusaDraft | EagleTree) else 3
         speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
     loop = DecodeLoop(
         runner,
@@ -371,7 +387,9 @@ def _prefill(
     scratch: int,
     chunk: int,
     runner: Runner,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
+    tier_stack: TierStack | None,
+    pull_mode: PullMode,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
@@ -386,6 +404,21 @@ def _prefill(
         on_ended=lambda request, how: ended.append((request, how)),
         draft_chunks=_chunks(drafts),
     )
+    tiers: list[KvTiers] = []
+
+    def make_tiers(scratch: Scratch, pool: BlockPool) -> KvTiers | None:
+        if tier_stack is None:
+            return None
+        tiers.append(
+            KvTiers(scratch.memory, pool, tier_stack, changed=lambda: None, moved=lambda tiered, gone: None)
+        )
+        stack.push_async_callback(asyncio.to_thread, tiers[0].close)
+        return tiers[0]
+
+    def cache_changed(added: list[bytes], removed: list[bytes]) -> None:
+        for one in tiers:
+            one.cache_changed(added, removed)
+
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
@@ -395,11 +428,14 @@ def _prefill(
         scratch=lambda: (memory, pool),
         on_abort=loop.requests.on_abort,
         on_peer_lost=loop.requests.on_peer_lost,
+        tiers=make_tiers,
+        cache_changed=cache_changed,
+        pull_mode=pull_mode,
     )
     loop.requests.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
-    return Prefill(loop, client, pool, memory, ended)
+    return Prefill(loop, client, pool, memory, ended, tiers)
 
 
 def _keep_running(
