@@ -230,9 +230,9 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend in ("native", "triton"):
-        yield f"--backend {settings.backend} does not compute with {flag}: only torch does"
-    if settings.quantization != "auto":
+    if settings.backend == "triton":
+        yield f"--backend triton does not compute with {flag}: native and torch do"
+    if settings.quantization not in ("auto", "int8"):
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"

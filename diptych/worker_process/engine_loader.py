@@ -41,7 +41,7 @@ from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_chunks import EagleChunks
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
-from diptych.worker_process.group.load import load_in_parts
+from diptych.worker_process.group.load import computes_natively, load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
@@ -291,14 +291,18 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
     on_gpu = device.type == "cuda" or settings.backend == "triton"
     if settings.engine_dtype != "auto":
         return "w8a8" if on_gpu and settings.engine_dtype == "int8" else settings.engine_dtype
+    in_parts = settings.in_parts
+    native = computes_natively(settings, path) if in_parts else native_step_works()
     return choose_precision(
-        quantised_file=is_quantised(path),
-        native=not settings.in_parts and settings.backend != "torch" and native_step_works(),
+        # Parts of a folder's codes are not read (diptych/engine/weights/reader.py).
+        quantised_file=is_quantised(path) and (not in_parts or path.is_file()),
+        native=native and settings.backend != "torch",
         cpu_features=cpu_features(),
         on_gpu=on_gpu,
         packs=on_gpu and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
+        in_parts=in_parts,
     )
 
 

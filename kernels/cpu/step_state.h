@@ -81,6 +81,7 @@ struct StepState {
     DiptychModel *model = nullptr;
     DiptychBatch batch{};
     float *logits = nullptr;
+    int64_t logit_stride = 0;  // from one row's to the next
     int32_t guests_from = 0;  // the layer from which on guests may help
 
     std::vector<Row> rows;
@@ -119,7 +120,7 @@ struct StepState {
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
     int64_t block_elements() const {  // of keys, or of values, of one layer in one block
-        return static_cast<int64_t>(model->kv_width()) * batch.block_size;
+        return static_cast<int64_t>(model->block_kv_heads) * model->shape.head_dim * batch.block_size;
     }
     // The table of a layer, by the number of a block in its sequence; of a windowed one, of those that are there.
     const int32_t *table(int32_t layer, int32_t sequence) const {
@@ -135,7 +136,8 @@ struct StepState {
 
     std::vector<Peak> peaks;  // [greedy rows, blocks of the head]
 
-    void poll_aborts();
+    // Sees which sequences are aborted; returns whether all are.
+    bool poll_aborts();
     // The likeliest token of each wanted row that is greedy and has one, for the others -1.
     void tell_likeliest(int32_t *to) const;
 };

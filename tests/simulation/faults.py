@@ -44,17 +44,16 @@ class Faults:
     # ---- processes
 
     def _kill(self, fault: Fault) -> bool:
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None:
+        host = self._cluster.process(fault.target[0])
+        if host is None:
             return False
-        self._cluster.kill(machine.host, "killed")
+        self._cluster.kill(host, "killed")
         return True
 
     def _stop(self, fault: Fault) -> bool:
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None or machine.host.stopped:
+        host, loop = self._cluster.process(fault.target[0]), self._cluster.loop
+        if host is None or host.stopped:
             return False
-        host, loop = machine.host, self._cluster.loop
         host.stopped = True
 
         def go_on() -> None:
@@ -67,10 +66,10 @@ class Faults:
 
     def _hang(self, fault: Fault) -> bool:
         """Stop a process for good; a peer that waits for its end has to fence it."""
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None or machine.host.stopped:
+        host = self._cluster.process(fault.target[0])
+        if host is None or host.stopped:
             return False
-        machine.host.stopped = True
+        host.stopped = True
         return True
 
     def _slow(self, fault: Fault) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,7 +124,11 @@ class SimulatedRunner:
         poisoned: Callable[[], None],
         *,
         mixes_chunks: bool = True,
+        ranks: int = 1,
     ) -> None:
+        """With several `ranks`, a step leaves what each of them has to write in `writes`."""
+        self._ranks = ranks
+        self.writes: list[list[Callable[[], None]]] = []
         self.mixes_chunks = mixes_chunks
         self.on_step: Callable[[float, int], None] | None = None
         self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
@@ -167,16 +171,34 @@ class SimulatedRunner:
             if abort is not None and abort.is_aborted(number):
                 rows += [0] * sequence.logit_rows
                 continue
-            self._watch(sequence)
             entries = _read(sequence, sequence.start)
             adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
             _extend(entries, sequence.token_ids, adapter)
-            _write(sequence, entries)
+            if self._ranks == 1:
+                self._watch(sequence)
+                _write(sequence, entries)
+            else:
+                lanes = (range(rank, ENTRY, self._ranks) for rank in range(self._ranks))
+                self.writes.append([partial(self._write_lanes, sequence, entries, own) for own in lanes])
             if entries.startswith(_POISONED):
                 self._poisoned()
             ends = range(len(entries) - ENTRY * (sequence.logit_rows - 1), len(entries) + 1, ENTRY)
             rows += [xxh3_64_intdigest(entries[:end]) for end in ends if sequence.wants_logits]
         return rows
+
+    def take_writes(self) -> list[Callable[[], None]]:
+        """Return what each rank writes of the step that was computed last."""
+        steps, self.writes = self.writes, []
+        return [partial(_call_all, of_rank) for of_rank in zip(*steps, strict=True)]
+
+    def _write_lanes(self, sequence: SequenceStep, entries: bytearray, lanes: Sequence[int]) -> None:
+        self._watch(sequence)
+        _write(sequence, entries, lanes)
+
+
+def _call_all(acts: Sequence[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 def _read(sequence: SequenceStep, tokens: int) -> bytearray:
@@ -197,13 +219,17 @@ def _lane(sequence: SequenceStep, table: Sequence[int], position: int) -> memory
     return block[at : at + ENTRY]
 
 
-def _write(sequence: SequenceStep, entries: bytearray) -> None:
+def _write(sequence: SequenceStep, entries: bytearray, lanes: Sequence[int] = range(ENTRY)) -> None:
+    """Write the entries of a step's tokens; a rank writes some bytes of each, as it has some heads."""
     size = LAYOUT.bytes_per_block
     for place in range(sequence.start // BLOCK_SIZE, LAYOUT.blocks_for(len(entries) // ENTRY)):
         begin = max(place * size, sequence.start * ENTRY)
         piece = entries[begin : (place + 1) * size]
         block = sequence.memory.block_bytes(sequence.block_table[place])
-        block[begin - place * size : begin - place * size + len(piece)] = piece
+        for lane in lanes:
+            block[begin - place * size + lane : begin - place * size + len(piece) : ENTRY] = piece[
+                lane::ENTRY
+            ]
     for table in sequence.window_tables:
         for position in range(sequence.start, len(entries) // ENTRY):
             _lane(sequence, table, position)[:] = entries[position * ENTRY : (position + 1) * ENTRY]
@@ -262,7 +288,7 @@ class SimulatedEngine:
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
     encoder: None = None
-    group: None = None
+    group: Any = None
     parts: int = 1
     draft: None = None
     draft_chunks: None = None

@@ -37,6 +37,8 @@ _METRICS = {
     "PrefillMetrics": PrefillMetrics(new_registry()),
 }
 _make_receiver = registry.make_receiver
+_NO_FILE = -1
+"""Descriptor of a pool's file: simulated processes map pools without one."""
 
 
 @contextlib.contextmanager
@@ -89,6 +91,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
+        "decode_worker.worker.rank_statuses": lambda group: (),
+        "prefill_worker.worker.rank_statuses": lambda group: (),
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "decode_worker.drafters.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
@@ -166,7 +170,7 @@ def _pid() -> int:
 
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    return PoolMemory(KVMemory(layout, num_blocks), None)
+    return PoolMemory(KVMemory(layout, num_blocks), _NO_FILE)
 
 
 def _small_scratch(configured: int, transports: Sequence[str], *_: object) -> ScratchPlan:

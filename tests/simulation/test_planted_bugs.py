@@ -30,8 +30,10 @@ from kvtransfer.protocol.messages import SendGrant
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
+from kvtransfer.transports.registered_writers import RegisteredWriters
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.model import BLOCK_SIZE
+from tests.simulation.ranks import SimulatedGroup
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -260,6 +262,33 @@ def queued_tokens_are_not_released(patch: Patch) -> None:
     patch.setattr(AdmissionQueue, "leave", leave)
 
 
+def one_dead_rank_counts_as_all(patch: Patch) -> None:
+    """The death of one process of a writer counts as a proof that the writer has stopped."""
+
+    def died(self: RegisteredWriters, writer: Any, process: Any) -> None:
+        processes = self._writers.get(writer, {})
+        for other in list(processes.values()):
+            other.close()
+            real(self, writer, other)
+
+    real = RegisteredWriters._process_died
+    patch.setattr(RegisteredWriters, "_process_died", died)
+
+
+def step_ends_with_rank_0(patch: Patch) -> None:
+    """A step of a group is over when rank 0 has written its share."""
+
+    def write(self: SimulatedGroup, writes: Any, duration: float, finish: Callable[[], None]) -> None:
+        def first() -> None:
+            writes[0]()
+            finish()
+
+        real(self, [first, *writes[1:]], duration, lambda: None)
+
+    real = SimulatedGroup.write
+    patch.setattr(SimulatedGroup, "write", write)
+
+
 def stored_blocks_are_not_verified(patch: Patch) -> None:
     """Blocks that tiers hold are believed as they are."""
     patch.setattr(entry, "_digest", lambda head, payload: bytes(16))
@@ -318,6 +347,8 @@ PLANTED: list[Any] = [
     (windowed_blocks_are_not_copied, "crowd", 30),
     (ring_is_too_short, "writers", 60),
     pytest.param(windowed_blocks_are_read_while_free, "everything", 40, marks=pytest.mark.full),
+    (one_dead_rank_counts_as_all, "groups", 20),
+    (step_ends_with_rank_0, "groups", 10),
     (drafts_are_not_verified, "everything", 40),
     (quarantine_ends_without_proof, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
