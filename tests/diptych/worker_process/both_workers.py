@@ -250,9 +250,9 @@ async def house(
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
     eagle: FeatureHead | None = None,
+    shape: ModelShape | None = None,
     prefill_tiers: Callable[[int], TierStack] | None = None,
     pull_mode: PullMode = "auto",
-    shape: ModelShape | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -295,9 +295,8 @@ async def house(
                 assert runner.give_features(eagle.layers) is None
             tiers = None if prefill_tiers is None else prefill_tiers(number)
             made.prefills.append(
-                _prefill(stack, transport, number, scratch, chunk, runner, drafts, tiers, pull_mode)
+                _prefill(stack, transport, number, scratch, chunk, runner, drafts, shape, tiers, pull_mode)
             )
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts, shape))
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
@@ -418,9 +417,9 @@ def _prefill(
     chunk: int,
     runner: Runner,
     drafts: Runner | FeatureHead | None,
+    shape: ModelShape | None,
     tier_stack: TierStack | None,
     pull_mode: PullMode,
-    shape: ModelShape | None,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
@@ -459,10 +458,10 @@ def _prefill(
         scratch=lambda: (memory, pool),
         on_abort=loop.requests.on_abort,
         on_peer_lost=loop.requests.on_peer_lost,
+        chunk_tokens=chunk,
         tiers=make_tiers,
         cache_changed=cache_changed,
         pull_mode=pull_mode,
-        chunk_tokens=chunk,
     )
     loop.requests.handoff = client
     stack.push_async_callback(client.close)
