@@ -15,7 +15,6 @@ from typing import Protocol
 from decode_worker.beams import Beams
 from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.kv_tiers import KvTiers, Loaded
 from decode_worker.local_prefill import LocalPrefills, new_tokens
 from decode_worker.max_blocks import max_blocks
 from decode_worker.prefix_publisher import PrefixPublisher
@@ -24,6 +23,7 @@ from decode_worker.sequence import AttemptBlocks
 from decode_worker.step_group import RowOwner, StepGroup
 from diptych.engine.kv.block_pool import BlockMisuse, BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
@@ -32,6 +32,7 @@ from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore, AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.drivers.types import Ready
@@ -152,6 +153,8 @@ class RequestManager:
         if attempt.cache_read:
             keys = block_keys(attempt.cache_namespace, tokens, size, images=attempt.images)
         announce = partial(self._announce, request, work.local_prefill, keys)
+        if self.tiers is not None and self.prefixes.journal is not None:
+            self.prefixes.journal.expect(keys, tokens, attempt)
         if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
             announce()
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.internal_tls import InternalTls
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
@@ -70,6 +71,12 @@ class WorkerSettings(ProgramSettings):
         "auto",
         "Blocks of layers with a sliding window: auto frees those behind it, where that is computed; off "
         "keeps all. The same for all workers.",
+        section="KV cache",
+    )
+    kv_tier: str = setting(
+        "",
+        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
+        "redis://HOST:PORT/DB. Several, or separated by commas.",
         section="KV cache",
     )
     speculative_model: str | None = setting(
@@ -174,11 +181,6 @@ class WorkerSettings(ProgramSettings):
         return False
 
     @property
-    def keeps_tiers(self) -> bool:
-        """True for a worker that keeps blocks in tiers, too."""
-        return False
-
-    @property
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False
@@ -188,6 +190,12 @@ class WorkerSettings(ProgramSettings):
     def _device_is_one(cls, value: str) -> str:
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
             raise ValueError("must be auto, cpu, cuda or cuda:N")
+        return value
+
+    @field_validator("kv_tier")
+    @classmethod
+    def _tiers_are_tiers(cls, value: str) -> str:
+        parse_tiers(value)
         return value
 
     @model_validator(mode="after")
@@ -223,6 +231,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.kv_tier:
+        yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.speculative_model is not None:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):

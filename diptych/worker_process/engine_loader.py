@@ -32,7 +32,7 @@ from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_files import checked_model, fetched_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
@@ -127,7 +127,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
     transports_for(settings.transport, device)  # refused before gigabytes are read
-    path = checked_model(settings.model)
+    path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
     if settings.encodes_images and image_spec(path) is not None:
@@ -268,7 +268,7 @@ def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> W
     if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
         log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)
         return None
-    if settings.keeps_tiers:
+    if settings.kv_tier:
         raise ImpossibleSettings(
             "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
         )

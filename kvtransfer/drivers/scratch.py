@@ -3,23 +3,39 @@
 First come, first served: an ask to a decode worker is made only once there is room here, so that no decode
 memory is pinned by a prompt that waits for scratch.
 
-What is pulled from a decode worker enters the prefix cache as soon as it is verified, what is computed once
-it is committed. A flush, or distrust here or at the decode worker, voids all that has not entered by then.
+What is loaded from tiers or pulled from a decode worker enters the prefix cache as soon as it is verified,
+what is computed once it is committed. A flush, or distrust here or at the decode worker, voids all that has
+not entered by then.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.kv.window_table import PromptWindow
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.errors import GrantDeniedError
+
+_TIERS = ""
+"""Source of blocks that were loaded from tiers, where others have the address of a decode worker."""
+
+
+class Tiers(Protocol):
+    """Tiers below scratch."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    async def fill(self, keys: Sequence[bytes], first: int, blocks: Sequence[int]) -> Loaded:
+        """Load leading blocks of `keys[first:]`, verified, into `blocks`. Fails never: a miss is computed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +51,8 @@ class ScratchBlocks:
     num_tokens: int
     window: PromptWindow | None = None
     """Blocks of layers with a window, where these have blocks of their own."""
+    loaded: Loaded | None = None
+    """The part of the cached prefix that came from tiers for this attempt."""
 
     @property
     def held(self) -> list[int]:
@@ -72,13 +90,19 @@ class Scratch:
         )
         self._pool = pool
         self._changed = changed
+        self.tiers: Tiers | None = None
         self._queue: list[_Waiting] = []
         self._epoch = 0
         self._pulled: dict[str, set[bytes]] = {}
-        """Keys that were pulled, by the decode worker's address; some may have left the cache since."""
+        """Keys that were pulled or loaded, by source; some may have left the cache since."""
+        self._most_noted = 2 * pool.total
+        """Keys of a source at which those that lie nowhere any more are dropped."""
 
     async def acquire(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
-        """Wait for blocks for `num_tokens` tokens. Raises GrantDeniedError if they can never fit."""
+        """Wait for blocks for `num_tokens` tokens, and for what tiers have of them.
+
+        Raises GrantDeniedError if they can never fit.
+        """
         needed = self.memory.layout.prompt_blocks(num_tokens, self._chunk)
         if needed > self._pool.total:
             reason = work_pb2.FailureReason.FAILURE_REASON_EXCEEDS_KV_CAPACITY
@@ -89,9 +113,16 @@ class Scratch:
         self._queue.append(waiting)
         self._serve()
         try:
-            return await waiting.blocks
+            blocks = await waiting.blocks
         except asyncio.CancelledError:
             self._withdraw(waiting)
+            raise
+        if self.tiers is None:
+            return blocks
+        try:
+            return await self._load(self.tiers, blocks, num_tokens)
+        except BaseException:
+            self.release(blocks, keep=False)
             raise
 
     def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
@@ -105,10 +136,7 @@ class Scratch:
     def keep_pulled(self, blocks: ScratchBlocks, upto: int, source: str) -> None:
         """Enter the first `upto` blocks, verified copies from the decode worker at `source`."""
         if self._insert(blocks, upto):
-            pulled = self._pulled.setdefault(source, set())
-            pulled.update(blocks.keys[blocks.cached_tokens // self.memory.layout.block_size : upto])
-            if len(pulled) > 2 * self._pool.total:
-                pulled.intersection_update(self._pool.cached_keys())
+            self._note(source, blocks.keys[blocks.cached_tokens // self.memory.layout.block_size : upto])
             self._report()
 
     def invalidate(self, blocks: ScratchBlocks) -> None:
@@ -118,9 +146,9 @@ class Scratch:
     def forget(self, source: str, keys: Sequence[bytes]) -> None:
         """Remove what the decode worker at `source` has forgotten: these keys and all that continues them.
 
-        No keys stand for all that was pulled from there.
+        No keys stand for all that was pulled from there, and for all from tiers, where it may have stored it.
         """
-        self._forget(keys or sorted(self._pulled.pop(source, ())))
+        self._forget(keys or sorted(self._pulled.pop(source, set()) | self._pulled.pop(_TIERS, set())))
 
     def flush(self) -> int:
         """Remove every cached prefix; return the number of keys that went."""
@@ -134,6 +162,28 @@ class Scratch:
     def cached_keys(self) -> Collection[bytes]:
         """Return the keys of all cached blocks."""
         return self._pool.cached_keys()
+
+    async def _load(self, tiers: Tiers, blocks: ScratchBlocks, num_tokens: int) -> ScratchBlocks:
+        """Return the blocks with more of the prefix in them, where tiers have it."""
+        size = self.memory.layout.block_size
+        first, upto = blocks.cached_tokens // size, (num_tokens - 1) // size
+        loaded = await tiers.fill(blocks.keys[:upto], first, blocks.block_ids[first:upto])
+        cached = first + loaded.blocks.total()
+        if cached == first:
+            return blocks
+        if self._insert(blocks, cached):
+            self._note(_TIERS, blocks.keys[first:cached])
+            self._report()
+        return replace(blocks, cached_tokens=cached * size, loaded=loaded)
+
+    def _note(self, source: str, keys: Sequence[bytes]) -> None:
+        pulled = self._pulled.setdefault(source, set())
+        pulled.update(keys)
+        if len(pulled) > self._most_noted:
+            cached, tiers = set(self._pool.cached_keys()), self.tiers
+            lower = set() if tiers is None else {key for key in pulled if key in tiers}
+            pulled.intersection_update(cached | lower)
+            self._most_noted = 2 * max(self._pool.total, len(pulled))
 
     def _insert(self, blocks: ScratchBlocks, count: int) -> bool:
         """Enter the first `count` blocks into the cache; False if they were voided."""

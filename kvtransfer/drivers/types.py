@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.window_table import PromptWindow
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.scratch import ScratchBlocks
@@ -108,3 +109,9 @@ class GrantedBlocks:
     """Windowed blocks of the grant."""
     pull_s: float = 0.0
     """Seconds for which cached blocks were pulled from the decode worker."""
+
+    @property
+    def loaded(self) -> Loaded:
+        """Blocks that came from this worker's tiers, before the ask."""
+        loaded = None if self.scratch is None else self.scratch.loaded
+        return Loaded() if loaded is None else loaded

@@ -86,7 +86,8 @@ def run_help(command: Command, stack: Stack, folder: Path) -> None:
 def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
-    flags = [str(model_file()) if flag in MODELS or flag.startswith("/models/") else flag for flag in flags]
+    flags = [str(model_file()) if flag in MODELS else flag for flag in flags]
+    flags = [re.sub(r"^([\w-]+=)?/models/\S+$", rf"\g<1>{model_file()}", flag) for flag in flags]
     for name in ("legal", "support"):  # LoRA adapters
         path = write_adapter(folder / name)
         flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
@@ -193,9 +194,9 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
     (r"diptych generate --image\b", show_help),  # test_images.py runs it
-    (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
+    (r"diptych (generate|workers|flush|lora list|model list)\b", run_client_command),
     (
-        r"diptych lora (load|unload)\b",
+        r"diptych (lora|model) (load|unload|alias)\b",
         lambda command, stack, folder: invoke([*command.words[1:3], "--help"]) and None,
     ),
     (

@@ -43,7 +43,7 @@ async def test_refused_requests_count_no_wait_and_no_input_tokens(
                 await collect(stack.stub.StreamGenerate(stack.request("more than fits " * 40)))
         assert counted() == (0, 0)
         waiting = stack.stub.StreamGenerate(stack.request())
-        await until(lambda: stack.gateway.gate.queue.waiting == 1)
+        await until(lambda: stack.core.gate.queue.waiting == 1)
         waiting.cancel()  # it has waited, though for nothing
         await until(lambda: counted() == (0, 1))
         decode.tokens(work, 0, [1])

@@ -67,7 +67,7 @@ async def test_stopped_reader_with_72_choices_does_not_block_others(
             others = [stack.stub.Generate(stack.request(), timeout=5) for _ in range(4)]
             for answer in await asyncio.gather(*others):
                 assert answer.usage.completion_tokens
-        await until(lambda: not stack.gateway.gate.queue.running)
+        await until(lambda: not stack.core.gate.queue.running)
         assert stack.gateway.calls.running == 1, "its places are back, and it is not read"
         call.cancel()
 
@@ -87,7 +87,7 @@ async def test_reader_that_takes_nothing_in_time_gets_slow_reader(
         call = await stopped_reader(channel, wordy(stack, request_id="stopped"))
         await decode.wait_for("cancel")
         await until(lambda: not stack.gateway.calls.running)
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         assert (queue.running, stack.gateway.unread_output.bytes, len(stack.gateway.live)) == (0, 0, 0)
         assert value(stack, "diptych_slow_readers_total", limit="write_s") == 1
         assert calls(stack, "ABORTED") == 1

@@ -18,6 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
+from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
@@ -28,6 +29,7 @@ from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
+from tests.simulation.tiers import Folder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 from tests.simulation.watched_pool import (
     WatchedPool,
@@ -104,6 +106,7 @@ class Cluster:
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
+        self.folder = Folder()
         self.machines: dict[str, Machine] = {}
         self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
         self.hosts: list[Host] = []
@@ -193,9 +196,9 @@ class Cluster:
                 "local_prefill": self.scenario.local_prefill,
             }
         )
-        gateway = Gateway(settings, served_model(), model.DIGEST)
+        gateway = Gateway(settings, [LoadedModel(served_model(), model.DIGEST)])
         if self.scenario.network % 2:  # predicts short outputs: more requests are admitted than memory holds
-            gateway.gate.queue.kv.learn(DEFAULT_TENANT, 1)
+            gateway.models.first.gate.queue.kv.learn(DEFAULT_TENANT, 1)
         machine.stop = asyncio.Event()
         await gateway.start()
         machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time, Access(None))
@@ -349,7 +352,7 @@ class Cluster:
             ):
                 continue
             if machine.role == "gateway":
-                queue = program.gate.queue
+                queue = program.models.first.gate.queue
                 counts = {
                     "live requests": len(program.live),
                     "running": queue.running,

@@ -102,7 +102,7 @@ class Faults:
 
     async def _order(self, gateway: Machine, machine: Machine, fault: Fault) -> None:
         try:
-            await gateway.program.roles.change(machine.host.worker_id)
+            await gateway.program.models.first.roles.change(machine.host.worker_id)
         except RoleChangeRefused as refused:
             self._cluster.note("refused", refused)
         else:
@@ -177,6 +177,21 @@ class Faults:
         return self._cluster.scenario.decodes[number].transport == "tcp"
 
     _flip = _flip_header = _cut = _twice = _damage
+
+    # ---- tiers
+
+    def _tier_damage(self, fault: Fault) -> bool:
+        return self._cluster.folder.damage(fault.kind.removeprefix("tier_"), fault.number)
+
+    _tier_flip = _tier_cut = _tier_swap = _tier_vanish = _tier_damage
+
+    def _tier_mode(self, fault: Fault) -> bool:
+        folder, mode = self._cluster.folder, fault.kind.removeprefix("tier_")
+        setattr(folder, mode, True)
+        self._cluster.loop.call_later(fault.lasts_s, setattr, folder, mode, False)
+        return bool(self._cluster.scenario.tiers)
+
+    _tier_full = _tier_slow = _tier_mode
 
     # ---- Redis
 

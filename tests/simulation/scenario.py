@@ -23,7 +23,7 @@ from tests.simulation.model import (
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
 WINDOWED_SHARE = 0.35
-"""Share of scenarios whose model has a window."""
+"""Share of scenarios without tiers whose model has a window."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Scenario:
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     window: bool = False  # the model has layers with a window, in blocks of their own
+    tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
 
     @property
     def workers(self) -> list[str]:
@@ -110,6 +111,7 @@ class Theme:
     at_prefill: bool = False  # processes and links of prefill workers only
     requests: tuple[int, int] = (4, 9)  # least and most
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
+    tiered: float = 0.3  # share of scenarios with tiers
 
 
 _EVERYTHING = {
@@ -178,6 +180,30 @@ THEMES = {
         requests=(8, 14),
         turns=0.8,
     ),
+    "tiers": Theme(  # prefixes that pools have lost to tiers, while these and their workers fail
+        {
+            "kill": 4,
+            "stop": 1,
+            "slow": 2,
+            "drain": 2,
+            "reset": 1,
+            "flush_cache": 2,
+            "distrust": 2,
+            "tier_flip": 5,
+            "tier_cut": 2,
+            "tier_swap": 2,
+            "tier_vanish": 2,
+            "tier_full": 2,
+            "tier_slow": 3,
+        },
+        blocks=(12, 14, 16),
+        step_s=(0.002, 0.005, 0.015),
+        leave=0.05,
+        burst_s=1.9,
+        requests=(14, 22),
+        turns=0.8,
+        tiered=1.0,
+    ),
     "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
@@ -185,7 +211,8 @@ THEMES = {
         leave=0.15,
     ),
 }
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1}
+_TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
 def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
@@ -199,7 +226,9 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     )
     local = random.Random(f"local prefill {seed}")
     adapters = random.Random(f"adapters {seed}")
+    tiers = random.Random(f"tiers {seed}")
     shape = Scenario(
+        tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered else (),
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
@@ -216,7 +245,7 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
-    if random.Random(f"window {seed}").random() < WINDOWED_SHARE:
+    if not shape.tiers and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     faults = tuple(sorted((*faults, *_role_changes(shape)), key=lambda fault: fault.at))
@@ -345,6 +374,10 @@ def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
             return Fault(at, kind, (rng.choice(decodes), rng.choice(gateways)), number=rng.randint(1, 4))
         case "flip" | "flip_header" | "cut" | "twice":
             return Fault(at, kind, pair, number=rng.getrandbits(16))
+        case "tier_flip" | "tier_cut" | "tier_swap" | "tier_vanish":
+            return Fault(at, kind, number=rng.getrandbits(16))
+        case "tier_full" | "tier_slow":
+            return Fault(at, kind, lasts_s=lasts)
         case "store_down" | "store_frozen" | "store_slow":
             return Fault(at, kind, lasts_s=lasts)
         case _:

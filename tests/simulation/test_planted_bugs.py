@@ -14,9 +14,11 @@ from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from decode_worker.window_rows import WindowRows
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.tiers import entry
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
+from diptych.worker_process import kv_tiers
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import TokensArrived
@@ -280,6 +282,37 @@ def windowed_blocks_are_read_while_free(patch: Patch) -> None:
     patch.setattr(WindowGroups, "first_kept", lambda self, at, size: max(0, real(self, at, size)) + (at > 20))
 
 
+def stored_blocks_are_not_verified(patch: Patch) -> None:
+    """Blocks that tiers hold are believed as they are."""
+    patch.setattr(entry, "_digest", lambda head, payload: bytes(16))
+
+
+def evicted_blocks_are_written_during_their_copy(patch: Patch) -> None:
+    """A block is given out while a thread copies it for the tiers."""
+
+    def evicted(self: kv_tiers.KvTiers, key: bytes, block: int) -> None:
+        if key != self._copying:
+            real(self, key, block)
+
+    real = kv_tiers.KvTiers._evicted
+    patch.setattr(kv_tiers.KvTiers, "_evicted", evicted)
+
+
+def loaded_blocks_are_granted_before_they_are_copied(patch: Patch) -> None:
+    """A block enters the prefix cache when it was found in a tier."""
+    patch.setattr(kv_tiers, "write_block", lambda memory, block, payload: None)
+
+
+def loaded_block_is_one_place_off(patch: Patch) -> None:
+    """A prefill worker loads what tiers have into the blocks before those that lack it."""
+
+    async def fill(self: kv_tiers.KvTiers, keys: Any, first: int, blocks: Any) -> Any:
+        return await real(self, keys, first, [*blocks[1:], *blocks[:1]])
+
+    real = kv_tiers.KvTiers.fill
+    patch.setattr(kv_tiers.KvTiers, "fill", fill)
+
+
 PLANTED: list[Any] = [
     (hits_ignore_windowed_blocks, "pulls", 40),
     (windowed_blocks_are_not_copied, "crowd", 30),
@@ -303,6 +336,10 @@ PLANTED: list[Any] = [
     (local_prompt_stops_during_its_step, "writers", 60),
     (local_prompt_skips_a_block, "everything", 10),
     (adapters_share_cached_blocks, "pulls", 40),
+    (stored_blocks_are_not_verified, "tiers", 40),
+    (evicted_blocks_are_written_during_their_copy, "tiers", 60),
+    (loaded_blocks_are_granted_before_they_are_copied, "tiers", 10),
+    (loaded_block_is_one_place_off, "tiers", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
 ]
 

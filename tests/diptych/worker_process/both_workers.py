@@ -32,6 +32,7 @@ from diptych.engine.heads.feature_head import FeatureHead
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.window_groups import window_groups
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import LayerShape, ModelShape
@@ -45,10 +46,13 @@ from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.eagle_chunks import EagleChunks
+from diptych.worker_process.kv_tiers import KvTiers
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.pull_rates import PullMode
 from kvtransfer.transports.pool_memory import allocate_pool
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
@@ -195,6 +199,8 @@ class Prefill:
     scratch: BlockPool
     scratch_memory: KVMemory
     ended: list[tuple[PrefillRequest, str]]
+    tiers: list[KvTiers]
+    """Its tiers, once it has scratch; none where it has none."""
 
     def leftovers(self) -> list[str]:
         self.scratch.invariants()
@@ -245,6 +251,8 @@ async def house(
     branches: tuple[int, ...] = (),
     eagle: FeatureHead | None = None,
     shape: ModelShape | None = None,
+    prefill_tiers: Callable[[int], TierStack] | None = None,
+    pull_mode: PullMode = "auto",
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -254,7 +262,8 @@ async def house(
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
     drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
-    `max_loras` slots for adapters.
+    `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
+    these pull from decode workers by `pull_mode`.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -284,7 +293,10 @@ async def house(
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts, shape))
+            tiers = None if prefill_tiers is None else prefill_tiers(number)
+            made.prefills.append(
+                _prefill(stack, transport, number, scratch, chunk, runner, drafts, shape, tiers, pull_mode)
+            )
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
@@ -406,6 +418,8 @@ def _prefill(
     runner: Runner,
     drafts: Runner | FeatureHead | None,
     shape: ModelShape | None,
+    tier_stack: TierStack | None,
+    pull_mode: PullMode,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
@@ -420,6 +434,21 @@ def _prefill(
         on_ended=lambda request, how: ended.append((request, how)),
         draft_chunks=_chunks(drafts),
     )
+    tiers: list[KvTiers] = []
+
+    def make_tiers(scratch: Scratch, pool: BlockPool) -> KvTiers | None:
+        if tier_stack is None:
+            return None
+        tiers.append(
+            KvTiers(scratch.memory, pool, tier_stack, changed=lambda: None, moved=lambda tiered, gone: None)
+        )
+        stack.push_async_callback(asyncio.to_thread, tiers[0].close)
+        return tiers[0]
+
+    def cache_changed(added: list[bytes], removed: list[bytes]) -> None:
+        for one in tiers:
+            one.cache_changed(added, removed)
+
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
@@ -430,11 +459,14 @@ def _prefill(
         on_abort=loop.requests.on_abort,
         on_peer_lost=loop.requests.on_peer_lost,
         chunk_tokens=chunk,
+        tiers=make_tiers,
+        cache_changed=cache_changed,
+        pull_mode=pull_mode,
     )
     loop.requests.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
-    return Prefill(loop, client, pool, memory, ended)
+    return Prefill(loop, client, pool, memory, ended, tiers)
 
 
 def _keep_running(
