@@ -208,7 +208,7 @@ struct DiptychChangePart {
 // fp32 where the model is DIPTYCH_FP32, else in bf16.
 struct DiptychChange {
     int32_t layer, which;   // which: DIPTYCH_QKV, DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN
-    const void *a;          // [ranks][depth], padded with zeros
+    const void *a;          // [ranks / 2][depth / 32][2][32], then a last rank [depth]; padded with zeros
     const float *scales;    // [ranks]
     int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
     int32_t parts;
