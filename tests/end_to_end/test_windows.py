@@ -46,7 +46,8 @@ def answers(served: Served, prompts: list[list[int]]) -> list[pb.GenerateRespons
 def test_answers_are_those_of_transformers(tmp_path: Path, transport: str, backend: str) -> None:
     folder = tiny_model.write(tmp_path / "gemma", config_class=Gemma3TextConfig, **SIZES)
     flags = ["--model", str(folder), "--model-name", "gemma", "--dtype", "fp32", "--prefill-chunk", "48"]
-    flags += ["--backend", backend, "--transport", transport, "--kv-blocks", "260"]
+    flags += ["--transport", transport, "--kv-blocks", "260"]
+    flags += ["--set", f"prefill.backend={backend}", "--set", f"decode.backend={backend}"]
     expected = [greedy(folder, prompt) for prompt in PROMPTS]
     with running_stack(*flags) as stack:
         served = Served(stack, folder, "gemma")
