@@ -9,14 +9,19 @@ from pathlib import Path
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
-from diptych.cli.worker_specs import WorkerPlace, role_changes, worker_places
+from diptych.cli.worker_specs import WorkerPlace, encode_threads, role_changes, worker_places
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
 from gateway.config import admin_port_beside
 
 _HEALTH_TIMEOUT_S = 5.0
-MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+MODULES = {
+    "gateway": "gateway",
+    "prefill": "prefill_worker",
+    "decode": "decode_worker",
+    "encode": "prefill_worker.encoder",
+}
 ROLES = tuple(MODULES)
 
 # Flags that `diptych up` sets itself.
@@ -124,7 +129,19 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
     return [
         gateway,
         *(_worker(place, options, shared, on_workers) for place in worker_places(options, cores)),
+        *(_encoder(number, options, shared, cores) for number in range(options.encode_workers)),
     ]
+
+
+def _encoder(number: int, options: StackOptions, shared: SharedSecrets, cores: int) -> ChildSpec:
+    """Return an encode worker's specification."""
+    own: dict[str, object] = {
+        "host": LOOPBACK,
+        "device": options.device,
+        "threads": encode_threads(options, cores),
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
+    }
+    return _spec(f"encode-{number}", "encode", options, shared, own)
 
 
 def _worker(

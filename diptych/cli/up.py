@@ -26,7 +26,7 @@ from diptych.runtime.kv_tier_specs import kept_secret, parse_tiers
 from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.settings import config_digest
 
-STOP_ORDER = ("gateway", "prefill", "decode")
+STOP_ORDER = ("gateway", "prefill", "encode", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROUTABLE_TIMEOUT_S = 30.0
 _ROUTABLE_PAUSE_S = 0.05

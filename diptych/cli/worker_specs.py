@@ -88,6 +88,12 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
     return [*decode, *prefill]
 
 
+def encode_threads(options: StackOptions, cores: int) -> int:
+    """Return the threads of each encode worker: its share of the cores, none of which is lent."""
+    workers = options.prefill_workers + options.decode_workers + options.encode_workers
+    return options.encode_threads or max(1, cores // workers)
+
+
 def role_changes(options: StackOptions) -> str:
     """Return the devices on which workers may change their role: "any" where their memory was planned so.
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from diptych.runtime.errors import RoleChangeRefused
 from diptych.runtime.task_cancellation import end_task
 from gateway.admission.queue import AdmissionQueue
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.worker_pool.registry import Worker, WorkerRegistry
 from gateway.worker_pool.role_balance import RoleBalancer
 from gateway.worker_pool.role_changes import RoleChanges
@@ -142,7 +142,7 @@ class RoleMetrics(Collector):
         changes = CounterMetricFamily(
             "diptych_role_changes", "Changes to a role that this gateway ordered", labels=("role",)
         )
-        for role in Role:
+        for role in TEXT_ROLES:
             wanted.add_metric((role.value,), self._wanted(role))
             changes.add_metric((role.value,), self._done(role))
         yield from (wanted, changes)

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
 
 class Identity(NamedTuple):
@@ -36,7 +36,8 @@ class WorkerRecord:
     `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context` is in
     tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks. `replaces`:
     ids of dead workers, by comma, in whose place it was started. `roles`: those, by comma, in which its
-    supervisor can start it; empty where it keeps its role.
+    supervisor can start it; empty where it keeps its role. `image_rows`: format of the embeddings of images
+    that it makes or takes; empty for a model of text. `encodes`: 1 if it makes them.
     """
 
     worker_id: str
@@ -61,6 +62,8 @@ class WorkerRecord:
     memory_domain: str = ""
     draft_digest: str = ""
     roles: str = ""
+    image_rows: str = ""
+    encodes: int = 0
 
     @property
     def kept(self) -> str:
