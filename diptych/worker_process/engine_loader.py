@@ -71,9 +71,9 @@ class LoadedEngine:
     group: RankGroup | None = None
     """The other processes of this worker that compute; None where it is alone."""
     images: ImageSpec | None = None
-    """How a model with images wants them, in a worker whose prompts take rows of them."""
+    """Images as the model wants them, in a worker whose prompts take rows of them."""
     encoder: ImageEncoder | None = None
-    """Their encoder, in a worker that makes the rows itself, too."""
+    """Encoder of images, in a worker that makes their rows itself, too."""
     draft: LoadedDraft | None = None
     """The draft model, whose keys and values are the second segment of each block of `layout`."""
     heads: MedusaHeads | None = None

@@ -51,7 +51,7 @@ class EngineLoop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """What the directory says of a worker's engine; see `diptych.runtime.discovery.records.WorkerRecord`."""
+    """Fields of a worker's engine in the directory; see `diptych.runtime.discovery.records.WorkerRecord`."""
 
     model_digest: str
     dtype: str
@@ -66,21 +66,21 @@ class EngineRecord:
 
 
 class ServedEngine(Protocol):
-    """What a worker computes with, as its server sees it."""
+    """The engine of a worker, as its server sees it."""
 
     @property
     def record(self) -> EngineRecord:
-        """What others must know to work with it."""
+        """Return what others must know to work with it."""
         ...
 
     @property
     def computes(self) -> str:
-        """What it computes in, in words."""
+        """Return what it computes in, in words."""
         ...
 
     @property
     def device_type(self) -> str:
-        """Type of its device: cpu or cuda."""
+        """Return the type of its device: cpu or cuda."""
         ...
 
     def count_steps(self, on_step: Callable[[float, int], None]) -> None:

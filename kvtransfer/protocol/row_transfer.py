@@ -21,7 +21,7 @@ import xxhash
 from kvtransfer.protocol.messages import Key
 
 MOST_BYTES = 1 << 32
-"""Of one image's rows: more is a fault, whoever says so."""
+"""Most bytes of one image's rows: more is a fault."""
 _PLACE = struct.Struct("<QIIII")
 
 
@@ -38,12 +38,12 @@ class RowsPart(NamedTuple):
 
 
 class Arrival(enum.Enum):
-    """What a part was."""
+    """Verdict on a part."""
 
     STALE = "stale"
-    """Of no open ask: it is not read."""
+    """Part of no open ask: it is not read."""
     DAMAGED = "damaged"
-    """Not what was sent, or not the next one: its ask is closed."""
+    """Part that is not what was sent, or not the next one: its ask is closed."""
     MORE = "more"
     COMPLETE = "complete"
 

@@ -22,8 +22,8 @@ from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.embedding_server import RowsLink
 from kvtransfer.protocol.messages import Key
 from prefill_worker.encoder.engine import LoadedEncoder
-from prefill_worker.encoder.gateway_stream import GatewayStream
-from prefill_worker.encoder.request import Ask, EncodeRequest, State
+from prefill_worker.encoder.gateway_stream import EncodeGatewayStream
+from prefill_worker.encoder.request import Ask, EncodeRequest, EncodeState
 from prefill_worker.image_store import BadImages, ImageStore
 from prefill_worker.request_images import ImageState
 
@@ -82,7 +82,7 @@ class EncodeLoop:
     @property
     def num_running(self) -> int:
         """Attempts with an ask that is not answered."""
-        return sum(request.state is State.ASKED for request in self._requests.values())
+        return sum(request.state is EncodeState.ASKED for request in self._requests.values())
 
     @property
     def num_waiting(self) -> int:
@@ -133,11 +133,11 @@ class EncodeLoop:
 
     # ---- gateways ------------------------------------------------------------------------------------
 
-    def receive_image(self, part: work_pb2.ImagePart, gateway: GatewayStream) -> None:
+    def receive_image(self, part: work_pb2.ImagePart, gateway: EncodeGatewayStream) -> None:
         """Take pixels of an attempt."""
         self._store.receive(part, gateway)
 
-    def encode(self, message: encode_pb2.Encode, gateway: GatewayStream) -> None:
+    def encode(self, message: encode_pb2.Encode, gateway: EncodeGatewayStream) -> None:
         """Take an attempt, all of whose pixels have come."""
         key = key_of(message.id)
         if key in self._requests:
@@ -172,7 +172,7 @@ class EncodeLoop:
         if (request := self._requests.get(key)) is not None:
             self._end(request, "cancelled")
 
-    def gateway_lost(self, gateway: GatewayStream) -> None:
+    def gateway_lost(self, gateway: EncodeGatewayStream) -> None:
         """Forget every attempt that came over a stream that ended."""
         for key in list(gateway.keys):
             self.cancel(key)
@@ -192,8 +192,8 @@ class EncodeLoop:
             link.deny(generation)
             return
         request.asks.append(ask)
-        if request.state is not State.ASKED:
-            request.move(State.ASKED)
+        if request.state is not EncodeState.ASKED:
+            request.move(EncodeState.ASKED)
         reach("encode.asked")
         image = request.images[digest]
         if image.rows is None and (rows := self._cache.get(digest)) is not None:
@@ -242,7 +242,7 @@ class EncodeLoop:
                 raise RuntimeError("failpoint encode.fail")
         except Exception:
             _log.exception("an image of %s could not be encoded", request.key)
-            if request.state is not State.ENDED:
+            if request.state is not EncodeState.ENDED:
                 reason = work_pb2.FAILURE_REASON_COMPUTE_FAILED
                 self._fail(request, work_pb2.Failure(reason=reason, message="an image could not be encoded"))
             return
@@ -253,7 +253,7 @@ class EncodeLoop:
         if image.add(rows) and image.rows is not None:
             self._cache.put(image.digest, image.rows)
             self._on_image("encoded")
-            if request.state is not State.ENDED:
+            if request.state is not EncodeState.ENDED:
                 self._answer(request, image)
 
     def _answer(self, request: EncodeRequest, image: ImageState) -> None:
@@ -267,15 +267,15 @@ class EncodeLoop:
         self._settle(request)
 
     def _settle(self, request: EncodeRequest) -> None:
-        if not request.asks and request.state is State.ASKED:
-            request.move(State.SENT)
+        if not request.asks and request.state is EncodeState.ASKED:
+            request.move(EncodeState.SENT)
 
     def _fail(self, request: EncodeRequest, failure: work_pb2.Failure) -> None:
         request.gateway.failed(request.key, failure)
         self._end(request, "failed")
 
     def _end(self, request: EncodeRequest, outcome: str) -> None:
-        request.move(State.ENDED)
+        request.move(EncodeState.ENDED)
         del self._requests[request.key]
         request.gateway.keys.pop(request.key, None)
         self._on_ended(request, outcome)

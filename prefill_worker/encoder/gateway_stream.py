@@ -10,7 +10,7 @@ from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.protocol.messages import Key
 
 
-class GatewayStream:
+class EncodeGatewayStream:
     """Collects this worker's messages on the attempts of one gateway."""
 
     def __init__(self, gateway_id: str) -> None:

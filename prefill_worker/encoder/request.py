@@ -2,7 +2,7 @@
 
 Its life:
 
-1. RECEIVED  its pixels are here, and nobody has asked for rows.
+1. RECEIVED  its pixels are here, and no rows were asked for yet.
 2. ASKED     a prefill worker waits for rows of one of its images: they are encoded tile by tile.
 3. SENT      all rows that were asked for are on their way; more may be asked for, or the same again.
 4. ENDED     the prefill worker needs nothing more, or the attempt was cancelled, or failed.
@@ -21,11 +21,11 @@ from typing import NamedTuple
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from kvtransfer.drivers.embedding_server import RowsLink
 from kvtransfer.protocol.messages import Key
-from prefill_worker.encoder.gateway_stream import GatewayStream
+from prefill_worker.encoder.gateway_stream import EncodeGatewayStream
 from prefill_worker.request_images import ImageState
 
 
-class State(enum.Enum):
+class EncodeState(enum.Enum):
     """The states of an attempt."""
 
     RECEIVED = "received"
@@ -34,15 +34,15 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.RECEIVED: frozenset({State.ASKED, State.ENDED}),
-    State.ASKED: frozenset({State.SENT, State.ENDED}),
-    State.SENT: frozenset({State.ASKED, State.ENDED}),
-    State.ENDED: frozenset(),
+TRANSITIONS: dict[EncodeState, frozenset[EncodeState]] = {
+    EncodeState.RECEIVED: frozenset({EncodeState.ASKED, EncodeState.ENDED}),
+    EncodeState.ASKED: frozenset({EncodeState.SENT, EncodeState.ENDED}),
+    EncodeState.SENT: frozenset({EncodeState.ASKED, EncodeState.ENDED}),
+    EncodeState.ENDED: frozenset(),
 }
 
 
-class InvalidTransition(RuntimeError):
+class InvalidEncodeTransition(RuntimeError):
     """A bug in the worker: an attempt was moved where it cannot go."""
 
 
@@ -59,20 +59,22 @@ class EncodeRequest:
     """An attempt's images and what is asked of them."""
 
     key: Key
-    gateway: GatewayStream
+    gateway: EncodeGatewayStream
     images: dict[bytes, ImageState]
     trace: tuple[str, str] | None = None
-    state: State = State.RECEIVED
+    state: EncodeState = EncodeState.RECEIVED
     asks: list[Ask] = field(default_factory=list)
-    """Those that are not answered, in order."""
-    entered: dict[State, float] = field(default_factory=lambda: {State.RECEIVED: time.monotonic()})
+    """Asks that are not answered, in order."""
+    entered: dict[EncodeState, float] = field(
+        default_factory=lambda: {EncodeState.RECEIVED: time.monotonic()}
+    )
     begun: float | None = None
-    """When its first tile was encoded."""
+    """Time at which its first tile was encoded."""
 
-    def move(self, to: State) -> None:
-        """Change the state, here and nowhere else. Raises InvalidTransition."""
+    def move(self, to: EncodeState) -> None:
+        """Change the state, here and nowhere else. Raises InvalidEncodeTransition."""
         if to not in TRANSITIONS[self.state]:
-            raise InvalidTransition(f"{self.key}: {self.state.value} → {to.value}")
+            raise InvalidEncodeTransition(f"{self.key}: {self.state.value} → {to.value}")
         self.state = to
         self.entered[to] = time.monotonic()
 
@@ -83,15 +85,15 @@ class EncodeRequest:
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of the phases that it went through."""
-        end = self.entered.get(State.SENT, self.entered.get(State.ENDED, time.monotonic()))
-        found = {"queue": (self.begun or end) - self.entered[State.RECEIVED]}
+        end = self.entered.get(EncodeState.SENT, self.entered.get(EncodeState.ENDED, time.monotonic()))
+        found = {"queue": (self.begun or end) - self.entered[EncodeState.RECEIVED]}
         if self.begun is not None:
             found["encode"] = end - self.begun
         return found
 
     def span(self, outcome: str) -> PhaseSpan:
         """Return the span `encode` of an ended attempt, with its phases."""
-        start, end = self.entered[State.RECEIVED], self.entered[State.ENDED]
+        start, end = self.entered[EncodeState.RECEIVED], self.entered[EncodeState.ENDED]
         begun = end if self.begun is None else self.begun
         phases = [PhaseSpan("queue", start, begun)]
         if self.begun is not None:

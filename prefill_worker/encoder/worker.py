@@ -22,7 +22,7 @@ from kvtransfer.protocol.messages import WriterId
 from prefill_worker.encoder.config import EncodeSettings
 from prefill_worker.encoder.engine import LoadedEncoder, load
 from prefill_worker.encoder.engine_loop import EncodeLoop
-from prefill_worker.encoder.gateway_stream import GatewayStream
+from prefill_worker.encoder.gateway_stream import EncodeGatewayStream
 from prefill_worker.encoder.request import EncodeRequest
 from prefill_worker.image_store import ImageStore
 
@@ -92,10 +92,10 @@ class EncodeWorker:
 
 def gateway_links(
     loop: EncodeLoop, hello: work_pb2.WorkerHello, drain: Callable[[DrainOrder], None]
-) -> GatewayLinks[GatewayStream]:
+) -> GatewayLinks[EncodeGatewayStream]:
     """Return the links that bring gateways' messages to `loop`; `drain` gets the order to drain."""
 
-    def on_message(message: encode_pb2.EncodeServiceLinkRequest, gateway: GatewayStream) -> None:
+    def on_message(message: encode_pb2.EncodeServiceLinkRequest, gateway: EncodeGatewayStream) -> None:
         match message.WhichOneof("message"):
             case "image":
                 loop.receive_image(message.image, gateway)
@@ -109,4 +109,4 @@ def gateway_links(
                 drain(read_drain(message.drain))
 
     response = encode_pb2.EncodeServiceLinkResponse(hello=hello)
-    return GatewayLinks(response, GatewayStream, on_message, loop.gateway_lost)
+    return GatewayLinks(response, EncodeGatewayStream, on_message, loop.gateway_lost)
