@@ -21,6 +21,8 @@ from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
+from prefill_worker.encoder.worker import EncodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
 from tests.simulation.in_place import SharedPools
@@ -49,7 +51,7 @@ def served_model() -> ServedModel:
 
 
 @cache
-def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
+def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings, EncodeSettings]:
     common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
     worker = {
         **common,
@@ -61,6 +63,7 @@ def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
         GatewaySettings(**common, admin_port=0, shutdown_timeout=1.0),
         PrefillSettings(**worker),
         DecodeSettings(**worker),
+        EncodeSettings(**worker),
     )
 
 
@@ -105,7 +108,8 @@ class Cluster:
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
         self.machines: dict[str, Machine] = {}
-        self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
+        # By name, else by its first letter.
+        self.roles = {"g": "gateway", "p": "prefill", "d": "decode", "e": "encode"}
         self.hosts: list[Host] = []
         self.restarting = 0
         self.deaths_by_poison = 0
@@ -116,7 +120,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start every program of the scenario."""
-        for name in [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]:
+        for name in self.scenario.processes:
             self.boot(name)
 
     def boot(self, name: str) -> None:
@@ -127,7 +131,12 @@ class Cluster:
         self.hosts.append(host)
         role = self.roles.get(name) or self.roles[name[0]]
         self.machines[name] = machine = Machine(host, role)
-        run = {"gateway": self._gateway, "prefill": self._prefill, "decode": self._decode}[role]
+        run = {
+            "gateway": self._gateway,
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "encode": self._encode,
+        }[role]
         self.loop.start(host, lambda: self._life(machine, run))
 
     async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
@@ -173,7 +182,7 @@ class Cluster:
 
     def port_of(self, host: Host) -> int:
         """Return the port of a host; half of the restarted programs get that of the one before."""
-        names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
+        names = self.scenario.processes
         moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
         return 1000 + names.index(host.name) + 100 * moved
 
@@ -217,7 +226,8 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("prefill", machine.host.name)
-        machine.program = PrefillWorker(settings, self._engine(machine), telemetry)
+        engine = model.prefill_engine(self._runner(machine), self.scenario.own_encoders)
+        machine.program = PrefillWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
@@ -238,23 +248,34 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("decode", machine.host.name)
-        machine.program = DecodeWorker(settings, self._engine(machine), telemetry)
+        engine = model.SimulatedEngine(self._runner(machine))
+        machine.program = DecodeWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
-    def _engine(self, machine: Machine) -> Any:
+    async def _encode(self, machine: Machine) -> int:
+        settings = _settings()[3].model_copy(
+            update={
+                "worker_id": machine.host.worker_id,
+                "replaces": self._replaced_by(machine.host),
+                "image_cache_mib": self.scenario.network % 2,
+            }
+        )
+        telemetry = Telemetry.start("encode", machine.host.name)
+        machine.program = EncodeWorker(settings, model.encode_engine(), telemetry)
+        machine.stop = asyncio.Event()
+        return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
+
+    def _runner(self, machine: Machine) -> model.SimulatedRunner:
         def poisoned() -> None:
             # A worker that drains does not count, here as in the gateway: it was leaving.
             self.deaths_by_poison += not (machine.stop is not None and machine.stop.is_set())
             self.kill(machine.host, "poison")
 
-        return model.SimulatedEngine(
-            model.SimulatedRunner(
-                lambda sequence: self._check_write(machine, sequence),
-                poisoned,
-                mixes_chunks=self.scenario.mixed_steps,
-            ),
-            model._Model(),
+        return model.SimulatedRunner(
+            lambda sequence: self._check_write(machine, sequence),
+            poisoned,
+            mixes_chunks=self.scenario.mixed_steps,
         )
 
     # ---- pools ---------------------------------------------------------------------------------------

@@ -24,11 +24,16 @@ from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_bat
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.worker_process.adapter_store import AdapterStore, _Loaded
+from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.worker_spec import EngineRecord
 from gateway.adapters.adapter import Adapter
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU
+from prefill_worker.encoder.engine import LoadedEncoder
+from tests.simulation.images import SPEC, SimulatedEncoder, fingerprint, step_tokens, with_rows
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256
@@ -83,6 +88,7 @@ class SimulatedAdapterStore(AdapterStore):
 @dataclass(frozen=True)
 class _Shape:
     max_context: int = MAX_CONTEXT
+    vocab_size: int = VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class SimulatedRunner:
             self._watch(sequence)
             entries = _read(sequence, sequence.start)
             adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
-            _extend(entries, sequence.token_ids, adapter)
+            _extend(entries, step_tokens(sequence.token_ids, sequence.embeddings), adapter)
             _write(sequence, entries)
             if entries.startswith(_POISONED):
                 self._poisoned()
@@ -233,7 +239,7 @@ class SimulatedDrafter:
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`."""
+    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`, whose descriptions it has."""
 
     runner: SimulatedRunner
     model: _Model = _Model()
@@ -241,13 +247,41 @@ class SimulatedEngine:
     digest: str = DIGEST
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
-    encoder: None = None
+    images: ImageSpec | None = None
+    encoder: SimulatedEncoder | None = None
     group: None = None
     parts: int = 1
     draft: None = None
     draft_chunks: None = None
     heads: None = None
     eagle: None = None
+    embedding_fingerprint = LoadedEngine.embedding_fingerprint
+    record = LoadedEngine.record
+    computes = LoadedEngine.computes
+    device_type = LoadedEngine.device_type
+    count_steps = LoadedEngine.count_steps
+    yield_cores = LoadedEngine.yield_cores
+
+
+def prefill_engine(runner: SimulatedRunner, own_encoder: bool) -> SimulatedEngine:
+    """Return the engine of a prefill worker."""
+    encoder = SimulatedEncoder() if own_encoder else None
+    return SimulatedEngine(runner, images=SPEC, encoder=encoder)
+
+
+def encode_engine() -> LoadedEncoder:
+    """Return the encoder of an encode worker."""
+    rows = fingerprint(DIGEST)
+    record = EngineRecord(
+        model_digest=DIGEST,
+        dtype=rows.dtype,
+        block_size=BLOCK_SIZE,
+        max_context=MAX_CONTEXT,
+        num_threads=1,
+        image_rows=rows.format,
+        encodes=1,
+    )
+    return LoadedEncoder(SimulatedEncoder(), rows, CPU, 1, record)
 
 
 @dataclass(frozen=True)
@@ -278,7 +312,7 @@ def oracle(
     """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
     params, entries, output = sampling.params(choice), bytearray(), list[int]()
     digest = ADAPTERS[adapter].digest if adapter else b""
-    _extend(entries, prompt, digest)
+    _extend(entries, with_rows(prompt), digest)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()
         token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))
