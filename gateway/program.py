@@ -161,12 +161,13 @@ class Gateway:
         self.unread_output = UnreadOutput(reader_limits, self.metrics, self._heap)
         self.tokenizer_pool = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
+        images = image_intake(model, settings)
         self.request_parser = RequestParser(
             model,
             self.tokenizer_pool,
             tokens,
             time.monotonic,
-            image_intake(model, settings),
+            images,
             lenient_json_schema=settings.lenient_json_schema,
         )
         self.generator = Generator(
@@ -190,6 +191,7 @@ class Gateway:
             self.tokenizer_pool,
             token_limit=self.worker_pool.registry.token_limit,
             block_size=self.worker_pool.registry.block_size,
+            images=images,
         )
         self.calls = self._calls(Scope.INFERENCE)
         self._server: grpc.aio.Server | None = None

@@ -247,6 +247,13 @@ def test_clients_of_openais_and_anthropics_get_the_same_answers(served: Served) 
     status, messages = over_http(served, "/v1/messages", body)
     assert status == 200
     assert messages["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    status, counted = over_http(served, "/v1/messages/count_tokens", {"messages": body["messages"]})
+    assert (status, counted) == (200, {"input_tokens": len(prompt)})
+    tokenized = {
+        "messages": [{"role": "user", "content": chat_body(data_url(file))["messages"][0]["content"]}]
+    }
+    status, tokens = over_http(served, "/tokenize", tokenized)
+    assert (status, tokens["tokens"]) == (200, prompt)
     usage = messages["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     with urllib.request.urlopen(http_root(served.stack) + "/v1/models", timeout=60) as listed:

@@ -262,8 +262,8 @@ def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list
     for plan in requests:
         prompt = plan.prompt
         for _ in range(rng.choice([0, 1, 1, 2])):
-            image = image_tokens(rng.randrange(3), rng.choice([1, 1, 2, 3]))
-            place = rng.randint(0, len(plan.prompt))
+            image = image_tokens(rng.randrange(3), rng.choice([1, 2, 2, 3]))
+            place = rng.choice([0, 0, rng.randint(0, len(plan.prompt))])
             if len(prompt) + len(image) + plan.max_tokens + 2 <= room:
                 # Not within another image: rows end with the token that names it.
                 place = next(n for n in range(place, len(prompt) + 1) if n == 0 or prompt[n - 1] != IMAGE)

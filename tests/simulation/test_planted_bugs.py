@@ -14,6 +14,8 @@ from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
+from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime import block_hash
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import TokensArrived
@@ -24,6 +26,8 @@ from gateway.worker_pool.prefix_index import PrefixIndexReader
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
+from prefill_worker.encoder.engine_loop import EncodeLoop
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.model import BLOCK_SIZE
 from tests.simulation.run import simulate
@@ -254,6 +258,30 @@ def queued_tokens_are_not_released(patch: Patch) -> None:
     patch.setattr(AdmissionQueue, "leave", leave)
 
 
+def images_share_cached_blocks(patch: Patch) -> None:
+    """The key of a block leaves out which image its rows are of."""
+    patch.setattr(block_hash, "_rows_within", lambda images, begin, block_size: b"")
+
+
+def lost_encode_workers_are_not_reported(patch: Patch) -> None:
+    """A prompt whose encode worker is lost waits for its rows."""
+    patch.setattr(ImageFetching, "failed", lambda self, key, failure: None)
+
+
+def rows_of_an_image_are_kept_by_its_attempt(patch: Patch) -> None:
+    """An encode worker forgets no attempt whose prefill worker has what it needs."""
+    patch.setattr(EncodeLoop, "taken", lambda self, key: None)
+
+
+def embeddings_are_kept_without_their_image(patch: Patch) -> None:
+    """One image's embeddings are taken for another one's."""
+
+    def get(self: EmbeddingCache, digest: bytes) -> Any:
+        return next(iter(self._found.values()), None)
+
+    patch.setattr(EmbeddingCache, "get", get)
+
+
 PLANTED: list[Any] = [
     (drafts_are_not_verified, "everything", 40),
     (quarantine_ends_without_proof, "writers", 60),
@@ -274,6 +302,10 @@ PLANTED: list[Any] = [
     (local_prompt_skips_a_block, "everything", 10),
     (adapters_share_cached_blocks, "pulls", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
+    (images_share_cached_blocks, "pulls", 40),
+    (lost_encode_workers_are_not_reported, "everything", 60),
+    (rows_of_an_image_are_kept_by_its_attempt, "everything", 40),
+    (embeddings_are_kept_without_their_image, "everything", 10),
 ]
 
 
