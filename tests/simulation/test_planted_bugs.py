@@ -18,7 +18,7 @@ from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime import block_hash
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
-from gateway.attempt.types import TokensArrived
+from gateway.attempt.types import Role, TokensArrived
 from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
@@ -263,8 +263,14 @@ def images_share_cached_blocks(patch: Patch) -> None:
     patch.setattr(block_hash, "_rows_within", lambda images, begin, block_size: b"")
 
 
-def lost_encode_workers_are_not_reported(patch: Patch) -> None:
-    """A prompt whose encode worker is lost waits for its rows."""
+def lost_encode_workers_cost_nothing(patch: Patch) -> None:
+    """A prompt whose encode worker is lost waits for its rows: neither its worker nor its gateway moves it."""
+
+    def down(self: ChoiceState, worker_id: str, graceful: bool, now: float) -> Any:
+        return [] if worker_id == self._working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
+
+    real = ChoiceState._worker_down
+    patch.setattr(ChoiceState, "_worker_down", down)
     patch.setattr(ImageFetching, "failed", lambda self, key, failure: None)
 
 
@@ -303,7 +309,7 @@ PLANTED: list[Any] = [
     (adapters_share_cached_blocks, "pulls", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
     (images_share_cached_blocks, "pulls", 40),
-    (lost_encode_workers_are_not_reported, "everything", 60),
+    (lost_encode_workers_cost_nothing, "everything", 120),
     (rows_of_an_image_are_kept_by_its_attempt, "everything", 40),
     (embeddings_are_kept_without_their_image, "everything", 10),
 ]
