@@ -26,7 +26,6 @@ from gateway.worker_pool.prefix_index import PrefixIndexReader
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
-from prefill_worker.encoder.engine_loop import EncodeLoop
 from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.model import BLOCK_SIZE
@@ -264,7 +263,7 @@ def images_share_cached_blocks(patch: Patch) -> None:
 
 
 def lost_encode_workers_cost_nothing(patch: Patch) -> None:
-    """A prompt whose encode worker is lost waits for its rows: neither its worker nor its gateway moves it."""
+    """A prompt whose encode worker is lost waits for its rows: neither worker nor gateway moves it."""
 
     def down(self: ChoiceState, worker_id: str, graceful: bool, now: float) -> Any:
         return [] if worker_id == self._working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
@@ -272,11 +271,6 @@ def lost_encode_workers_cost_nothing(patch: Patch) -> None:
     real = ChoiceState._worker_down
     patch.setattr(ChoiceState, "_worker_down", down)
     patch.setattr(ImageFetching, "failed", lambda self, key, failure: None)
-
-
-def rows_of_an_image_are_kept_by_its_attempt(patch: Patch) -> None:
-    """An encode worker forgets no attempt whose prefill worker has what it needs."""
-    patch.setattr(EncodeLoop, "taken", lambda self, key: None)
 
 
 def embeddings_are_kept_without_their_image(patch: Patch) -> None:
@@ -310,7 +304,6 @@ PLANTED: list[Any] = [
     (later_attempts_forget_the_adapter, "everything", 40),
     (images_share_cached_blocks, "pulls", 40),
     (lost_encode_workers_cost_nothing, "everything", 120),
-    (rows_of_an_image_are_kept_by_its_attempt, "everything", 40),
     (embeddings_are_kept_without_their_image, "everything", 10),
 ]
 
