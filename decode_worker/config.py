@@ -82,7 +82,7 @@ class DecodeSettings(WorkerSettings):
 
     speculative_tree: str = setting(
         "",
-        "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1; empty drafts chains.",
+        "Branches at each depth of the trees that heads draft, as in 4,2,1; empty drafts chains.",
         section="Speculative decoding",
     )
 
@@ -110,9 +110,7 @@ class DecodeSettings(WorkerSettings):
     @model_validator(mode="after")
     def _trees_are_of_heads(self) -> Self:
         if self.speculative_tree and self.speculative_model is None:
-            raise ValueError(
-                f"--speculative-tree {self.speculative_tree} needs Medusa heads (--speculative-model)"
-            )
+            raise ValueError(f"--speculative-tree {self.speculative_tree} needs heads (--speculative-model)")
         return self
 
     @property

@@ -9,11 +9,12 @@ from pathlib import Path
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
-from diptych.cli.worker_specs import WorkerPlace, encode_threads, role_changes, worker_places
+from diptych.cli.worker_specs import WorkerPlace, encode_threads, encoded_models, role_changes, worker_places
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
 from gateway.config import admin_port_beside
+from gateway.model.named_models import NamedModel
 
 _HEALTH_TIMEOUT_S = 5.0
 MODULES = {
@@ -31,7 +32,8 @@ OWNED_FLAGS = frozenset(
         *("workers-fd", "weight-holder"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
         "config-digest",
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
+        *("served-model-name", "model-split", "small-requests", "reasoning-parser", "cors-allow-origin"),
+        *("chat-template", "lora", "batch-dir"),
     }
 )
 
@@ -110,6 +112,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
             "served-model-name": options.served_model_name,
+            "model-split": options.model_split,
+            "small-requests": options.small_requests,
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
@@ -128,8 +132,14 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
     )
     return [
         gateway,
-        *(_worker(place, options, shared, on_workers) for place in worker_places(options, cores)),
-        *(_encoder(number, options, shared, cores) for number in range(options.encode_workers)),
+        *(
+            _worker(place, of_model(options, place.model), shared, on_workers)
+            for place in worker_places(options, cores)
+        ),
+        *(
+            _encoder(number, of_model(options, model), shared, cores)
+            for number, model in enumerate(encoded_models(options))
+        ),
     ]
 
 
@@ -141,7 +151,7 @@ def _encoder(number: int, options: StackOptions, shared: SharedSecrets, cores: i
         "threads": encode_threads(options, cores),
         "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
-    return _spec(f"encode-{number}", "encode", options, shared, own)
+    return replace(_spec(f"encode-{number}", "encode", options, shared, own), model=options.model)
 
 
 def _worker(
@@ -152,7 +162,12 @@ def _worker(
         role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
         for role in WORKER_ROLES
     }
-    return replace(either[place.role], roles=either)
+    return replace(either[place.role], roles=either, model=options.model)
+
+
+def of_model(options: StackOptions, model: NamedModel) -> StackOptions:
+    """Return the options of the workers of one model."""
+    return replace(options, model=model.path, model_name=model.name or options.model_name)
 
 
 def common_parts(options: StackOptions) -> int | None:

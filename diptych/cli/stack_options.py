@@ -38,11 +38,11 @@ class StackOptions:
     key of the configuration file.
     """
 
-    prefill_workers: Annotated[int, _option("Number of prefill workers.", "Processes", min=1)] = 1
-    decode_workers: Annotated[int, _option("Number of decode workers.", "Processes", min=1)] = 1
+    prefill_workers: Annotated[int, _option("Prefill workers of each model.", "Processes", min=1)] = 1
+    decode_workers: Annotated[int, _option("Decode workers of each model.", "Processes", min=1)] = 1
     encode_workers: Annotated[
         int,
-        _option("Number of encode workers, for images; 0: prefill workers encode them.", "Processes", min=0),
+        _option("Encode workers of each model with images; 0: prefill workers encode.", "Processes", min=0),
     ] = 0
     auto_roles: Annotated[
         bool,
@@ -53,7 +53,11 @@ class StackOptions:
         ),
     ] = False
     model: Annotated[
-        str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
+        str,
+        _option(
+            "GGUF file or Hugging Face folder, or 'bundled'; NAME=PATH for each of several models.",
+            "Model",
+        ),
     ] = "bundled"
     model_name: Annotated[
         str | None,
@@ -62,6 +66,14 @@ class StackOptions:
     served_model_name: Annotated[
         str | None,
         _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
+    ] = None
+    model_split: Annotated[
+        str | None,
+        _option("Name that stands for models by weight: NAME=MODEL:90,MODEL:10; may be repeated.", "Model"),
+    ] = None
+    small_requests: Annotated[
+        str | None,
+        _option("Prompts that a smaller model answers, as NAME=MODEL:BYTES; may be repeated.", "Model"),
     ] = None
     chat_template: Annotated[
         Path | None, _option("File with the chat template in place of the model's own ones.", "Model")
@@ -169,12 +181,15 @@ class StackOptions:
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
         str | None,
-        _option("Draft model with the same vocabulary, or Medusa or EAGLE-3 heads.", "Speculative decoding"),
+        _option(
+            "Draft model with the same vocabulary, Medusa or EAGLE heads, or mtp: the model's own layers.",
+            "Speculative decoding",
+        ),
     ] = None
     speculative_tree: Annotated[
         str | None,
         _option(
-            "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1.",
+            "Branches at each depth of the trees that heads draft, as in 4,2,1.",
             "Speculative decoding",
         ),
     ] = None

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from diptych.cli.child import Slot
 from diptych.cli.stack_options import StackOptions
+from diptych.image_spec import image_spec
 from diptych.runtime.discovery.records import Role
+from diptych.runtime.settings import StartupError, resolve_model
+from gateway.model.named_models import NamedModel, parse_models
 
 _GPU_UTILIZATION = 0.9
 
@@ -53,6 +56,9 @@ class WorkerPlace:
     threads: int
     home: range | None
     cores: int
+    model: NamedModel
+    models: int = 1
+    """Number of models of this machine."""
 
     def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
         """Return the flags that set a program of `role` in this place apart from others of its kind."""
@@ -67,31 +73,65 @@ class WorkerPlace:
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,
-            "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
+            "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options, self.models),
         }
 
 
 def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
-    """Return the workers in the order of their start, decode first; `cores` are dealt out to them."""
-    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    """Return the workers in the order of their start, decode first; `cores` are dealt out to them.
+
+    With several models each has workers of both roles; their numbers go on from model to model.
+    """
+    models = parse_models(options.model)
+    plan = split_cores(cores, options.prefill_workers * len(models), options.decode_workers * len(models))
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
     prefill = [
-        WorkerPlace(f"prefill-{index}", "prefill", threads, homes and homes[0][index], cores)
+        WorkerPlace(
+            f"prefill-{index}",
+            "prefill",
+            threads,
+            homes and homes[0][index],
+            cores,
+            models[index // options.prefill_workers],
+            len(models),
+        )
         for index, threads in enumerate(plan.prefill)
     ]
     decode = [
-        WorkerPlace(f"decode-{index}", "decode", threads, homes and homes[1][index], cores)
+        WorkerPlace(
+            f"decode-{index}",
+            "decode",
+            threads,
+            homes and homes[1][index],
+            cores,
+            models[index // options.decode_workers],
+            len(models),
+        )
         for index, threads in enumerate(plan.decode)
     ]
     return [*decode, *prefill]
 
 
+def encoded_models(options: StackOptions) -> list[NamedModel]:
+    """Return the model of each encode worker: of several models only those with images have some."""
+    models = parse_models(options.model)
+    encoded = [one for one in models if len(models) == 1 or _reads_images(one.path)]
+    return [model for model in encoded for _ in range(options.encode_workers)]
+
+
+def _reads_images(model: str) -> bool:
+    try:
+        return image_spec(resolve_model(model)) is not None
+    except (StartupError, ValueError):
+        return False  # its other workers say what is wrong with it
+
+
 def encode_threads(options: StackOptions, cores: int) -> int:
     """Return the threads of each encode worker: its share of the cores, none of which is lent."""
     workers = options.prefill_workers + options.decode_workers + options.encode_workers
-    return options.encode_threads or max(1, cores // workers)
+    return options.encode_threads or max(1, cores // (workers * len(parse_models(options.model))))
 
 
 def role_changes(options: StackOptions) -> str:
@@ -102,7 +142,7 @@ def role_changes(options: StackOptions) -> str:
     return "any" if options.auto_roles else "cpu"
 
 
-def _gpu_share(options: StackOptions) -> float | None:
+def _gpu_share(options: StackOptions, models: int = 1) -> float | None:
     """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
 
     A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter, unless it may
@@ -111,7 +151,7 @@ def _gpu_share(options: StackOptions) -> float | None:
     if options.device == "cpu":
         return None
     prefill = options.prefill_workers / (1 if options.auto_roles else 4)
-    return round(_GPU_UTILIZATION / (options.decode_workers + prefill), 3)
+    return round(_GPU_UTILIZATION / (options.decode_workers + prefill) / models, 3)
 
 
 def _share(home: range | None, cores: int) -> Mapping[str, object]:

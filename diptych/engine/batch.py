@@ -237,7 +237,8 @@ class StepOutput:
     """
     features: torch.Tensor | None = None
     """Float32 `[tokens, taps * hidden]` on the CPU, of all tokens of the step in order: the residual stream
-    before each tapped layer, where the backend gives it (`FeatureBackend`). As to aborted ones, as above.
+    before each tapped layer, or behind the final norm, where the backend gives it (`FeatureBackend`). As to
+    aborted ones, as above.
     """
 
     @classmethod

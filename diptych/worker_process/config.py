@@ -101,8 +101,8 @@ class WorkerSettings(RoleSettings):
     )
     speculative_model: str | None = setting(
         None,
-        "Draft model, a GGUF file or folder with the same vocabulary; or a folder of Medusa heads or an "
-        "EAGLE-3 head. All workers need the same.",
+        "Draft model of the same vocabulary, Medusa heads or an EAGLE head; or mtp, the model's own layers "
+        "for multi-token prediction. All workers need the same.",
         section="Speculative decoding",
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(

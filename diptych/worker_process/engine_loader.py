@@ -16,7 +16,6 @@ from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
-from diptych.engine.heads.eagle3_files import is_eagle3
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
@@ -34,7 +33,7 @@ from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_files import checked_model, fetched_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import DType, StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
@@ -42,7 +41,7 @@ from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_chunks import EagleChunks
-from diptych.worker_process.eagle_loader import LoadedEagle, load_eagle
+from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
 from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
@@ -80,7 +79,7 @@ class LoadedEngine:
     """Medusa heads, in a worker that decodes; they keep nothing in blocks."""
 
     eagle: LoadedEagle | None = None
-    """An EAGLE-3 head, whose keys and values are that segment."""
+    """A head over the model's features, whose keys and values are that segment."""
 
     @property
     def draft_chunks(self) -> PromptDrafts | None:
@@ -175,7 +174,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
     transports_for(settings.transport, device)  # refused before gigabytes are read
-    path = checked_model(settings.model)
+    path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
     images = image_spec(path) if settings.takes_images else None
@@ -244,20 +243,20 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _DraftingFiles:
-    """Paths of what drafts, of which one at most is given."""
+    """Files of what drafts, of which one at most is given."""
 
     model: Path | None = None
     medusa: Path | None = None
-    eagle: Path | None = None
+    eagle: EagleFiles | None = None
 
 
 def _drafting_files(settings: WorkerSettings, model: Path) -> _DraftingFiles:
     """Return the files that --speculative-model names for `model`. Raises StartupError."""
     if settings.speculative_model is None:
         return _DraftingFiles()
+    if (eagle := eagle_files(settings.speculative_model, model)) is not None:
+        return _DraftingFiles(eagle=eagle)
     found = resolve_model(settings.speculative_model)
-    if is_eagle3(found):
-        return _DraftingFiles(eagle=found)
     if is_heads(found):
         return _DraftingFiles(medusa=found)
     path = checked_model(settings.speculative_model)

@@ -110,6 +110,8 @@ class WorkerPool:
         local_prefill: LocalMode = LocalMode.AUTO,
         needed_adapters: Callable[[], dict[bytes, Adapter]] = dict,
         tls: InternalTls | None = None,
+        is_served: Callable[[str], bool] = lambda digest: False,
+        strangers: set[tuple[str, int]] | None = None,
     ) -> None:
         """Create a pool.
 
@@ -117,8 +119,11 @@ class WorkerPool:
             local_workers: returns those that the gateway's own supervisor knows to serve.
             needed_adapters: returns the adapters that all workers must have, by digest.
             tls: certificates for the links; None: they are plain.
+            is_served: returns whether this gateway serves the model of a digest with another pool.
+            strangers: workers of other models that the log has named, (id, incarnation) each, of all pools.
         """
         self._tls = tls
+        self._is_served = is_served
         self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
@@ -135,7 +140,7 @@ class WorkerPool:
         self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
         self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
-        self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
+        self._logged = set() if strangers is None else strangers  # workers of other models, logged once
         self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -185,7 +190,7 @@ class WorkerPool:
         if record.model_digest == self._identity.model_digest and record.role in self._codecs:
             return True
         key = (record.worker_id, record.incarnation)
-        if key not in self._logged:
+        if key not in self._logged and not self._is_served(record.model_digest):
             self._logged.add(key)
             _log.warning("worker %s serves another model than this gateway: not linked", record.worker_id)
         return False
@@ -218,8 +223,9 @@ class WorkerPool:
     # --- queries --------------------------------------------------------------------------------------
 
     def other_models(self) -> list[WorkerRecord]:
-        """Return the workers of the directory that serve another model than this gateway."""
-        return [record for record in self._directory.workers() if not self._is_ours(record)]
+        """Return the workers of the directory that serve none of this gateway's models."""
+        others = (record for record in self._directory.workers() if not self._is_ours(record))
+        return [record for record in others if not self._is_served(record.model_digest)]
 
     def tokens_to_compute(self, job: Job) -> int:
         """Predict the prompt tokens to compute: those that the best pair of workers does not save."""

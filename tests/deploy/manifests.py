@@ -17,7 +17,7 @@ from diptych.runtime.telemetry import _FLUSH_S
 from diptych.worker_process.config import RoleSettings
 from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
-from gateway.program import SHUT_DOWN_S
+from gateway.listeners import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
 from prefill_worker.encoder.config import EncodeSettings
 

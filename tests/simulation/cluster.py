@@ -18,6 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
+from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
@@ -202,9 +203,9 @@ class Cluster:
                 "local_prefill": self.scenario.local_prefill,
             }
         )
-        gateway = Gateway(settings, served_model(), model.DIGEST)
+        gateway = Gateway(settings, [LoadedModel(served_model(), model.DIGEST)])
         if self.scenario.network % 2:  # predicts short outputs: more requests are admitted than memory holds
-            gateway.gate.queue.kv.learn(DEFAULT_TENANT, 1)
+            gateway.models.first.gate.queue.kv.learn(DEFAULT_TENANT, 1)
         machine.stop = asyncio.Event()
         await gateway.start()
         machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time, Access(None))
@@ -365,7 +366,7 @@ class Cluster:
             ):
                 continue
             if machine.role == "gateway":
-                queue = program.gate.queue
+                queue = program.models.first.gate.queue
                 counts = {
                     "live requests": len(program.live),
                     "running": queue.running,

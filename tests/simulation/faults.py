@@ -102,7 +102,7 @@ class Faults:
 
     async def _order(self, gateway: Machine, machine: Machine, fault: Fault) -> None:
         try:
-            await gateway.program.roles.change(machine.host.worker_id)
+            await gateway.program.models.first.roles.change(machine.host.worker_id)
         except RoleChangeRefused as refused:
             self._cluster.note("refused", refused)
         else:

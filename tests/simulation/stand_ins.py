@@ -105,9 +105,9 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
-        "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
-        "gateway.program.OpenAIRoutes": lambda *args, **options: None,
-        "gateway.program.KServeServicer": lambda *args, **options: SimpleNamespace(
+        "gateway.listeners.AdminServicer": SimpleNamespace(start=_nothing_started),
+        "gateway.listeners.OpenAIRoutes": lambda *args, **options: None,
+        "gateway.listeners.KServeServicer": lambda *args, **options: SimpleNamespace(
             register=lambda server: None
         ),
     }
@@ -129,7 +129,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ("prefill_worker.encoder.worker", "EncodeMetrics"),
     ):
         found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
-    for module in ("gateway.program", "diptych.worker_process.server"):
+    for module in ("gateway.listeners", "diptych.worker_process.server"):
         found |= {
             f"{module}.make_server": lambda **options: Server(network, _host()),
             f"{module}.bind": _binder(cluster),

@@ -15,6 +15,7 @@ import torch
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.draft_model import DraftModel
 from decode_worker.eagle_draft import EagleDraft
+from decode_worker.eagle_tree import EagleTree
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.local_schedule import LocalBounds
 from decode_worker.medusa_draft import MedusaDraft
@@ -27,7 +28,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.cpu_policy import CpuPolicy
-from diptych.engine.heads.eagle3 import Eagle3Head
+from diptych.engine.heads.feature_head import FeatureHead
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -114,7 +115,7 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | Eagle3Head | None = None) -> KVLayout:
+def layout(draft: Model | FeatureHead | None = None) -> KVLayout:
     return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
 
 
@@ -222,7 +223,7 @@ async def house(
     max_loras: int = 0,
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
-    eagle: Eagle3Head | None = None,
+    eagle: FeatureHead | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -231,7 +232,7 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter, or `heads`, trees where `branches` are given, or `eagle`. Each worker has
+    drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
     `max_loras` slots for adapters.
     """
     made = House()
@@ -251,7 +252,7 @@ async def house(
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, branches)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts)
+                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, branches)
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
@@ -271,10 +272,10 @@ def _draft_runner(kind: str | None, backend: str) -> Runner | None:
     return None if kind is None else Runner(draft_model(kind, backend), 1)
 
 
-def _chunks(drafts: Runner | Eagle3Head | None) -> PromptDrafts | None:
-    if isinstance(drafts, Eagle3Head):
-        return EagleChunks(drafts)
-    return None if drafts is None else DraftChunks(drafts)
+def _chunks(drafts: Runner | FeatureHead | None) -> PromptDrafts | None:
+    if isinstance(drafts, Runner):
+        return DraftChunks(drafts)
+    return None if drafts is None else EagleChunks(drafts)
 
 
 def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) -> None:
@@ -310,7 +311,8 @@ async def _decode(
     runner: Runner,
     drafter: Drafter | None,
     bounds: LocalBounds,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
+    branches: tuple[int, ...],
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -318,12 +320,14 @@ async def _decode(
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
     speculation, chunks = None, _chunks(drafts)
-    if isinstance(drafts, Eagle3Head):
-        drafter = EagleDraft(drafts, memory.memory)
-    elif drafts is not None:
+    if isinstance(drafts, Runner):
         drafter = DraftModel(drafts, memory.memory)
+    elif drafts is not None and branches:
+        drafter = EagleTree(drafts, memory.memory, branches)
+    elif drafts is not None:
+        drafter = EagleDraft(drafts, memory.memory)
     if drafter is not None:
-        most = len(drafter.depths) if isinstance(drafter, MedusaDraft) else 3
+        most = len(drafter.depths) if isinstance(drafter, MedusaDraft | EagleTree) else 3
         speculation = Speculation(drafter, most=most, tokens=max(DRAFT_TOKENS, 3 * most))
     loop = DecodeLoop(
         runner,
@@ -371,7 +375,7 @@ def _prefill(
     scratch: int,
     chunk: int,
     runner: Runner,
-    drafts: Runner | Eagle3Head | None,
+    drafts: Runner | FeatureHead | None,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)

@@ -18,6 +18,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
+from diptych.engine.backends.native.every_row import has_every_row, with_every_row
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
 from diptych.engine.backends.native.supports import supports
@@ -107,6 +108,7 @@ class NativeBackend:
         self._ahead: deque[_LaunchedStep] = deque()
         self._hidden_size: int | None = None  # of the rows that outputs have
         self._taps: Taps | None = None
+        self._every_row = False
         self._no_logits = torch.empty((0, shape.vocab_size))
 
     def _pack(self, weights: Weights, packed: EmptyFile | None) -> None:
@@ -184,7 +186,14 @@ class NativeBackend:
         return self.embedding_rows(range(self._shape.vocab_size)).to(self._dtype)
 
     def give_features(self, layers: Sequence[int]) -> NativeBackend:
-        """See `FeatureBackend.give_features`: from the next step on."""
+        """See `FeatureBackend.give_features`: from the next step on. Raises ValueError for the stream behind
+        the final norm beside that before layers.
+        """
+        self._every_row = self._shape.num_layers in layers
+        if self._every_row and len(layers) > 1:
+            raise ValueError(f"features {list(layers)}: the last one is given by itself")
+        if self._every_row:
+            return self.give_hidden_rows()
         self._taps = Taps(array("i", layers), self._shape.hidden_size)
         return self
 
@@ -207,11 +216,17 @@ class NativeBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`: greedy rows are drawn as their logits come."""
+        if self._every_row and not has_every_row(sequences):
+            wide = with_every_row(sequences, draws)
+            output = self.forward_and_sample(wide.sequences, wide.draws, abort)
+            assert output.hidden is not None
+            tokens = [output.tokens[row] for row in wide.asked]
+            return replace(output, tokens=tokens, hidden=output.hidden[list(wide.asked)])
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, batch = self._step(sequences, greedy, abort)
         pairs = zip(batch.likeliest, greedy, strict=True)
         tokens = [_to_sampled(token) if drew else None for token, drew in pairs]
-        return StepOutput(tokens, logits, batch.hidden, batch.features)
+        return StepOutput(tokens, logits, batch.hidden, self._features(batch))
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
@@ -228,6 +243,8 @@ class NativeBackend:
             return None
         if any(step.grid is not None for step in sequences):
             return None  # it is computed with tables of its own
+        if self._every_row and not has_every_row(sequences):
+            return None
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
         batch = self._batch(sequences, b"\x01" * len(draws), abort, _turns(sequences))
@@ -256,7 +273,11 @@ class NativeBackend:
         if status != native.ALL_ABORTED:
             self._check(status)
         tokens = [_to_sampled(token) for token in step.batch.likeliest]
-        return StepOutput(tokens, self._no_logits, step.batch.hidden, step.batch.features)
+        return StepOutput(tokens, self._no_logits, step.batch.hidden, self._features(step.batch))
+
+    def _features(self, batch: NativeBatch) -> torch.Tensor | None:
+        """Return the features of a step that has the rows for them."""
+        return batch.hidden if self._every_row else batch.features
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None

@@ -10,6 +10,7 @@ import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.models.shape import LatentShape, ModelShape
 from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
 from kernels.paged_decode import paged_decode, write_kv_rows
@@ -118,6 +119,49 @@ class Decodes:
         out[self.rows] = latent_decode(
             query[self.rows], self.blocks, layer, self.tables, self.lengths, rank=out.shape[-1], scale=scale
         )
+
+
+@dataclass(frozen=True)
+class GroupAttention:
+    """Attention of a model's layers: what of a decoder's `Attend` does not depend on the step."""
+
+    rules: Sequence[ScoreRule]
+    """Rule of each layer."""
+    latent: LatentShape | None = None
+    scales: torch.Tensor | None = None
+    """Scales of a cache in FP8."""
+
+    def attend(
+        self,
+        groups: Sequence[Chunk | Decodes],
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store keys and values `[T, K, D]` of the step's `groups` and return what `q [T, N, D]` mixes of all
+        that is stored, zeros for rows of no group. Over latents, queries and latents take all three places.
+        """
+        if self.latent is not None:
+            mixed = q.new_zeros(*q.shape[:-1], self.latent.rank)
+            for group in groups:
+                group.attend_latents(layer, self.rules[layer].scale, q, k, mixed)
+            return mixed
+        mixed = torch.zeros_like(q)
+        for group in groups:
+            group.attend(layer, self.rules[layer], q, k, v, mixed, self.scales)
+        return mixed
+
+
+def attention_of(
+    shape: ModelShape, sinks: Sequence[torch.Tensor | None], scales: torch.Tensor | None = None
+) -> GroupAttention:
+    """Return the attention of a model of `shape`, whose layers have these sinks (`ScoreRule.sinks`)."""
+    rules = [
+        ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, of_layer)
+        for index, of_layer in enumerate(sinks)
+    ]
+    return GroupAttention(rules, shape.latent, scales)
 
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
