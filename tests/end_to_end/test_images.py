@@ -27,7 +27,7 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests import vision_models
 from tests.diptych.runtime.images.test_decode import bomb
-from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests.end_to_end.stack import START_TIMEOUT_S, Stack, http_root, running_stack
 
 MODEL = "tiny-vision"
 OUTPUT = 24
@@ -337,4 +337,4 @@ def test_a_worker_that_dies_under_an_image_changes_no_token(served: Served, role
 
     assert asyncio.run(streamed()) == expected
     assert not victims
-    served.stack.wait_idle()
+    served.stack.wait_idle(START_TIMEOUT_S)  # the next one is there by then
