@@ -26,7 +26,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
@@ -46,7 +46,7 @@ PREFILL_PHASES = {"queue": "prefill_queue", "kv_alloc_wait": "grant_wait", "pref
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; return the process's exit status."""
-    return await serve_worker(settings, stop, DecodeWorker)
+    return await serve_worker(settings, stop, DecodeWorker, load_engine)
 
 
 class DecodeWorker:

@@ -124,6 +124,11 @@ class PrefillRequest:
         return self.attempt.grammar is None or self.grammar is not None
 
     @property
+    def may_ask(self) -> bool:
+        """True if it has what it needs beside blocks: its grammar, and rows that an encode worker makes."""
+        return self.compiled and (self.images is None or not self.images.awaited)
+
+    @property
     def computable(self) -> bool:
         """True if a step may compute a chunk of it."""
         ready = self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled

@@ -18,7 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
@@ -30,13 +30,17 @@ from diptych.worker_process.tier_stack import count_loaded, make_stack, watch_st
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
+from kvtransfer.drivers.embedding_client import OUTCOMES as EMBEDDING_OUTCOMES
+from kvtransfer.drivers.embedding_client import EmbeddingClient
 from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.image_store import ImageStore
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
@@ -45,7 +49,7 @@ from prefill_worker.scratch_memory import Memory, plan_scratch
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; return the process's exit status."""
-    return await serve_worker(settings, stop, PrefillWorker)
+    return await serve_worker(settings, stop, PrefillWorker, load_engine)
 
 
 class PrefillWorker:
@@ -62,7 +66,7 @@ class PrefillWorker:
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
-        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
+        if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
             chunk = min(chunk, engine.model.shape.vocab_size)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
@@ -77,6 +81,7 @@ class PrefillWorker:
             registry.PULLS_FRAMES | registry.PULLS_MAPPED
         ).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
+        self._embeddings = EmbeddingCache(settings.image_cache_mib << 20)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -117,6 +122,7 @@ class PrefillWorker:
                 reads_shared=True,
             )
         self._loop.requests.handoff = self._handoff
+        self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
         for outcome in OUTCOMES:
             self._metrics.pulls.labels(outcome)
@@ -139,6 +145,8 @@ class PrefillWorker:
             await self._handoff.close()
             if self._tiers is not None:
                 await asyncio.to_thread(self._tiers.close)
+            if self._encoders is not None:
+                await self._encoders.close()
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
@@ -163,10 +171,37 @@ class PrefillWorker:
         return ImageEncoding(
             encoder,
             ImageStore(settings.image_buffer_mib << 20),
-            EmbeddingCache(settings.image_cache_mib << 20),
+            self._embeddings,
             threads=lambda: self._engine.runner.threads,
             on_image=lambda outcome: outcomes[outcome].inc(),
         )
+
+    def _fetch_rows(self) -> EmbeddingClient | None:
+        """Let prompts fetch rows of images from encode workers; None for a model of text."""
+        fingerprint, images = self._engine.embedding_fingerprint, self._engine.images
+        if fingerprint is None or images is None:
+            return None
+        requests, metrics = self._loop.requests, self._metrics
+        requests.fetching = ImageFetching(
+            self._embeddings,
+            whole=images.whole,
+            on_image=lambda outcome: metrics.images.labels(outcome).inc(),
+            on_rows=requests.rows_arrived,
+            on_failed=requests.rows_failed,
+        )
+        for outcome in EMBEDDING_OUTCOMES:
+            metrics.embedding_fetches.labels(outcome)
+        requests.fetching.source = client = EmbeddingClient(
+            WriterId(self._settings.worker_id, incarnation()),
+            fingerprint,
+            on_rows=requests.fetching.arrived,
+            on_failed=requests.fetching.failed,
+            on_outcome=lambda outcome: metrics.embedding_fetches.labels(outcome).inc(),
+            heartbeat=lambda: engine_heartbeat(self._loop),
+            device=self._engine.model.device,
+            tls=self._settings.link_tls,
+        )
+        return client
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """Make the worker's own pool, when the first copying transport is registered."""

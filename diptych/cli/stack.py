@@ -9,7 +9,7 @@ from pathlib import Path
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
-from diptych.cli.worker_specs import WorkerPlace, role_changes, worker_places
+from diptych.cli.worker_specs import WorkerPlace, encode_threads, encoded_models, role_changes, worker_places
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
@@ -17,7 +17,12 @@ from gateway.config import admin_port_beside
 from gateway.model.named_models import NamedModel
 
 _HEALTH_TIMEOUT_S = 5.0
-MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+MODULES = {
+    "gateway": "gateway",
+    "prefill": "prefill_worker",
+    "decode": "decode_worker",
+    "encode": "prefill_worker.encoder",
+}
 ROLES = tuple(MODULES)
 
 # Flags that `diptych up` sets itself.
@@ -132,7 +137,22 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             _worker(place, of_model(options, place.model), shared, on_workers)
             for place in worker_places(options, cores)
         ),
+        *(
+            _encoder(number, of_model(options, model), shared, cores)
+            for number, model in enumerate(encoded_models(options))
+        ),
     ]
+
+
+def _encoder(number: int, options: StackOptions, shared: SharedSecrets, cores: int) -> ChildSpec:
+    """Return an encode worker's specification."""
+    own: dict[str, object] = {
+        "host": LOOPBACK,
+        "device": options.device,
+        "threads": encode_threads(options, cores),
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
+    }
+    return replace(_spec(f"encode-{number}", "encode", options, shared, own), model=options.model)
 
 
 def _worker(

@@ -40,6 +40,10 @@ class StackOptions:
 
     prefill_workers: Annotated[int, _option("Prefill workers of each model.", "Processes", min=1)] = 1
     decode_workers: Annotated[int, _option("Decode workers of each model.", "Processes", min=1)] = 1
+    encode_workers: Annotated[
+        int,
+        _option("Encode workers of each model with images; 0: prefill workers encode.", "Processes", min=0),
+    ] = 0
     auto_roles: Annotated[
         bool,
         typer.Option(
@@ -172,6 +176,7 @@ class StackOptions:
     ] = None
     prefill_threads: Annotated[int | None, _threads("prefill")] = None
     decode_threads: Annotated[int | None, _threads("decode")] = None
+    encode_threads: Annotated[int | None, _threads("encode")] = None
     block_size: Annotated[int | None, _option("Tokens per KV block.", "KV cache")] = None
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from diptych.cli.child import Slot
 from diptych.cli.stack_options import StackOptions
+from diptych.image_spec import image_spec
 from diptych.runtime.discovery.records import Role
+from diptych.runtime.settings import StartupError, resolve_model
 from gateway.model.named_models import NamedModel, parse_models
 
 _GPU_UTILIZATION = 0.9
@@ -118,6 +120,26 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
         for index, threads in enumerate(plan.decode)
     ]
     return [*decode, *prefill]
+
+
+def encoded_models(options: StackOptions) -> list[NamedModel]:
+    """Return the model of each encode worker: of several models only those with images have some."""
+    models = parse_models(options.model)
+    encoded = [one for one in models if len(models) == 1 or _reads_images(one.path)]
+    return [model for model in encoded for _ in range(options.encode_workers)]
+
+
+def _reads_images(model: str) -> bool:
+    try:
+        return image_spec(resolve_model(model)) is not None
+    except (StartupError, ValueError):
+        return False  # its other workers say what is wrong with it
+
+
+def encode_threads(options: StackOptions, cores: int) -> int:
+    """Return the threads of each encode worker: its share of the cores, none of which is lent."""
+    workers = options.prefill_workers + options.decode_workers + options.encode_workers
+    return options.encode_threads or max(1, cores // (workers * len(parse_models(options.model))))
 
 
 def role_changes(options: StackOptions) -> str:

@@ -239,21 +239,31 @@ class GatewayMetrics(RoleMetrics):
             metric.remove_by_labels({"gen_ai_request_model": name})
 
 
-class WorkerMetrics(RoleMetrics):
-    """Metrics of both workers: the engine's steps and the handoff."""
+class StepMetrics(RoleMetrics):
+    """Metrics of all workers: the engine's steps."""
 
     def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
         super().__init__(registry, role, phases)
         self.step_duration = Histogram(
             "diptych_engine_step_duration_seconds",
-            "Duration of one forward pass",
+            "Duration of one forward pass; of an encode worker: over one tile",
             ["role"],
             buckets=_PHASE,
             registry=registry,
         ).labels(role)
         self.step_tokens = Counter(
-            "diptych_engine_step_tokens", "Tokens computed by engine steps", ["role"], registry=registry
+            "diptych_engine_step_tokens",
+            "Tokens computed by engine steps; of an encode worker: rows of images",
+            ["role"],
+            registry=registry,
         ).labels(role)
+
+
+class WorkerMetrics(StepMetrics):
+    """Metrics of the two workers that exchange blocks: the handoff."""
+
+    def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
+        super().__init__(registry, role, phases)
         self.kv_transfer_duration = Histogram(
             "diptych_kv_transfer_duration_seconds",
             "Prefill: last chunk computed to commit sent. Decode: commit received to verified",
@@ -314,9 +324,10 @@ class PrefillMetrics(WorkerMetrics):
             buckets=_PHASE,
             registry=registry,
         )
-        self.images = Counter(
-            "diptych_images",
-            "Images of prompts: encoded, or cached with their embeddings",
+        self.images = _images(registry)
+        self.embedding_fetches = Counter(
+            "diptych_embedding_fetches",
+            "Images whose rows were asked for at an encode worker: fetched or lost; parts: damaged or stale",
             ["outcome"],
             registry=registry,
         )
@@ -325,6 +336,26 @@ class PrefillMetrics(WorkerMetrics):
             "Cost of pulling a token, in tokens that are computed in the same time",
             registry=registry,
         )
+
+
+class EncodeMetrics(StepMetrics):
+    """The encode worker's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "encode", ("queue", "encode"))
+        self.images = _images(registry)
+        self.cached_bytes = Gauge(
+            "diptych_embedding_cache_bytes", "Memory of the embeddings that are kept", registry=registry
+        )
+
+
+def _images(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "diptych_images",
+        "Images of prompts: encoded here, cached with their embeddings, or fetched from an encode worker",
+        ["outcome"],
+        registry=registry,
+    )
 
 
 class DecodeMetrics(WorkerMetrics):

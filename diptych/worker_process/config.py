@@ -1,4 +1,4 @@
-"""Settings of both workers, on top of every program's."""
+"""Settings of the workers, on top of every program's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LARGEST_GPU_BLOCK = 128
 """Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
-class WorkerSettings(ProgramSettings):
-    """Base of the two workers' settings."""
+class RoleSettings(ProgramSettings):
+    """Base of all workers' settings, whatever they compute."""
 
     threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = setting(
         0,
@@ -37,6 +37,39 @@ class WorkerSettings(ProgramSettings):
         "Device that computes the model: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
         section="Compute",
     )
+    worker_rpc: Literal["auto", "grpc"] = setting(
+        "auto",
+        "Connection of other processes to this worker; auto takes a Unix socket from within its host.",
+        section="Network",
+    )
+    advertise_host: str | None = setting(
+        None,
+        "Host name under which gateways and other workers reach this one; default: --host.",
+        section="Network",
+        serving=False,
+    )
+    worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
+        10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
+    )
+    replaces: str = internal(
+        "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
+    )
+
+    role_changes: Literal["none", "cpu", "any"] = internal(
+        "none", "Devices of a worker that its supervisor can start in the other role."
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, value: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
+            raise ValueError("must be auto, cpu, cuda or cuda:N")
+        return value
+
+
+class WorkerSettings(RoleSettings):
+    """Base of the settings of the two workers that compute the text model."""
+
     backend: Literal["auto", "native", "torch", "triton"] = setting(
         "auto", "Code that computes the model; triton is for GPUs, the others for CPUs.", section="Compute"
     )
@@ -98,25 +131,11 @@ class WorkerSettings(ProgramSettings):
     max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
         64, "Largest rank of a LoRA adapter.", section="LoRA"
     )
-    worker_rpc: Literal["auto", "grpc"] = setting(
-        "auto",
-        "Connection of other processes to this worker; auto takes a Unix socket from within its host.",
-        section="Network",
-    )
-    advertise_host: str | None = setting(
-        None,
-        "Host name under which gateways and other workers reach this one; default: --host.",
-        section="Network",
-        serving=False,
-    )
     insecure_kv_network: bool = setting(
         False,
         "With --internal-tls, let nccl and gloo carry keys and values between hosts, unencrypted.",
         section="Security",
         serving=False,
-    )
-    worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
-        10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
     )
     share_weights: bool = setting(
         True,
@@ -134,13 +153,6 @@ class WorkerSettings(ProgramSettings):
     )
     machine_cores: Annotated[int, Field(ge=0)] = internal(
         0, "With cores-fd: number of cores that are shared."
-    )
-    replaces: str = internal(
-        "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
-    )
-
-    role_changes: Literal["none", "cpu", "any"] = internal(
-        "none", "Devices of a worker that its supervisor can start in the other role."
     )
 
     @property
@@ -176,8 +188,13 @@ class WorkerSettings(ProgramSettings):
         return 1.0, 1.0
 
     @property
-    def encodes_images(self) -> bool:
-        """True for the role that turns images into embeddings."""
+    def takes_images(self) -> bool:
+        """True for the role whose prompts take rows of images."""
+        return False
+
+    @property
+    def loads_encoder(self) -> bool:
+        """True for a worker that makes these rows itself, too."""
         return False
 
     @property
@@ -189,13 +206,6 @@ class WorkerSettings(ProgramSettings):
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False
-
-    @field_validator("device")
-    @classmethod
-    def _device_is_one(cls, value: str) -> str:
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
-            raise ValueError("must be auto, cpu, cuda or cuda:N")
-        return value
 
     @field_validator("kv_tier")
     @classmethod

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from diptych.runtime.discovery.records import WorkerRecord
 from gateway.admission.capacity import Capacity
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import Load
+from gateway.worker_pool.encoders import EncoderCandidate
 from gateway.worker_pool.links import Link, LinkDown
 from gateway.worker_pool.local_prefill import LocalCandidate
 from gateway.worker_pool.prefix_held import Held
@@ -144,6 +145,14 @@ class Worker:
             load_cost=self._load_cost(token_s),
         )
 
+    def encoder_candidate(self) -> EncoderCandidate:
+        """Return it as a candidate for what encodes an attempt's images; its tokens are rows."""
+        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
+        outstanding = sum(work.tokens for work in self.outstanding.values())
+        return EncoderCandidate(
+            self.record.worker_id, self.record.image_rows, max(waiting, outstanding), self.accepts_work
+        )
+
     def _load_cost(self, token_s: float) -> float:
         load_s = self.load.tier_token_s
         return UNKNOWN_LOAD_COST if load_s is None else load_s / token_s
@@ -217,6 +226,10 @@ class WorkerRegistry:
         """Return all workers whose link is up."""
         return [w for w in self._workers.values() if w.link.up]
 
+    def linked_with_text(self) -> list[Worker]:
+        """Return those of them that compute the text model."""
+        return [w for w in self.linked() if w.record.role != Role.ENCODE.value]
+
     def is_linked(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.link.up
@@ -252,7 +265,7 @@ class WorkerRegistry:
         missing = self.missing_role()
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         if missing is None:
-            leaving = (role for role in Role if all(w.load.draining for w in self.serving(role)))
+            leaving = (role for role in TEXT_ROLES if all(w.load.draining for w in self.serving(role)))
             return next((f"every {role.value} worker that is linked drains" for role in leaving), "")
         if not prefill or not decode:
             return f"no {missing.value} worker is linked"

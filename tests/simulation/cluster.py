@@ -22,6 +22,8 @@ from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
+from prefill_worker.encoder.worker import EncodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
 from tests.simulation.in_place import SharedPools
@@ -52,7 +54,7 @@ def served_model() -> ServedModel:
 
 
 @cache
-def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
+def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings, EncodeSettings]:
     common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
     worker = {
         **common,
@@ -64,6 +66,7 @@ def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
         GatewaySettings(**common, admin_port=0, shutdown_timeout=1.0),
         PrefillSettings(**worker),
         DecodeSettings(**worker),
+        EncodeSettings(**worker),
     )
 
 
@@ -111,7 +114,8 @@ class Cluster:
         self.store = Store(self.loop)
         self.folder = Folder()
         self.machines: dict[str, Machine] = {}
-        self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
+        # By name, else by its first letter.
+        self.roles = {"g": "gateway", "p": "prefill", "d": "decode", "e": "encode"}
         self.hosts: list[Host] = []
         self.restarting = 0
         self.deaths_by_poison = 0
@@ -122,7 +126,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start every program of the scenario."""
-        for name in [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]:
+        for name in self.scenario.processes:
             self.boot(name)
 
     def boot(self, name: str) -> None:
@@ -133,7 +137,12 @@ class Cluster:
         self.hosts.append(host)
         role = self.roles.get(name) or self.roles[name[0]]
         self.machines[name] = machine = Machine(host, role)
-        run = {"gateway": self._gateway, "prefill": self._prefill, "decode": self._decode}[role]
+        run = {
+            "gateway": self._gateway,
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "encode": self._encode,
+        }[role]
         self.loop.start(host, lambda: self._life(machine, run))
 
     async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
@@ -187,7 +196,7 @@ class Cluster:
 
     def port_of(self, host: Host) -> int:
         """Return the port of a host; half of the restarted programs get that of the one before."""
-        names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
+        names = self.scenario.processes
         moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
         return 1000 + names.index(host.name) + 100 * moved
 
@@ -240,7 +249,8 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("prefill", machine.host.name)
-        machine.program = PrefillWorker(settings, self._engine(machine), telemetry)
+        engine = self._engine(machine, **model.prefill_parts(self.scenario.own_encoders))
+        machine.program = PrefillWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
@@ -261,11 +271,27 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("decode", machine.host.name)
-        machine.program = DecodeWorker(settings, self._engine(machine), telemetry)
+        engine = self._engine(machine)
+        machine.program = DecodeWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
-    def _engine(self, machine: Machine) -> Any:
+    async def _encode(self, machine: Machine) -> int:
+        settings = _settings()[3].model_copy(
+            update={
+                "worker_id": machine.host.worker_id,
+                "replaces": self._replaced_by(machine.host),
+                "image_cache_mib": self.scenario.network % 2,
+            }
+        )
+        telemetry = Telemetry.start("encode", machine.host.name)
+        machine.program = EncodeWorker(settings, model.encode_engine(), telemetry)
+        machine.stop = asyncio.Event()
+        return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
+
+    def _engine(self, machine: Machine, **parts: Any) -> model.SimulatedEngine:
+        """Return the engine of a worker, with these `parts` beside those of all."""
+
         def poisoned() -> None:
             # A worker that drains does not count, here as in the gateway: it was leaving.
             self.deaths_by_poison += not (machine.stop is not None and machine.stop.is_set())
@@ -280,13 +306,10 @@ class Cluster:
             mixes_chunks=self.scenario.mixed_steps,
             ranks=count,
         )
-        laid = (model.WINDOW_LAYOUT, model.DIGEST, "fp32", model.WINDOW_FINGERPRINT)
-        return model.SimulatedEngine(
-            machine.runner,
-            model._Model(),
-            *(laid if self.scenario.window else ()),
-            group=machine.ranks,
-        )
+        laid: dict[str, Any] = {}
+        if self.scenario.window:
+            laid = {"layout": model.WINDOW_LAYOUT, "fingerprint": model.WINDOW_FINGERPRINT}
+        return model.SimulatedEngine(machine.runner, group=machine.ranks, **laid, **parts)
 
     # ---- pools ---------------------------------------------------------------------------------------
 

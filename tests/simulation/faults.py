@@ -113,7 +113,7 @@ class Faults:
     def _flush_cache(self, fault: Fault) -> bool:
         """Flush the prefix cache of every worker, as an operator does."""
         for machine in list(self._cluster.machines.values()):
-            if machine.pool is not None or machine.scratch:
+            if machine.pool is not None or machine.scratch or machine.role == "encode":
                 self._on_host(machine, self._flush)
         return True
 
@@ -134,7 +134,8 @@ class Faults:
             machine.program._loop.requests.prefixes.report_changes()
 
     async def _flush(self, machine: Machine) -> None:
-        machine.program._loop.flush_prefix_cache()
+        loop = machine.program._loop
+        (loop.flush if machine.role == "encode" else loop.flush_prefix_cache)()
 
     # ---- links
 

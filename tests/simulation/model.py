@@ -27,11 +27,16 @@ from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.worker_process.adapter_store import AdapterStore, _Loaded
+from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.worker_spec import EngineRecord
 from gateway.adapters.adapter import Adapter
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU
+from prefill_worker.encoder.engine import LoadedEncoder
+from tests.simulation.images import SPEC, SimulatedEncoder, fingerprint, step_tokens, with_rows
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256
@@ -90,6 +95,7 @@ class SimulatedAdapterStore(AdapterStore):
 @dataclass(frozen=True)
 class _Shape:
     max_context: int = MAX_CONTEXT
+    vocab_size: int = VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class SimulatedRunner:
                 continue
             entries = _read(sequence, sequence.start)
             adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
-            _extend(entries, sequence.token_ids, adapter)
+            _extend(entries, step_tokens(sequence.token_ids, sequence.embeddings), adapter)
             if self._ranks == 1:
                 self._watch(sequence)
                 _write(sequence, entries)
@@ -279,7 +285,7 @@ class SimulatedDrafter:
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`."""
+    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`, whose descriptions it has."""
 
     runner: SimulatedRunner
     model: _Model = _Model()
@@ -287,13 +293,40 @@ class SimulatedEngine:
     digest: str = DIGEST
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
-    encoder: None = None
+    images: ImageSpec | None = None
+    encoder: SimulatedEncoder | None = None
     group: Any = None
     parts: int = 1
     draft: None = None
     draft_chunks: None = None
     heads: None = None
     eagle: None = None
+    embedding_fingerprint = LoadedEngine.embedding_fingerprint
+    record = LoadedEngine.record
+    computes = LoadedEngine.computes
+    device_type = LoadedEngine.device_type
+    count_steps = LoadedEngine.count_steps
+    yield_cores = LoadedEngine.yield_cores
+
+
+def prefill_parts(own_encoder: bool) -> dict[str, Any]:
+    """Return the parts of a prefill worker's engine that others have not."""
+    return {"images": SPEC, "encoder": SimulatedEncoder() if own_encoder else None}
+
+
+def encode_engine() -> LoadedEncoder:
+    """Return the encoder of an encode worker."""
+    rows = fingerprint(DIGEST)
+    record = EngineRecord(
+        model_digest=DIGEST,
+        dtype=rows.dtype,
+        block_size=BLOCK_SIZE,
+        max_context=MAX_CONTEXT,
+        num_threads=1,
+        image_rows=rows.format,
+        encodes=1,
+    )
+    return LoadedEncoder(SimulatedEncoder(), rows, CPU, 1, record)
 
 
 @dataclass(frozen=True)
@@ -324,7 +357,7 @@ def oracle(
     """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
     params, entries, output = sampling.params(choice), bytearray(), list[int]()
     digest = ADAPTERS[adapter].digest if adapter else b""
-    _extend(entries, prompt, digest)
+    _extend(entries, with_rows(prompt), digest)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()
         token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))

@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.simulation.images import IMAGE, image_tokens
 from tests.simulation.model import (
     ADAPTERS,
     BLOCK_SIZE,
@@ -93,10 +94,19 @@ class Scenario:
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
     window: bool = False  # the model has layers with a window, in blocks of their own
+    encoders: int = 0  # encode workers
+    own_encoders: bool = True  # prefill workers encode where no encode worker does
 
     @property
     def workers(self) -> list[str]:
+        """Names of the workers that can change their role."""
         return [f"p{n}" for n in range(self.prefills)] + [f"d{n}" for n in range(len(self.decodes))]
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of all programs."""
+        gateways, encoders = range(self.gateways), range(self.encoders)
+        return [f"g{n}" for n in gateways] + self.workers + [f"e{n}" for n in encoders]
 
 
 @dataclass(frozen=True)
@@ -242,9 +252,13 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     adapters = random.Random(f"adapters {seed}")
     tiers = random.Random(f"tiers {seed}")
     ranks = _ranks(seed, theme)
+    images = random.Random(f"images {seed}")
+    encoders = images.choice([0, 0, 0, 1, 2])
     shape = Scenario(
         # Tiers are refused with groups.
         tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered and not ranks else (),
+        encoders=encoders,
+        own_encoders=not encoders or images.random() < 0.6,
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
@@ -266,7 +280,7 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
-    more = (*_role_changes(shape), *_rank_faults(shape, requests))
+    more = (*_role_changes(shape), *_rank_faults(shape, requests), *_encoder_faults(shape, requests))
     faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return replace(shape, requests=requests, faults=faults)
 
@@ -313,6 +327,47 @@ def _role_changes(shape: Scenario) -> list[Fault]:
     return [Fault(one, "role", (rng.choice(shape.workers),)) for one in at]
 
 
+def _encoder_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of encode workers, and of the links to them, most of them while a request is young."""
+    if not shape.encoders:
+        return []
+    rng = random.Random(f"encoders {shape.network}")
+    processes = ("kill", "kill", "stop", "hang", "slow", "drain")
+    kinds = (*processes, "reset", "reset", "partition", "delay", "flush_cache")
+    found = []
+    for _ in range(rng.choice([0, 1, 2, 3])):
+        at = round(rng.choice(requests).at + rng.uniform(0.0, 0.1), 4)
+        kind, encoder = rng.choice(kinds), f"e{rng.randrange(shape.encoders)}"
+        others = [f"g{rng.randrange(shape.gateways)}", f"p{rng.randrange(shape.prefills)}"]
+        lasts = rng.choice([0.05, 0.3, 1.0, 2.5])
+        if kind in ("reset", "partition", "delay"):
+            found.append(Fault(at, kind, (rng.choice(others), encoder), 0.0 if kind == "reset" else lasts))
+        elif kind == "flush_cache":
+            found.append(Fault(at, kind))
+        else:
+            found.append(Fault(at, kind, (encoder,), lasts if kind in ("stop", "slow") else 0.0))
+    return found
+
+
+def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:
+    """Put images into some prompts, as far as there is room."""
+    rng = random.Random(f"images of requests {shape.network}")
+    if not shape.encoders and rng.random() < 0.7:
+        return requests
+    found = []
+    for plan in requests:
+        prompt = plan.prompt
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            image = image_tokens(rng.randrange(3), rng.choice([1, 2, 2, 3]))
+            place = rng.choice([0, 0, rng.randint(0, len(plan.prompt))])
+            if len(prompt) + len(image) + plan.max_tokens + 2 <= room:
+                # Not within another image: rows end with the token that names it.
+                place = next(n for n in range(place, len(prompt) + 1) if n == 0 or prompt[n - 1] != IMAGE)
+                prompt = (*prompt[:place], *image, *prompt[place:])
+        found.append(replace(plan, prompt=prompt))
+    return found
+
+
 def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[RequestPlan, ...]:
     families = [_words(rng, rng.choice([4, 8, 16])) for _ in range(2)]
     smallest = min(d.blocks for d in shape.decodes) * BLOCK_SIZE
@@ -323,6 +378,7 @@ def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[R
     if shape.max_loras:
         adapters = random.Random(f"adapters of requests {shape.network}")
         requests = [replace(plan, adapter=adapters.choice(["", *ADAPTERS])) for plan in requests]
+    requests = _add_images(shape, requests, smallest)
     if theme.turns:
         requests = _make_turns(rng, theme, requests, smallest)
     if poisoned:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from kvtransfer.transports import registry, shared_memory
 from kvtransfer.transports.pool_memory import PoolMemory
 from prefill_worker.scratch_memory import ScratchPlan
 from tests.simulation import model, tiers
+from tests.simulation.images import located
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
 from tests.simulation.sockets import SimulatedSocket
@@ -35,6 +36,7 @@ _METRICS = {
     "DecodeMetrics": DecodeMetrics(new_registry()),
     "GatewayMetrics": GatewayMetrics(new_registry()),
     "PrefillMetrics": PrefillMetrics(new_registry()),
+    "EncodeMetrics": EncodeMetrics(new_registry()),
 }
 _make_receiver = registry.make_receiver
 _NO_FILE = -1
@@ -106,6 +108,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "diptych.worker_process.tier_loads.ThreadPoolExecutor": threads.executor,
         "diptych.worker_process.kv_tiers.threading": SimpleNamespace(Event=threads.event),
         "diptych.worker_process.kv_tiers.RESCAN_S": tiers.RESCAN_S,
+        "gateway.request.validation._located": located,
         "decode_worker.choices.sample": model.sample,
         "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
@@ -120,17 +123,20 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "gateway.program",
         "decode_worker.worker",
         "prefill_worker.worker",
+        "prefill_worker.encoder.worker",
         "diptych.worker_process.server",
     ):
         found[f"{module}.incarnation"] = _incarnation
     for module in ("decode_worker.worker", "prefill_worker.worker"):
         found[f"{module}.make_stack"] = tiers.stack_maker(cluster)
-    for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
+    workers = ("decode_worker.worker", "prefill_worker.worker", "prefill_worker.encoder.worker")
+    for module in ("gateway.program", *workers):
         found[f"{module}.new_registry"] = CollectorRegistry
     for module, name in (
         ("gateway.program", "GatewayMetrics"),
         ("decode_worker.worker", "DecodeMetrics"),
         ("prefill_worker.worker", "PrefillMetrics"),
+        ("prefill_worker.encoder.worker", "EncodeMetrics"),
     ):
         found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
     for module in ("gateway.listeners", "diptych.worker_process.server"):

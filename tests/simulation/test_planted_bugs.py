@@ -18,10 +18,12 @@ from diptych.engine.kv.tiers import entry
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
+from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime import block_hash
 from diptych.worker_process import kv_tiers
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
-from gateway.attempt.types import TokensArrived
+from gateway.attempt.types import Role, TokensArrived
 from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
@@ -31,6 +33,7 @@ from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
 from kvtransfer.transports.registered_writers import RegisteredWriters
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.model import BLOCK_SIZE
 from tests.simulation.ranks import SimulatedGroup
@@ -342,6 +345,31 @@ def windowed_blocks_are_read_while_free(patch: Patch) -> None:
     patch.setattr(WindowGroups, "first_kept", lambda self, at, size: max(0, real(self, at, size)) + (at > 20))
 
 
+def images_share_cached_blocks(patch: Patch) -> None:
+    """The key of a block leaves out which image its rows are of."""
+    patch.setattr(block_hash, "_rows_within", lambda images, begin, block_size: b"")
+
+
+def lost_encode_workers_cost_nothing(patch: Patch) -> None:
+    """A prompt whose encode worker is lost waits for its rows: neither worker nor gateway moves it."""
+
+    def down(self: ChoiceState, worker_id: str, graceful: bool, now: float) -> Any:
+        return [] if worker_id == self._working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
+
+    real = ChoiceState._worker_down
+    patch.setattr(ChoiceState, "_worker_down", down)
+    patch.setattr(ImageFetching, "failed", lambda self, key, failure: None)
+
+
+def embeddings_are_kept_without_their_image(patch: Patch) -> None:
+    """One image's embeddings are taken for another one's."""
+
+    def get(self: EmbeddingCache, digest: bytes) -> Any:
+        return next(iter(self._found.values()), None)
+
+    patch.setattr(EmbeddingCache, "get", get)
+
+
 PLANTED: list[Any] = [
     (hits_ignore_windowed_blocks, "pulls", 40),
     (windowed_blocks_are_not_copied, "crowd", 30),
@@ -372,6 +400,9 @@ PLANTED: list[Any] = [
     (loaded_blocks_are_granted_before_they_are_copied, "tiers", 10),
     (loaded_block_is_one_place_off, "tiers", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
+    (images_share_cached_blocks, "pulls", 40),
+    (lost_encode_workers_cost_nothing, "everything", 120),
+    (embeddings_are_kept_without_their_image, "everything", 10),
 ]
 
 

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
 
 class Identity(NamedTuple):
@@ -37,7 +37,8 @@ class WorkerRecord:
     tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks. `replaces`:
     ids of dead workers, by comma, in whose place it was started. `roles`: those, by comma, in which its
     supervisor can start it; empty where it keeps its role. A sequence takes a block for `block_size` tokens,
-    and `window_blocks` more for the last `window_places` such stretches.
+    and `window_blocks` more for the last `window_places` such stretches. `image_rows`: format of the
+    embeddings of images that it makes or takes; empty for a model of text. `encodes`: 1 if it makes them.
     """
 
     worker_id: str
@@ -64,6 +65,8 @@ class WorkerRecord:
     roles: str = ""
     window_blocks: int = 0
     window_places: int = 0
+    image_rows: str = ""
+    encodes: int = 0
 
     @property
     def pool_tokens(self) -> int:
