@@ -192,7 +192,7 @@ class StackOptions:
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
-        _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
+        _option("Type of cached keys and values: auto, fp8 on GPUs, or int8 on CPUs.", "KV cache"),
     ] = None
     transport: Annotated[
         str | None,

@@ -24,6 +24,9 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
         return at(s, std::to_string(end) + " tokens, rotary tables reach " + std::to_string(model.positions));
     }
     if (batch.memories[s] == 0) return at(s, "has no memory");
+    if (batch.kept == DIPTYCH_KV_INT8 && (batch.memories[s] | static_cast<uint64_t>(batch.block_stride)) % 4 != 0) {
+        return at(s, "its scales do not lie at multiples of 4");
+    }
     int64_t blocks = (end + batch.block_size - 1) / batch.block_size;
     if (blocks > batch.table_lengths[s]) {
         return at(s, std::to_string(end) + " tokens do not fit into " + std::to_string(batch.table_lengths[s]) +
@@ -183,7 +186,9 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     if (threads < 1 || threads > 1024) return "threads must be 1 .. 1024";
     if (batch.sequences < 1) return "an empty batch";
     if (batch.block_size < 1) return "block_size must be at least 1";
-    int64_t own = 2 * static_cast<int64_t>(model.kv_width()) * batch.block_size * model.shape.layers;
+    if (batch.kept != DIPTYCH_KV_OWN && batch.kept != DIPTYCH_KV_INT8) return "no such numbers of keys and values";
+    int64_t head = head_elements(batch.kept, model.shape.head_dim, batch.block_size);
+    int64_t own = 2 * head * model.shape.kv_heads * model.shape.layers;
     if (batch.block_stride != 0 && batch.block_stride < own) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
     if (!missing.empty()) return missing;

@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "topk.h"
+#include "kv_layout.h"
 #include "model.h"
+#include "topk.h"
 
 namespace diptych {
 
@@ -118,9 +119,10 @@ struct StepState {
     float *shrunk_row(int64_t place) const { return static_cast<float *>(shrunk.get()) + place * shrunk_stride; }
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
-    int64_t block_elements() const {  // of keys, or of values, of one layer in one block
-        return static_cast<int64_t>(model->kv_width()) * batch.block_size;
+    int64_t head_elements() const {  // of keys, or of values, of one head in one block
+        return diptych::head_elements(batch.kept, model->shape.head_dim, batch.block_size);
     }
+    int64_t block_elements() const { return model->shape.kv_heads * head_elements(); }  // of one layer
     int64_t block_stride() const {  // elements from one block to the next
         return batch.block_stride ? batch.block_stride : 2 * block_elements() * model->shape.layers;
     }

@@ -155,8 +155,8 @@ def layout_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KVLayou
 
 @dataclass
 class Pool:
-    """A memory whose blocks are dealt in random order; untouched blocks hold NaN, so that reading one
-    shows.
+    """A memory whose blocks are dealt in random order; untouched blocks hold NaN (in int8, scales of NaN), so
+    that reading one shows.
     """
 
     layout: KVLayout
@@ -166,7 +166,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.memory = KVMemory(self.layout, self.num_blocks)
-        self.memory.data.fill_(float("nan"))
+        self.memory.blocks.fill_(0xFF)
         self._free = list(range(self.num_blocks))
         random.Random(self.seed).shuffle(self._free)
 

@@ -56,9 +56,9 @@ def native_batch(
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
     see, by default those after their own.
 
-    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
-    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Raises NativeError for
-    memories that are not of the model's layout.
+    `dtype` is that of keys and values. A byte is 1 where the row's likeliest token is wanted and not the
+    logits. With `hidden_size` there is memory for hidden rows of so many numbers, with `taps` for the inputs
+    of layers. Raises NativeError for memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -96,6 +96,7 @@ def native_batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        kept=native.KV_INT8 if layout.has_scales else native.KV_OWN,
         taps=0 if taps is None else len(taps.layers),
         tapped=None if taps is None else taps.layers.buffer_info()[0],
         features=None if features is None else features.data_ptr(),
