@@ -28,7 +28,7 @@ def tokens_of(nbytes: int, head_dim: int) -> int:
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x [tokens, kv_heads, head_dim]` to int8 of -127 .. 127 and scales `[tokens, kv_heads]`.
 
-    Scales are float32. Ties go to even. A head with a number that is not finite has the scale NaN and no codes.
+    Scales are float32, ties go to even. A head with a number that is not finite has the scale NaN, and zeros.
     """
     numbers = x.float()
     scales = numbers.abs().amax(dim=-1) / LARGEST

@@ -29,6 +29,8 @@ from tests.diptych.worker_process.both_workers import SHAPE, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kernels.cpu.tiny_models import weights_of
 
+patient = test_pulled_prefixes.patient
+
 
 def int8_model() -> Model:
     """Return the model of both workers, with such a cache."""
@@ -113,6 +115,3 @@ async def test_swapped_scales_are_caught_by_digests_alone(monkeypatch: pytest.Mo
             await gateway.close()
     assert outputs[0] == both_workers.greedy(second, 6)
     assert outputs[1] != both_workers.greedy(second, 6)
-
-
-patient = test_pulled_prefixes.patient

@@ -32,8 +32,8 @@ def load_native(
 ) -> NativeBackend:
     """Return a backend of `checkpoint`, the opened `path`, with the context that `shape` says.
 
-    `kept` is the dtype of its keys and values. Nothing is read but the files' heads where `store` has the packed weights. Raises NativeUnavailable, and
-    what reading the files raises.
+    `kept` is the dtype of its keys and values. Nothing is read but the files' heads where `store` has the
+    packed weights. Raises NativeUnavailable, and what reading the files raises.
     """
     dtype = stored_dtype(precision)
     if (why := supports(shape)) is not None:
