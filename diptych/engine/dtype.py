@@ -7,9 +7,10 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
        the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
        and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
        of one row, on some CPUs of up to four (kernels/byte_codes.py)
-gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
-       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
-       groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS, IQ4_NL,
+       MXFP4), codes of four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0;
+       inputs of products in groups of 32, with 8 bits or 16; the rest as in int8
+       (kernels/quantised_linear.py)
 packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
        (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
        (kernels/scaled_matrix.py); the rest as in bf16

@@ -35,6 +35,9 @@ enum DiptychFormat : int32_t {
     DIPTYCH_Q5_K = 9,
     DIPTYCH_Q6_K = 10,
     DIPTYCH_IQ4_XS = 11,
+    // In GGUF's blocks of 32 again, whose codes are places in a table.
+    DIPTYCH_IQ4_NL = 12,
+    DIPTYCH_MXFP4 = 13,
 };
 
 // Numbers of keys and values in their blocks.
