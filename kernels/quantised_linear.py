@@ -75,6 +75,10 @@ class BlockMatrix:
         """Size `(rows, columns)`."""
         return self.blocks.shape[0], self.columns
 
+    def rows(self, rows: slice | torch.Tensor) -> BlockMatrix:
+        """Return the chosen rows."""
+        return BlockMatrix(self.format, self.columns, self.blocks[rows])
+
     def contiguous(self) -> BlockMatrix:
         """Return the matrix with its bytes row after row."""
         return BlockMatrix(self.format, self.columns, self.blocks.contiguous())

@@ -44,10 +44,7 @@ def has_quantised_matrices(path: Path) -> bool:
 
 
 def has_kept_kquants(path: Path) -> bool:
-    """Return whether any matrix of the layers is a K-quant, or has codes in a table, that can be kept.
-
-    Raises BadModelFile.
-    """
+    """Return whether any matrix of the layers is a K-quant, or has codes in a table. Raises BadModelFile."""
     layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
     return any(kept_format(tensor.kind) in {*KQUANT_BYTES, *TABLES} for tensor in layers)
 
