@@ -82,9 +82,11 @@ def both(
 
 
 def swap_scales(memory: KVMemory) -> None:
-    """Give the keys of each block of two tokens the scales of each other."""
-    _, scales = key_views(memory.data[:, :, 0], memory.layout.head_dim)
-    scales[..., [0, 1]] = scales[..., [1, 0]]
+    """Give all keys the scales of their tokens' values, and these theirs."""
+    _, keys, _, values = token_views(memory.data, memory.layout.head_dim)
+    held = keys.clone()
+    keys.copy_(values)
+    values.copy_(held)
 
 
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
