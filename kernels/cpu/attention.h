@@ -107,7 +107,7 @@ template <int Pairs, class Stored>
 void score(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *queries, float *scores,
            float *greatest) {
     const HeadBlocks<Stored> &blocks = pieces.own.blocks;
-    int size = static_cast<int>(blocks.head);
+    int size = blocks.block_size * blocks.head_dim;
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
@@ -119,7 +119,7 @@ void score(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float 
             const Stored *ahead = pieces.after_keys(fetched);
             if (ahead == nullptr) continue;
             fetch_lines(ahead, size);
-            if constexpr (kHasScales<Stored>) fetch_lines(blocks.value_scales(fetched), blocks.block_size);
+            if constexpr (kHasScales<Stored>) fetch_scales(blocks, fetched, ahead);
         }
         int done = score_some(blocks, sight, now, next, queries, scores, top);
         now = done == 1 ? next : blocks.after(next, last_block);

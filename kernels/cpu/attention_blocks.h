@@ -103,6 +103,12 @@ inline void fetch_lines(const Stored *from, int count) {
     for (int i = 0; i < count; i += kLine) __builtin_prefetch(from + i, 0, 2);
 }
 
+// Asks for the scales of a block's values, which are read after all scores, and for those behind the keys at `ahead`.
+inline void fetch_scales(const HeadBlocks<int8_t> &blocks, int block, const int8_t *ahead) {
+    fetch_lines(blocks.value_scales(block), blocks.block_size);
+    fetch_lines(blocks.behind(ahead), blocks.block_size);
+}
+
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see
 
 // What the pairs of a task may see: tokens begin[p] .. end[p]-1.
