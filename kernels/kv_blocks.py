@@ -60,7 +60,7 @@ def load_keys(
     if _has_scales(blocks):
         codes, of_tokens = int8_cache.key_views(heads, head_dim)
         return codes.float() * of_tokens.unsqueeze(-2)
-    keys = heads.unflatten(-1, (head_dim, -1)).float()
+    keys: torch.Tensor = heads.unflatten(-1, (head_dim, -1)).float()
     return keys if scales is None else keys * scales[layer, 0, :, None, None]
 
 
@@ -72,7 +72,7 @@ def load_values(
     if _has_scales(blocks):
         codes, of_tokens = int8_cache.value_views(heads, head_dim)
         return codes.float() * of_tokens.unsqueeze(-1)
-    values = heads.unflatten(-1, (-1, head_dim)).float()
+    values: torch.Tensor = heads.unflatten(-1, (-1, head_dim)).float()
     return values if scales is None else values * scales[layer, 1, :, None, None]
 
 

@@ -113,6 +113,8 @@ inline Lanes short_exp(Lanes x) {
     return times_power_of_two(p, n);
 }
 
+inline __mmask16 has_weight(Lanes weight) { return _mm512_cmp_ps_mask(weight, splat(0.0f), _CMP_NEQ_UQ); }
+
 // Turns scores into weights, bf16 in the first half of each register's place, and gives one over their sum and what it
 // begins with. Scales of values come after the sum.
 template <int Pairs, class Stored>
@@ -129,7 +131,8 @@ void weigh_pairs(const BlockRange<Stored> &range, float *scores, const float *gr
             for (int p = 0; p < Pairs; p++, scores += kLanes) {
                 Lanes weight = short_exp(sub(load(scores), splat(greatest[p])));
                 sum[p] = add(sum[p], weight);
-                if constexpr (kHasScales<Stored>) weight = mul(weight, of_values);
+                // A lane that holds nothing has any scale; its weight is 0, and stays so.
+                if constexpr (kHasScales<Stored>) weight = _mm512_maskz_mul_ps(has_weight(weight), weight, of_values);
                 store(reinterpret_cast<bf16 *>(scores), weight);
             }
         }
