@@ -113,7 +113,10 @@ inline Lanes short_exp(Lanes x) {
     return times_power_of_two(p, n);
 }
 
-inline __mmask16 has_weight(Lanes weight) { return _mm512_cmp_ps_mask(weight, splat(0.0f), _CMP_NEQ_UQ); }
+// Where a weight is more than bf16 rounds to 0, which that of a hidden token is not.
+inline __mmask16 has_weight(Lanes weight) {
+    return _mm512_cmp_ps_mask(weight, splat(std::numeric_limits<float>::min()), _CMP_NLT_UQ);
+}
 
 // Turns scores into weights, bf16 in the first half of each register's place, and gives one over their sum and what it
 // begins with. Scales of values come after the sum.
@@ -131,7 +134,7 @@ void weigh_pairs(const BlockRange<Stored> &range, float *scores, const float *gr
             for (int p = 0; p < Pairs; p++, scores += kLanes) {
                 Lanes weight = short_exp(sub(load(scores), splat(greatest[p])));
                 sum[p] = add(sum[p], weight);
-                // A lane that holds nothing has any scale; its weight is 0, and stays so.
+                // A lane that holds nothing may have any scale.
                 if constexpr (kHasScales<Stored>) weight = _mm512_maskz_mul_ps(has_weight(weight), weight, of_values);
                 store(reinterpret_cast<bf16 *>(scores), weight);
             }
