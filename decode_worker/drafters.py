@@ -9,6 +9,7 @@ from decode_worker.config import DecodeSettings
 from decode_worker.draft_lengths import StepCosts
 from decode_worker.draft_model import DraftModel
 from decode_worker.eagle_draft import EagleDraft
+from decode_worker.eagle_tree import EagleTree
 from decode_worker.grammar_draft import GrammarDraft
 from decode_worker.medusa_draft import MedusaDraft
 from decode_worker.prompt_lookup import PromptLookup
@@ -18,7 +19,7 @@ from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 
 CHAINS = ("grammar", "lookup", "model", "eagle")
-"""Drafters of chains."""
+"""Drafters of chains, where no tree is asked for."""
 
 
 class ImpossibleTree(StartupError):
@@ -36,7 +37,10 @@ def make_speculation(settings: DecodeSettings, engine: LoadedEngine, memory: KVM
     depths: dict[str, Sequence[int]] = dict.fromkeys(CHAINS, range(1, chain + 1))
     if engine.draft is not None:
         drafters["model"] = DraftModel(engine.draft.runner, memory)
-    if engine.eagle is not None:
+    if engine.eagle is not None and branches:
+        tree = EagleTree(engine.eagle.head, memory, branches)
+        drafters["eagle"], depths["eagle"] = tree, tree.depths
+    elif engine.eagle is not None:
         drafters["eagle"] = EagleDraft(engine.eagle.head, memory)
     if engine.heads is not None:
         heads = MedusaDraft(engine.heads, branches)
@@ -59,12 +63,12 @@ def _speculation(
 
 def _check_tree(settings: DecodeSettings, engine: LoadedEngine) -> None:
     flag, heads = f"--speculative-tree {settings.speculative_tree}", engine.heads
-    if heads is None:
+    if heads is None and engine.eagle is None:
         raise ImpossibleTree(
-            f"{flag}: trees are drafted by Medusa heads, and --speculative-model "
-            f"{settings.speculative_model} has none"
+            f"{flag}: trees are drafted by Medusa and EAGLE heads, and --speculative-model "
+            f"{settings.speculative_model} is none"
         )
-    if len(settings.tree_branches) > len(heads):
+    if heads is not None and len(settings.tree_branches) > len(heads):
         depth = len(settings.tree_branches)
         raise ImpossibleTree(
             f"{flag}: a tree of depth {depth} needs as many heads, and there are {len(heads)}"

@@ -1,4 +1,4 @@
-"""A drafter that is an EAGLE-3 head: it goes on from the model's features of the tokens that are there.
+"""A drafter that is a head over features (EAGLE, MTP): it goes on from those of the tokens that are there.
 
 Its keys and values of a prompt come with the handoff (diptych/worker_process/eagle_chunks.py). From there on
 each draft computes what the sequence has got since, with the features that the steps gave, and then token
@@ -15,7 +15,7 @@ import torch
 
 from decode_worker.growing_draft import GrowingDraft, grow
 from decode_worker.sequence import DecodeSequence
-from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, sample
 
@@ -23,7 +23,7 @@ from diptych.engine.sampling import Sampled, sample
 class EagleDraft:
     """A `Drafter`."""
 
-    def __init__(self, head: Eagle3Head, memory: KVMemory) -> None:
+    def __init__(self, head: FeatureHead, memory: KVMemory) -> None:
         """Draft with `head` over its segment of the blocks of `memory`.
 
         Raises ValueError for blocks without one.
@@ -31,7 +31,7 @@ class EagleDraft:
         if memory.draft is None:
             raise ValueError("the blocks have no segment for a head")
         self._head = head
-        self._memory = memory.draft
+        self.memory = memory.draft
 
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`: after a failure, and past the head's context, there are no drafts."""
@@ -43,13 +43,13 @@ class EagleDraft:
         going = [
             one for one in drafts if one.count > 0 and one.sequence.features and not self.rests(one.sequence)
         ]
-        grow(going, self._extend, self._head.shape.max_context, "the EAGLE head")
+        grow(going, self._extend, self._head.shape.max_context, "the drafting head")
         return [one.tokens for one in drafts]
 
     def _extend(self, drafts: Sequence[_Draft]) -> None:
         """Compute the known tokens of all drafts, and draw one more for each."""
         steps = [one.step(self._head) for one in drafts]
-        features = self._head.step(self._memory, steps)
+        features = self._head.step(self.memory, steps)
         ends = torch.tensor([len(step.token_ids) for step in steps]).cumsum(0) - 1
         logits = self._head.logits(features[ends])
         drawn = sample(logits, [one.walk.row for one in drafts])
@@ -62,17 +62,12 @@ class _Draft(GrowingDraft):
 
     _feature: torch.Tensor | None = None
 
-    def step(self, head: Eagle3Head) -> HeadStep:
+    def step(self, head: FeatureHead) -> HeadStep:
         """Return the step over the tokens whose keys and values are not there yet."""
-        sequence = self.sequence
-        if self._feature is not None:
-            at = sequence.num_tokens + len(self.tokens) - 1
-            return HeadStep(sequence.block_ids, at, self.tokens[-1:], self._feature[None])
-        start = sequence.draft_computed or 0
-        new = sequence.output_ids[start - sequence.prompt_tokens :]
-        known = torch.stack(sequence.features[-len(new) :])
-        missing = torch.zeros(len(new) - len(known), known.shape[1])
-        return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))
+        if self._feature is None:
+            return catch_up(self.sequence, head)
+        at = self.sequence.num_tokens + len(self.tokens) - 1
+        return HeadStep(self.sequence.block_ids, at, self.tokens[-1:], self._feature[None])
 
     def take(self, feature: torch.Tensor, sampled: Sampled | None) -> None:
         """Take what was drawn, and the feature of the token that it follows."""
@@ -81,3 +76,12 @@ class _Draft(GrowingDraft):
             self.sequence.features.clear()
         self._feature = feature
         self.add(None if sampled is None else sampled.token_id)
+
+
+def catch_up(sequence: DecodeSequence, head: FeatureHead) -> HeadStep:
+    """Return the step over the tokens of a sequence that were not computed with the model's features."""
+    start = sequence.draft_computed or 0
+    new = sequence.output_ids[start - sequence.prompt_tokens :]
+    known = torch.stack(sequence.features[-len(new) :])
+    missing = torch.zeros(len(new) - len(known), known.shape[1])
+    return HeadStep(sequence.block_ids, start, new, head.fuse(torch.cat([missing, known])))

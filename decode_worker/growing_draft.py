@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from decode_worker.draft_walk import DraftWalk
 from decode_worker.sequence import DecodeSequence
@@ -35,7 +35,20 @@ class GrowingDraft:
         return not self._ended and len(self.tokens) < self.count and after < max_context
 
 
-AnyDraft = TypeVar("AnyDraft", bound=GrowingDraft)
+class Growing(Protocol):
+    """A draft of a sequence that is not complete."""
+
+    @property
+    def sequence(self) -> DecodeSequence:
+        """The sequence after which it is drafted."""
+        ...
+
+    def goes_on(self, max_context: int) -> bool:
+        """Return whether more is wanted."""
+        ...
+
+
+AnyDraft = TypeVar("AnyDraft", bound=Growing)
 
 
 def grow(

@@ -15,9 +15,9 @@ import torch
 
 from decode_worker.draft_tree import Draft, DraftTree, rank_paths
 from decode_worker.draft_walk import DraftWalk
+from decode_worker.likely_children import likely_children
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.heads.medusa import MedusaHeads
-from diptych.engine.sampling import Sampled, candidates, sample
 
 _log = logging.getLogger(__name__)
 
@@ -106,16 +106,7 @@ class _Growing:
         key = (depth, count)
         if not row.ruled and key in self._unruled:
             return self._unruled[key]
-        logits = self._logits[depth : depth + 1]
-        (drawn,) = sample(logits, [row])
-        found = [drawn.token_id] if isinstance(drawn, Sampled) else []
-        if count > 1:
-            (likely,) = candidates(logits, [row], count)
-            found += (
-                [one.token_id for one in likely if one.token_id not in found]
-                if isinstance(likely, list)
-                else []
-            )
+        found = likely_children(self._logits[depth : depth + 1], row, count)
         if not row.ruled:
-            self._unruled[key] = found[:count]
-        return found[:count]
+            self._unruled[key] = found
+        return found

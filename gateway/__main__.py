@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from diptych.runtime.process import announce_ready, exit_on_sigterm, leave, run_program
 from gateway.config import GatewaySettings
-from gateway.program import Gateway, load_model
+from gateway.load_models import load_models
+from gateway.program import Gateway
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,8 +18,7 @@ def main(argv: Sequence[str]) -> int:
     settings = GatewaySettings.from_argv(argv)
 
     async def serve(stop: asyncio.Event) -> int:
-        model, digest = load_model(settings)
-        gateway = Gateway(settings, model, digest)
+        gateway = Gateway(settings, load_models(settings))
         try:
             await gateway.start()
             ports = {

@@ -37,15 +37,17 @@ def requests_by_adapter(drivers: Iterable[RequestDriver]) -> tuple[Counter[str],
 class AdapterMetrics(Collector):
     """Collector of the gateway's adapters. One that was unloaded is gone from the page."""
 
-    def __init__(self, adapters: AdapterRegistry, drivers: Drivers) -> None:
-        self._adapters = adapters
+    def __init__(self, models: Callable[[], Iterable[tuple[str, AdapterRegistry]]], drivers: Drivers) -> None:
+        """Create a collector of the adapters of ``models``, (name, adapters) each."""
+        self._models = models
         self._drivers = drivers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families; without adapters only their number has a value, 0."""
-        adapters = list(self._adapters)
-        count = GaugeMetricFamily("diptych_adapters", "LoRA adapters that are served")
-        count.add_metric((), len(adapters))
+        """Yield all families; without adapters only their numbers have values, 0."""
+        models = {name: list(adapters) for name, adapters in self._models()}
+        count = GaugeMetricFamily("diptych_adapters", "LoRA adapters that are served", labels=("model",))
+        for model, adapters in models.items():
+            count.add_metric((model,), len(adapters))
         yield count
         running, waiting = requests_by_adapter(self._drivers())
         for name, meaning, values in (
@@ -53,7 +55,7 @@ class AdapterMetrics(Collector):
             ("waiting", "Requests of a LoRA adapter that wait in the gateway", waiting),
         ):
             family = GaugeMetricFamily(f"diptych_adapter_requests_{name}", meaning, labels=("adapter",))
-            for adapter in adapters:
+            for adapter in (one for adapters in models.values() for one in adapters):
                 family.add_metric((adapter.name,), values[adapter.name])
             yield family
 

@@ -18,8 +18,9 @@ from diptych.runtime.adapter_files import BadAdapter, read_adapter
 from diptych.runtime.discovery.shared_names import SharedNames, Values
 from diptych.runtime.errors import AdapterExists, AdapterRefused, InvalidParameter, UnknownAdapter
 from diptych.runtime.settings import StartupError
-from gateway.adapters.adapter import MAX_NAME_CHARS, NAME_RULE, Adapter, valid_name
+from gateway.adapters.adapter import Adapter
 from gateway.adapters.registry import AdapterRegistry
+from gateway.model.name_rule import MAX_NAME_CHARS, NAME_RULE, valid_name
 from gateway.worker_pool.adapter_loads import AdapterLoads
 
 MAX_ADAPTERS: Final = 4096
@@ -36,6 +37,7 @@ class AdapterService:
         max_rank: of an adapter.
         redis_url, model_digest: where they are shared, and among whom.
         forget: called with a name some time after its last request: what was counted under it may go.
+        is_taken: returns whether a name is that of another model, or of its adapter.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class AdapterService:
         redis_url: str,
         model_digest: str,
         forget: Callable[[str], None] = lambda name: None,
+        is_taken: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._forget = forget
+        self._is_taken = is_taken
         self._adapters = adapters
         self._loads = loads
         self._max_rank = max_rank
@@ -60,6 +64,8 @@ class AdapterService:
         for adapter in configured:
             if self._adapters.card.answers_to(adapter.name):
                 raise StartupError(f"--lora {adapter.name}: is a name of the base model")
+            if self._is_taken(adapter.name):
+                raise StartupError(f"--lora {adapter.name}: is a name of another model")
             self._serve(adapter)
         self._shared.start()
 
@@ -145,6 +151,8 @@ class AdapterService:
             raise InvalidParameter("name", NAME_RULE)
         if self._adapters.card.answers_to(name):
             raise InvalidParameter("name", "is a name of the base model")
+        if self._is_taken(name):
+            raise InvalidParameter("name", "is a name of another model, or of its adapter")
 
     def _serve(self, adapter: Adapter) -> None:
         self._adapters.put(adapter)

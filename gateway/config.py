@@ -9,12 +9,15 @@ from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diptych.runtime.settings import Port, ProgramSettings, internal, setting
+from diptych.runtime.settings import BUNDLED_MODEL, Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.access_log import check_path
 from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
+from gateway.model.aliases import ModelAlias, parse_aliases
+from gateway.model.named_models import NamedModel, parse_models
+from gateway.model.small_requests import parse_small_requests
 from gateway.model.template_file import read_template
 from gateway.session.retry_policy import WORKER_WAIT_S
 
@@ -61,6 +64,12 @@ class GatewaySettings(ProgramSettings):
 
     program: ClassVar[str] = "gateway"
 
+    model: Annotated[str, Field(min_length=1)] = setting(
+        BUNDLED_MODEL,
+        "GGUF file or Hugging Face folder, 'bundled' for the packaged model; or NAME=PATH, repeated for each "
+        "of several.",
+        section="Model",
+    )
     grpc_port: Port = setting(
         GRPC_PORT, "Public gRPC port; 0 takes any free one.", section="Network", serving=False
     )
@@ -143,6 +152,30 @@ class GatewaySettings(ProgramSettings):
         "Names the model is served under, separated by commas or blanks; all are listed, and an answer has "
         "the one that was asked for. --model-name comes before them.",
         section="Model",
+    )
+    model_split: str = setting(
+        "",
+        "Name that stands for models by weight, as NAME=MODEL:90,MODEL:10, or NAME=MODEL; may be repeated.",
+        section="Model",
+    )
+    small_requests: str = setting(
+        "",
+        "Requests for a name with few bytes of prompt that a smaller model answers, as NAME=MODEL:BYTES; may "
+        "be repeated.",
+        section="Model",
+    )
+    fallback_url: str | None = setting(
+        None,
+        "OpenAI-compatible server, such as https://api.example.org/v1, that completions and chats go to over "
+        "HTTP when no worker can take them; answers say so in a header.",
+        section="Fallback",
+        serving=False,
+    )
+    fallback_model: str = setting(
+        "", "Model that is asked for there; default: the one that the client named.", section="Fallback"
+    )
+    fallback_key_file: Path | None = setting(
+        None, "File with the API key of --fallback-url.", section="Fallback", serving=False
     )
     chat_template: Path | None = setting(
         None,
@@ -306,6 +339,31 @@ class GatewaySettings(ProgramSettings):
             parse_lora(one)
         return value
 
+    @field_validator("model")
+    @classmethod
+    def _models_are_named(cls, value: str) -> str:
+        parse_models(value)
+        return value
+
+    @field_validator("model_split")
+    @classmethod
+    def _shares_are_given(cls, value: str) -> str:
+        parse_aliases(value)
+        return value
+
+    @field_validator("fallback_url")
+    @classmethod
+    def _fallback_is_a_server(cls, value: str | None) -> str | None:
+        if value is not None and not (_ORIGIN.match(value) and value.startswith(("http://", "https://"))):
+            raise ValueError("must be an http or https URL, such as https://api.example.org/v1")
+        return value
+
+    @field_validator("small_requests")
+    @classmethod
+    def _small_requests_are_rules(cls, value: str) -> str:
+        parse_small_requests(value)
+        return value
+
     @field_validator("api_keys_file")
     @classmethod
     def _keys_can_be_read(cls, path: Path | None) -> Path | None:
@@ -359,6 +417,18 @@ class GatewaySettings(ProgramSettings):
         return client_ca
 
     @model_validator(mode="after")
+    def _several_models_have_names(self) -> Self:
+        if self.models[0].name is None:
+            return self
+        names = {"--model-name": self.model_name, "--served-model-name": self.served_model_name}
+        for flag, given in names.items():
+            if given:
+                raise ValueError(f"{flag} is for a --model without a name, and NAME=PATH has one")
+        if self.chat_template is not None and len(self.models) > 1:
+            raise ValueError("--chat-template is for one model, and --model names several")
+        return self
+
+    @model_validator(mode="after")
     def _tokens_can_be_verified(self) -> Self:
         if (self.jwt_issuer is None) != (self.jwt_audience is None):
             raise ValueError("--jwt-issuer and --jwt-audience go together: give both or neither")
@@ -375,6 +445,16 @@ class GatewaySettings(ProgramSettings):
         else:
             FileKeys(Path(source))
         return self
+
+    @property
+    def models(self) -> tuple[NamedModel, ...]:
+        """The models of --model."""
+        return parse_models(self.model)
+
+    @property
+    def aliases(self) -> tuple[ModelAlias, ...]:
+        """The names of --model-split."""
+        return parse_aliases(self.model_split)
 
     @property
     def token_rules(self) -> JwtRules | None:

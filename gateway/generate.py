@@ -63,11 +63,12 @@ MESSAGE_BYTES: Final = 256 << 10  # of a message's output, estimated: a slow rea
 
 
 class Generator:
-    """Generator of all requests of a gateway."""
+    """Generator of all requests of a model."""
 
     def __init__(
         self,
         model: ServedModel,
+        digest: str,
         worker_pool: WorkerPool,
         live: LiveRequests,
         gate: AdmissionGate,
@@ -83,7 +84,8 @@ class Generator:
     ) -> None:
         self._adapters = adapters
         self._model = model
-        self._responses = Responses(model.tokenizer)
+        self._digest = digest
+        self._responses = Responses(model.tokenizer, digest)
         self._worker_pool = worker_pool
         self._live = live
         self._gate = gate
@@ -115,7 +117,7 @@ class Generator:
     async def _run(
         self, message: pb.GenerateRequest, call: Call, *, one_message: bool, resumable: bool = False
     ) -> pb.GenerateResponse:
-        record = RequestTelemetry(call, operation_of(message))
+        record = RequestTelemetry(call, operation_of(message), model_digest=self._digest)
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.

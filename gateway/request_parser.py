@@ -24,7 +24,7 @@ from gateway.tokenizer_pool import TokenizerPool
 
 
 class RequestParser:
-    """Parser of all requests of a gateway."""
+    """Parser of all requests of a model."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class RequestParser:
         tokens: ResumeTokens,
         clock: Callable[[], float],
         images: ImageIntake,
+        grammars: GrammarCheck,
         *,
         lenient_json_schema: bool = False,
     ) -> None:
@@ -42,11 +43,10 @@ class RequestParser:
         self._tokenizer_pool = tokenizer_pool
         self._tokens = tokens
         self._clock = clock
-        self._grammars = GrammarCheck()
+        self._grammars = grammars
 
     async def close(self) -> None:
-        """Stop the processes that compile grammars and decode images; no call may be running."""
-        await self._grammars.close()
+        """Stop the process that decodes images; no call may be running."""
         await self._images.close()
 
     async def parse(

@@ -38,6 +38,7 @@ class RequestTelemetry:
     call: Call
     operation: str  # chat or text_completion
     model: str = ""
+    model_digest: str = ""
     tokenized: tuple[float, float] | None = None
     grammar_checked: tuple[float, float] | None = None
     driver: RequestDriver | None = None
@@ -87,7 +88,7 @@ class RequestTelemetry:
             "gen_ai.provider.name": PROVIDER,
         }
         if self.model:
-            attributes["gen_ai.request.model"] = self.model
+            attributes |= {"gen_ai.request.model": self.model, "diptych.model.digest": self.model_digest}
         caller = self.call.known_caller
         if caller is not None and caller.tenant:
             attributes |= {"diptych.tenant": caller.tenant, "diptych.key.name": caller.quota_usage.name}

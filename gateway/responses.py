@@ -30,13 +30,15 @@ Scored = Sequence[tuple[int, TokenLogprob]]
 class Responses:
     """Maker of the messages of all requests.
 
-    The first message of a request has ``request_id``, ``model`` and ``prompt``. Each message has one
-    `OutputDelta` per choice with new output, in order; the last one of a choice has its ``finish_reason``.
-    The last message has ``usage`` and ``timings``. A unary answer is one message that is first and last.
+    The first message of a request has ``request_id``, ``model``, its digest and ``prompt``. Each message has
+    one `OutputDelta` per choice with new output, in order; the last one of a choice has its
+    ``finish_reason``. The last message has ``usage`` and ``timings``. A unary answer is one message that is
+    first and last.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, model_digest: str) -> None:
         self._logprobs = LogprobWriter(tokenizer)
+        self._model_digest = model_digest
 
     async def message(
         self, driver: RequestDriver, choices: Iterable[int], *, first: bool
@@ -57,6 +59,7 @@ class Responses:
         taken = [_add(message, driver, choice, index) for index, choice in numbered]
         if first:
             _add_head(message, driver)
+            message.model_digest = self._model_digest
         request = driver.job.request
         if request.logprobs is not None or request.prompt_logprobs is not None:
             await self._add_logprobs(message, taken, driver, first=first)

@@ -1,4 +1,4 @@
-"""Calls that need no worker: Tokenize, Detokenize, ListModels, GetModel and CancelRequest.
+"""Calls that need no worker: Tokenize, Detokenize, GetModel, CancelRequest, and what ListModels lists.
 
 Free of any protocol, like `gateway.generate`: a frontend parses its wire format and catches `DiptychError`.
 Errors are those of `gateway.request.validation`.
@@ -29,9 +29,10 @@ from gateway.tokenizer_pool import TokenizerPool
 
 
 class TokenizerService:
-    """Service of the calls that need no worker; one object serves all calls.
+    """Service of the calls that need no worker; one object serves all calls of a model.
 
     Args:
+        digest: of the model's files.
         token_limit: returns the workers' current bound of prompt and output together; None without workers.
         block_size: returns the tokens per KV block of the workers, likewise.
     """
@@ -39,6 +40,7 @@ class TokenizerService:
     def __init__(
         self,
         model: ServedModel,
+        digest: str,
         adapters: AdapterRegistry,
         live: LiveRequests,
         pool: TokenizerPool,
@@ -47,6 +49,7 @@ class TokenizerService:
         block_size: Callable[[], int | None],
     ) -> None:
         self._model = model
+        self._digest = digest
         self._adapters = adapters
         self._live = live
         self._pool = pool
@@ -64,12 +67,11 @@ class TokenizerService:
         text = await self._pool.run(request, call.caller.tenant, work)
         return pb.DetokenizeResponse(text=text)
 
-    async def list_models(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
-        """List the model, then the adapters that the caller may use."""
-        check_list_models(request)
+    def listed(self, call: Call) -> list[pb.Model]:
+        """Return the model, then the adapters that the caller may use."""
         adapters = self._adapters.visible(call.caller)
         base = self.describe(call)
-        return pb.ListModelsResponse(models=[base, *(_of_adapter(base, one.name) for one in adapters)])
+        return [base, *(_of_adapter(base, one.name) for one in adapters)]
 
     async def get_model(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
         adapter = self._adapter(request.model, call)
@@ -111,6 +113,7 @@ class TokenizerService:
                 input_modalities=(TEXT,) if self._model.images is None else (TEXT, IMAGE),
             ),
             tokenizer_digest=card.tokenizer_digest,
+            digest=self._digest,
             lora_adapters=[adapter.name for adapter in self._adapters.visible(call.caller)],
             default_sampling=_default_sampling(card),
         )

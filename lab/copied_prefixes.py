@@ -46,6 +46,16 @@ class System:
     http_port: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """An answer: its cached prompt tokens, the client's time to its first token, and its output."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    output: list[int]
+
+
 @dataclass
 class Findings:
     """Cached tokens of the second turns, and of the load."""
@@ -89,20 +99,20 @@ async def measure(system: System, *, chats: int, requests: int, families: int, c
     rng, findings = random.Random(1), Findings()
     async with AsyncClient(system.address) as client:
         for _ in range(chats):
-            findings.turns.append(await _second_turn(client, rng))
-        prefixes = [_words(rng, PREFIX) for _ in range(families)]
+            turn = await second_turn(client, rng)
+            findings.turns.append((turn.prompt_tokens, turn.cached_tokens))
+        prefixes = [random_tokens(rng, PREFIX) for _ in range(families)]
         await _load(client, rng, prefixes, requests, clients, findings)
     findings.pairs = _read_pairs(system)
     return findings
 
 
-async def _second_turn(client: AsyncClient, rng: random.Random) -> tuple[int, int]:
-    prompt = _words(rng, PROMPT)
-    answer, _ = await _generate(client, prompt, ANSWER)
+async def second_turn(client: AsyncClient, rng: random.Random) -> Turn:
+    """Hold a chat of two turns and return the second one."""
+    prompt = random_tokens(rng, PROMPT)
+    first = await generate(client, prompt, ANSWER)
     await asyncio.sleep(PUBLISHED_S)
-    prompt = [*prompt, *answer, *_words(rng, QUESTION)]
-    _, cached = await _generate(client, prompt, OUTPUT)
-    return len(prompt), cached
+    return await generate(client, [*prompt, *first.output, *random_tokens(rng, QUESTION)], OUTPUT)
 
 
 async def _load(
@@ -115,33 +125,39 @@ async def _load(
 ) -> None:
     """Send prompts with these prefixes, so many at a time; each prefix has been computed alone before."""
     for prefix in prefixes:
-        await _generate(client, [*prefix, *_words(rng, 1)], 1)
+        await generate(client, [*prefix, *random_tokens(rng, 1)], 1)
     await asyncio.sleep(PUBLISHED_S)
     turn = asyncio.Semaphore(clients)
 
     async def one(prompt: list[int]) -> None:
         async with turn:
-            _, cached = await _generate(client, prompt, OUTPUT)
+            asked = await generate(client, prompt, OUTPUT)
         findings.shared += PREFIX
-        findings.computed_again += max(0, PREFIX - cached)
+        findings.computed_again += max(0, PREFIX - asked.cached_tokens)
 
-    prompts = [[*rng.choice(prefixes), *_words(rng, rng.randint(1, LONGEST_TAIL))] for _ in range(requests)]
+    prompts = [
+        [*rng.choice(prefixes), *random_tokens(rng, rng.randint(1, LONGEST_TAIL))] for _ in range(requests)
+    ]
     await asyncio.gather(*map(one, prompts))
 
 
-async def _generate(client: AsyncClient, prompt: list[int], tokens: int) -> tuple[list[int], int]:
-    """Return the output and the cached prompt tokens."""
+async def generate(client: AsyncClient, prompt: list[int], tokens: int) -> Turn:
+    """Ask for so many tokens, with the cache that all prompts of this module share."""
+    began, ttft_s = time.perf_counter(), 0.0
     stream = client.stream(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, cache_salt="pairs")
     output: list[int] = []
     cached = 0
     async for chunk in stream:
+        if chunk.token_ids and not output:
+            ttft_s = time.perf_counter() - began
         output += chunk.token_ids
         if chunk.usage is not None:
             cached = chunk.usage.cached_prompt_tokens
-    return output, cached
+    return Turn(len(prompt), cached, ttft_s, output)
 
 
-def _words(rng: random.Random, count: int) -> list[int]:
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Draw ordinary tokens of the bundled model."""
     return [rng.randrange(FIRST_ID, LAST_ID) for _ in range(count)]
 
 

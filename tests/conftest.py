@@ -53,3 +53,12 @@ def pytest_collection_finish() -> None:
     """What thousands of tests have imported stays to the end: a full collection took a second to walk it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Let torch compute on one thread where a test sets no other number.
+
+    The lanes share the cores, and most matrices are too small to be divided.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

@@ -16,11 +16,12 @@ LOAD_S = 300.0  # files of gigabytes, on every worker
 _LIST_S = 10.0
 
 
-def load_adapter(address: str, name: str, path: Path, *, replace: bool) -> int:
+def load_adapter(address: str, name: str, path: Path, *, replace: bool, model: str = "") -> int:
     """Load an adapter. Exit status 1 when it is refused, or the gateway cannot be asked."""
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
-        request = pb.LoadAdapterRequest(name=name, path=str(path.expanduser().absolute()), replace=replace)
+        files = str(path.expanduser().absolute())
+        request = pb.LoadAdapterRequest(name=name, path=files, replace=replace, model=model)
         loaded = stub.LoadAdapter(request, timeout=LOAD_S, metadata=metadata).adapter
         print(
             f"{loaded.name} serves {loaded.digest[:12]} on {', '.join(loaded.workers) or 'no worker so far'}"

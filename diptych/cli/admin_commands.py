@@ -134,10 +134,19 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
     for column in ("worker", "role", "state", "running", "waiting"):
         table.add_column(column, no_wrap=True)
     workers = list(workers)
+    models = len({worker.model for worker in workers}) > 1
     adapters = any(worker.load.adapters for worker in workers)
     ranks = any(worker.load.ranks for worker in workers)
     more = (*(("adapters",) if adapters else ()), *(("ranks",) if ranks else ()))
-    for column in ("to prefill", "local prefills", "drafts right", "blocks free", *more, "address"):
+    for column in (
+        *(("model",) if models else ()),
+        "to prefill",
+        "local prefills",
+        "drafts right",
+        "blocks free",
+        *more,
+        "address",
+    ):
         table.add_column(column, overflow="fold")
     for worker in workers:
         load = worker.load
@@ -147,6 +156,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
             _STATES.get(worker.state, "?"),
             str(load.running),
             str(load.waiting),
+            *((worker.model,) if models else ()),
             f"{load.waiting_tokens} tokens",
             str(load.local_prefills) if worker.role == pb.WORKER_ROLE_DECODE else "",
             f"{load.accepted_draft_tokens} of {load.drafted_tokens}" if load.drafted_tokens else "",

@@ -7,12 +7,14 @@ from dataclasses import replace
 from importlib.metadata import version as installed_version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import typer
 
+from diptych.cli.address_options import ADMIN_PORT, AdminAddress, target, utf8
 from diptych.cli.api_key_command import key
 from diptych.cli.certificates_command import certificates
+from diptych.cli.model_command import model as model_group
 from diptych.cli.plan_command import plan
 from diptych.cli.stack import MODULES
 from diptych.cli.stack_command import StackCommand
@@ -21,9 +23,7 @@ from diptych.cli.units_command import units
 from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings_sources import join_lists
-from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
-
-ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
+from gateway.config import GRPC_PORT, HTTP_PORT
 
 app = typer.Typer(
     name="diptych",
@@ -36,6 +36,7 @@ app = typer.Typer(
 WorkerRole = Literal["prefill", "decode"]
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
+app.add_typer(model_group, rich_help_panel=_OPERATE)
 app.command(rich_help_panel=_CHECK)(plan)
 app.command(rich_help_panel=_OPERATE)(certificates)
 app.command(rich_help_panel=_OPERATE)(units)
@@ -136,43 +137,24 @@ def bench(context: typer.Context) -> None:
     _become("diptych.bench", context.args)
 
 
-def _target(address: str) -> str:
-    """gRPC would take a URL for a host name, and say so in its own words."""
-    if address.startswith(("http://", "https://", "grpc://", "grpcs://")):
-        raise typer.BadParameter("is host:port, without a scheme; DIPTYCH_CA_FILE turns TLS on")
-    return address
-
-
-Text = TypeVar("Text", str, list[str], None)
-
-
-def _utf8(given: Text) -> Text:
-    """gRPC sends text in UTF-8; what else the shell passed on is refused by the option's name."""
-    try:
-        "".join(given or "").encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("is not UTF-8") from None
-    return given
-
-
 @app.command(rich_help_panel=_USE)
 def generate(
     prompt: Annotated[
-        str, typer.Argument(callback=_utf8, help="What to say to the model; '-' reads standard input.")
+        str, typer.Argument(callback=utf8, help="What to say to the model; '-' reads standard input.")
     ],
     address: Annotated[
-        str, typer.Option(envvar="DIPTYCH_ADDRESS", callback=_target, help="host:port of a gateway.")
+        str, typer.Option(envvar="DIPTYCH_ADDRESS", callback=target, help="host:port of a gateway.")
     ] = f"127.0.0.1:{GRPC_PORT}",
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
-    system: Annotated[str | None, typer.Option(callback=_utf8, help="System turn of the chat.")] = None,
+    system: Annotated[str | None, typer.Option(callback=utf8, help="System turn of the chat.")] = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="Image ahead of the prompt; may be repeated."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(callback=_utf8, help="Served name; default: the server's first.")
+        str | None, typer.Option(callback=utf8, help="Served name; default: the server's first.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, max=2**32 - 1, help="Longest answer, in tokens.")
@@ -184,7 +166,7 @@ def generate(
         int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same answer.")
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(callback=_utf8, help="Stop string; may be repeated.")
+        list[str] | None, typer.Option(callback=utf8, help="Stop string; may be repeated.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds; inf = none.")] = None,
 ) -> None:
@@ -224,20 +206,9 @@ def generate(
     raise typer.Exit(ask(address, question, stream=stream, timings=timings))
 
 
-_AdminAddress = Annotated[
-    str,
-    typer.Option(
-        "--address",
-        envvar="DIPTYCH_ADMIN_ADDRESS",
-        callback=_target,
-        help="host:port of a gateway's admin port.",
-    ),
-]
-
-
 @app.command(rich_help_panel=_OPERATE)
 def workers(
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
     as_json: Annotated[bool, typer.Option("--json", help="Print each worker as a line of JSON.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on: a line for each worker that comes, changes or goes.")
@@ -251,7 +222,7 @@ def workers(
 
 @app.command(rich_help_panel=_OPERATE)
 def top(
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
     interval: Annotated[float, typer.Option(help="Seconds between two samples.", min=0.1, max=3600)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one sample and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
@@ -269,7 +240,7 @@ def drain(
         float | None,
         typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
     ] = None,
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Let a worker take nothing new, finish or hand back what it runs, and exit."""
     from diptych.cli.admin_commands import drain_worker
@@ -285,7 +256,7 @@ def role(
         float | None,
         typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
     ] = None,
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Let a worker finish or hand back what it runs, and start again in the other role under a new id."""
     from diptych.cli.admin_commands import change_role
@@ -309,7 +280,7 @@ def restart(
 @app.command(rich_help_panel=_OPERATE)
 def flush(
     worker_id: Annotated[str, typer.Argument(help="Empty: every worker.")] = "",
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Let workers forget the cached prefixes that no running request holds."""
     from diptych.cli.admin_commands import flush_prefix_cache
@@ -328,26 +299,29 @@ def _lora() -> None:
 
 @lora.command("load")
 def lora_load(
-    name: Annotated[str, typer.Argument(callback=_utf8, help="What requests have as `model`.")],
+    name: Annotated[str, typer.Argument(callback=utf8, help="What requests have as `model`.")],
     path: Annotated[
         Path, typer.Argument(help="PEFT folder or GGUF file, at the same place on every worker's host.")
     ],
     replace: Annotated[
         bool, typer.Option("--replace", help="Serve it in place of another content of this name.")
     ] = False,
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    model: Annotated[
+        str, typer.Option(callback=utf8, help="Model that it is for; needed where several are served.")
+    ] = "",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Serve a LoRA adapter, once every worker has loaded it."""
     from diptych.cli.adapter_commands import load_adapter
 
-    raise typer.Exit(load_adapter(address, name, path, replace=replace))
+    raise typer.Exit(load_adapter(address, name, path, replace=replace, model=model))
 
 
 @lora.command("unload")
 def lora_unload(
-    name: Annotated[str, typer.Argument(callback=_utf8, help="As `diptych lora list` names it.")],
+    name: Annotated[str, typer.Argument(callback=utf8, help="As `diptych lora list` names it.")],
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its requests.")] = 300.0,
-    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
     """Refuse new requests for an adapter, let the running ones end, and free its memory."""
     from diptych.cli.adapter_commands import unload_adapter
@@ -356,7 +330,7 @@ def lora_unload(
 
 
 @lora.command("list")
-def lora_list(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
+def lora_list(address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
     """List the adapters: digest, rank, requests, and the workers that have them."""
     from diptych.cli.adapter_commands import list_adapters
 

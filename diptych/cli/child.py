@@ -83,9 +83,10 @@ class ChildSpec:
     """Specification of a process.
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again, such as
-    a public port. `roles` are the specifications of a worker in each role that it may have. `died` are the
-    ids of those that died in its place. A process that cannot announce itself is asked by `probe` until that
-    returns. `health` asks one that serves whether it still does; without it its silence is not noticed.
+    a public port. `roles` are the specifications of a worker in each role that it may have, and `model` is
+    the path of its model. `died` are the ids of those that died in its place. A process that cannot announce
+    itself is asked by `probe` until that returns. `health` asks one that serves whether it still does;
+    without it its silence is not noticed.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ChildSpec:
     keep: tuple[str, ...] = ()
     died: tuple[str, ...] = ()
     roles: Mapping[str, "ChildSpec"] = field(default_factory=dict)
+    model: str = ""
     stdin: bytes | None = None
     probe: Probe | None = None
     health: Health | None = None

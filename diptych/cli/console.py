@@ -16,6 +16,7 @@ from diptych.cli.process_events import (
     Ended,
     Event,
     Loading,
+    Removed,
     Replaced,
     Serving,
     Stale,
@@ -75,6 +76,8 @@ class Progress:
                 self._say(f"[green]●[/] {name} ended to be a {role} worker, {now}")
             case Replaced(name):
                 self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
+            case Removed(name):
+                self._say(f"[green]●[/] {name} ended: it is not needed any more")
             case Stopping(requests, grace_s) if requests != 0:
                 what = {None: "what runs", 1: "1 request"}.get(requests, f"{requests} requests")
                 self._say(f"stopping: {what} may finish for {grace_s:.0f} s; Ctrl-C again does not wait")

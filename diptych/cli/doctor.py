@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from diptych.image_spec import image_spec
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.python_module import PACKAGES, tree_root
 from diptych.runtime.settings import BUNDLED_MODEL, StartupError, resolve_model
+from gateway.model.named_models import NamedModel, parse_models
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 _WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
@@ -43,6 +45,8 @@ def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None
     """Print every finding and return the exit status; `ports` are the defaults of `diptych up`, `model` is
     what it would serve, `draft` its draft model.
     """
+    models = () if model is None else _named(model)
+    base = models[0].path if models else BUNDLED_MODEL
     table = Table(show_header=False, box=None, pad_edge=False)
     missing = False
     checks: list[tuple[str, Callable[[], Finding]]] = [
@@ -60,8 +64,8 @@ def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None
         ("Valkey", valkey),
         ("bundled model", bundled_model),
         *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
-        *(() if model is None else (("model", lambda: given_model(model)),)),
-        *(() if draft is None else (("draft model", lambda: given_draft(draft, model or BUNDLED_MODEL)),)),
+        *((f"model {one.name or ''}".rstrip(), partial(given_model, one.path)) for one in models),
+        *(() if draft is None else (("draft model", partial(given_draft, draft, base)),)),
     ]
     for name, check in checks:
         finding = check()
@@ -69,6 +73,14 @@ def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None
         table.add_row(name, _MARKS[finding.state], finding.text)
     Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
     return int(missing)
+
+
+def _named(model: str) -> tuple[NamedModel, ...]:
+    """Return the models of ``--model``; what is no list of them is looked for as a path."""
+    try:
+        return parse_models(model)
+    except ValueError:
+        return (NamedModel(None, model),)
 
 
 def given_model(model: str) -> Finding:
@@ -109,16 +121,15 @@ def given_model(model: str) -> Finding:
 
 def given_draft(draft: str, model: str) -> Finding:
     """Find what a draft model or heads take, and whether they fit the model."""
-    from diptych.engine.heads.eagle3_files import is_eagle3
     from diptych.planner.model_shape import NotPlanned, read_shape
     from diptych.worker_process.draft_loader import check_vocabulary
-    from diptych.worker_process.eagle_loader import check_eagle
+    from diptych.worker_process.eagle_loader import check_eagle, eagle_files
     from diptych.worker_process.medusa_loader import check_medusa, is_heads
 
     try:
+        if (eagle := eagle_files(draft, checked_model(model))) is not None:
+            return Finding("ok", check_eagle(eagle, read_shape(checked_model(model))))
         path = resolve_model(draft)
-        if is_eagle3(path):
-            return Finding("ok", check_eagle(path, read_shape(checked_model(model))))
         if is_heads(path):
             return Finding("ok", check_medusa(path, read_shape(checked_model(model))))
     except (StartupError, NotPlanned) as error:

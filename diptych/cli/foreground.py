@@ -39,7 +39,9 @@ async def _serve(
         async with running_stack(options, progress, ready_file=ready_file) as stack:
             _print_addresses(console, options, stack, show_secrets)
             warn = partial(console.print, style="yellow", highlight=False, soft_wrap=True)
-            async with control_socket(stack.grpc_port, partial(rolling_restart, stack), warn):
+            models = stack.models
+            others = {} if models is None else {"load_model": models.load, "keep_models": models.keep}
+            async with control_socket(stack.grpc_port, partial(rolling_restart, stack), warn, others):
                 await asyncio.Event().wait()  # until cancelled
             return 0
     finally:

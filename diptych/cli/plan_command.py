@@ -188,6 +188,8 @@ def plan(
     else:
         flags = ("--workers", workers), ("--requests", requests), ("--worker-rate", worker_rate)
         refuse_given("needs --trace", *flags, ("--attainment", attainment), ("--plot", plot))
+    if speculative_model == "mtp":
+        raise typer.BadParameter("layers that draft are not planned", param_hint="--speculative-model")
     demand = _demand(rate, input_tokens, output_tokens, prefix, ttft, tpot)
     if price_hour is not None:
         check("--price-hour", price_hour, price_hour > 0, "above 0")

@@ -30,6 +30,7 @@ from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
 from gateway.adapter_service import read_configured
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
+from gateway.model.named_models import NamedModel, parse_models
 from kvtransfer.transports.prefault import available_memory
 from prefill_worker.config import PrefillSettings
 
@@ -77,6 +78,10 @@ def read_programs(options: StackOptions) -> list[Program]:
     except UnsafeBindError as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
+    try:
+        parse_models(options.model)
+    except ValueError as error:
+        raise BadOptions(f"--model: {error}") from None
     programs = _read_programs(options)
     _check_models(one.settings for one in programs)
     _check_adapters(one.settings for one in programs)
@@ -86,12 +91,18 @@ def read_programs(options: StackOptions) -> list[Program]:
 def _check_models(settings: Iterable[ProgramSettings]) -> None:
     """Look at the files of every program's model, which --set may choose, without reading weights."""
     try:
-        for model, name, tokens in {(one.model, one.model_name, one.max_model_len) for one in settings}:
-            path = checked_model(model)
-            model_names(path, name)
+        for model, tokens in {(model, one.max_model_len) for one in settings for model in _models(one)}:
+            path = checked_model(model.path)
+            model_names(path, model.name)
             check_max_model_len(path, tokens)
     except StartupError as error:
         raise BadOptions(str(error)) from None
+
+
+def _models(settings: ProgramSettings) -> tuple[NamedModel, ...]:
+    if isinstance(settings, GatewaySettings):
+        return tuple(one._replace(name=one.name or settings.model_name) for one in settings.models)
+    return (NamedModel(settings.model_name, settings.model),)
 
 
 def _check_adapters(settings: Iterable[ProgramSettings]) -> None:

@@ -55,6 +55,13 @@ class Replaced:
 
 
 @dataclass(frozen=True)
+class Removed:
+    """A process was ended for good."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Stopping:
     """Every process is to end; `requests` that run (None: unknown) may finish for `grace_s`."""
 
@@ -70,4 +77,4 @@ class Stale:
     reason: str
 
 
-Event = Loading | Serving | Ended | ChangedRole | Wrote | Replaced | Stopping | Stale
+Event = Loading | Serving | Ended | ChangedRole | Wrote | Replaced | Removed | Stopping | Stale

@@ -21,6 +21,7 @@ from typing import Any
 from diptych.cli.process_events import Event, Stale
 from diptych.cli.stack import SharedSecrets
 from diptych.cli.supervisor import Running
+from diptych.runtime.discovery.records import record_from_json
 
 
 class ReadyFile:
@@ -92,6 +93,8 @@ def account(shared: SharedSecrets, processes: Sequence[Running]) -> dict[str, An
     for one in processes:
         announced = {name: value for name, value in (one.announced or {}).items() if name != "record"}
         entry = {"name": one.name, "pid": one.pid, "restarts": one.restarts, **announced}
+        if one.announced is not None and "record" in one.announced:
+            entry["model"] = record_from_json(str(one.announced["record"])).model_name
         by_role[one.role].append(entry)
     return {
         "pid": os.getpid(),

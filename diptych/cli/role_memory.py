@@ -26,7 +26,7 @@ def lacking_memory(settings: Sequence[ProgramSettings], available: int | None) -
     if decode.kv_blocks or decode.device.startswith("cuda") or (decode.device == "auto" and _NVIDIA.exists()):
         return None
     workers = sum(isinstance(one, WorkerSettings) for one in settings)
-    pools = max(workers - gateway.min_prefill_workers, 1)
+    pools = max(workers - gateway.min_prefill_workers * len(gateway.models), 1)
     pool_mib = decode.kv_memory_mib or CPU_POOL_MIB
     room_mib = available >> 20
     if pools * pool_mib <= room_mib:

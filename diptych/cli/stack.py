@@ -14,6 +14,7 @@ from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
 from gateway.config import admin_port_beside
+from gateway.model.named_models import NamedModel
 
 _HEALTH_TIMEOUT_S = 5.0
 MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
@@ -26,7 +27,8 @@ OWNED_FLAGS = frozenset(
         *("workers-fd", "weight-holder"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "internal-tls", "access-log"),
         "config-digest",
-        *("served-model-name", "reasoning-parser", "cors-allow-origin", "chat-template", "lora", "batch-dir"),
+        *("served-model-name", "model-split", "small-requests", "reasoning-parser", "cors-allow-origin"),
+        *("chat-template", "lora", "batch-dir"),
     }
 )
 
@@ -83,6 +85,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
         "speculative-model": options.speculative_model,
         "max-loras": options.max_loras,
         "max-lora-rank": options.max_lora_rank,
@@ -105,6 +108,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
             "served-model-name": options.served_model_name,
+            "model-split": options.model_split,
+            "small-requests": options.small_requests,
             "chat-template": options.chat_template,
             "reasoning-parser": options.reasoning_parser,
             "cors-allow-origin": options.cors_allow_origin,
@@ -123,7 +128,10 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
     )
     return [
         gateway,
-        *(_worker(place, options, shared, on_workers) for place in worker_places(options, cores)),
+        *(
+            _worker(place, of_model(options, place.model), shared, on_workers)
+            for place in worker_places(options, cores)
+        ),
     ]
 
 
@@ -135,7 +143,12 @@ def _worker(
         role: _spec(place.name, role, options, shared, {**place.flags(role, options), **on_workers})
         for role in WORKER_ROLES
     }
-    return replace(either[place.role], roles=either)
+    return replace(either[place.role], roles=either, model=options.model)
+
+
+def of_model(options: StackOptions, model: NamedModel) -> StackOptions:
+    """Return the options of the workers of one model."""
+    return replace(options, model=model.path, model_name=model.name or options.model_name)
 
 
 def common_parts(options: StackOptions) -> int | None:

@@ -38,8 +38,8 @@ class StackOptions:
     key of the configuration file.
     """
 
-    prefill_workers: Annotated[int, _option("Number of prefill workers.", "Processes", min=1)] = 1
-    decode_workers: Annotated[int, _option("Number of decode workers.", "Processes", min=1)] = 1
+    prefill_workers: Annotated[int, _option("Prefill workers of each model.", "Processes", min=1)] = 1
+    decode_workers: Annotated[int, _option("Decode workers of each model.", "Processes", min=1)] = 1
     auto_roles: Annotated[
         bool,
         typer.Option(
@@ -49,7 +49,11 @@ class StackOptions:
         ),
     ] = False
     model: Annotated[
-        str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
+        str,
+        _option(
+            "GGUF file or Hugging Face folder, or 'bundled'; NAME=PATH for each of several models.",
+            "Model",
+        ),
     ] = "bundled"
     model_name: Annotated[
         str | None,
@@ -58,6 +62,14 @@ class StackOptions:
     served_model_name: Annotated[
         str | None,
         _option("Names the model is served under, all of them listed; --model-name comes before.", "Model"),
+    ] = None
+    model_split: Annotated[
+        str | None,
+        _option("Name that stands for models by weight: NAME=MODEL:90,MODEL:10; may be repeated.", "Model"),
+    ] = None
+    small_requests: Annotated[
+        str | None,
+        _option("Prompts that a smaller model answers, as NAME=MODEL:BYTES; may be repeated.", "Model"),
     ] = None
     chat_template: Annotated[
         Path | None, _option("File with the chat template in place of the model's own ones.", "Model")
@@ -164,12 +176,15 @@ class StackOptions:
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
         str | None,
-        _option("Draft model with the same vocabulary, or Medusa or EAGLE-3 heads.", "Speculative decoding"),
+        _option(
+            "Draft model with the same vocabulary, Medusa or EAGLE heads, or mtp: the model's own layers.",
+            "Speculative decoding",
+        ),
     ] = None
     speculative_tree: Annotated[
         str | None,
         _option(
-            "Branches at each depth of the trees that Medusa heads draft, as in 4,2,1.",
+            "Branches at each depth of the trees that heads draft, as in 4,2,1.",
             "Speculative decoding",
         ),
     ] = None
@@ -190,9 +205,26 @@ class StackOptions:
             "KV cache",
         ),
     ] = None
+    kv_events: Annotated[
+        str | None,
+        _option(
+            "Publish what prefix caches hold, with token ids, for routers of others: ipc://FILE, or "
+            "tcp://127.0.0.1:PORT?password-file=FILE.",
+            "KV cache",
+        ),
+    ] = None
+    kv_events_topic: Annotated[str | None, _option("Topic of these events.", "KV cache")] = None
     kv_cache_dtype: Annotated[
         str | None,
         _option("Type of cached keys and values: auto, fp8 on GPUs, or int8 on CPUs.", "KV cache"),
+    ] = None
+    window_blocks: Annotated[
+        str | None,
+        _option(
+            "Blocks behind a sliding window: auto frees them where it can, and without --kv-tier; off keeps "
+            "them.",
+            "KV cache",
+        ),
     ] = None
     transport: Annotated[
         str | None,

@@ -20,13 +20,13 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
-from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Replaced, Serving, Wrote
+from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, Slot, describe
+from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Removed, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
 from diptych.runtime.discovery.records import Role
 from diptych.runtime.discovery.worker_file import WorkerFile
@@ -61,6 +61,7 @@ class Running:
     pid: int | None
     announced: Announcement | None
     restarts: int
+    model: str = ""
 
 
 class Supervisor:
@@ -123,6 +124,7 @@ class Supervisor:
                 kept.child.pid if kept.child is not None and kept.child.alive else None,
                 kept.announced,
                 kept.restarts,
+                kept.spec.model,
             )
             for kept in self._kept.values()
             if not kept.passing
@@ -175,6 +177,20 @@ class Supervisor:
         kept.child.send(signal.SIGTERM)
         async with asyncio.timeout(self._ready_timeout_s):
             await kept.again.wait()
+
+    def reconfigure(self, name: str, argv: Sequence[str | Slot]) -> None:
+        """Let a process have other arguments from its next start on."""
+        kept = self._kept[name]
+        kept.spec = replace(kept.spec, argv=tuple(argv))
+
+    async def remove(self, names: Collection[str]) -> None:
+        """End processes for good."""
+        removed = [kept for name in names if (kept := self._kept.pop(name, None)) is not None]
+        await _cancel(kept.keeper for kept in removed if kept.keeper is not None)
+        await self._end(removed)
+        self._list_workers()
+        for kept in removed:
+            self._observe(Removed(kept.spec.name))
 
     async def stop(self, roles: Sequence[str] = ()) -> None:
         """End every process: those of `roles` first, one role after the other, then the rest together."""

@@ -71,14 +71,18 @@ def screen_lines(
     load, phases = now.load, now.load.phases
     state = "draining" if info.draining else "ready" if info.ready else "not ready"
     told = " ".join(f"{name} {getattr(phases, name)}" for name in _PHASES)
+    models = ", ".join(model.name for model in info.models) or info.model
     head = [
-        f"diptych {info.version}   {info.model}   gateway {info.gateway_id}   {state}",
+        f"diptych {info.version}   {models}   gateway {info.gateway_id}   {state}",
         f"requests  {load.running} running  {load.waiting} waiting   phases  {told}",
         f"tokens/s  {_rate(rates.generated)} generated  {_rate(rates.prompt)} prompt",
         "",
     ]
+    several = len({worker.model for worker in load.workers}) > 1
+    of_models = ("MODEL",) if several else ()
     workers = _table(
-        ("WORKER", "ROLE", "STATE", "RUN", "WAIT", "KV IN USE", "TO PREFILL"), _worker_rows(load)
+        ("WORKER", "ROLE", "STATE", "RUN", "WAIT", *of_models, "KV IN USE", "TO PREFILL"),
+        _worker_rows(load, models=several),
     )
     tenants = _table(("TENANT", "QUEUED", "PREFILL", "DECODE", "TOKENS"), _tenant_rows(load))
     faults = [f"{worker.worker_id}: {worker.detail}" for worker in load.workers if worker.detail]
@@ -90,7 +94,7 @@ def screen_lines(
     return [line[:width].rstrip() for line in lines]
 
 
-def _worker_rows(load: pb.WatchLoadResponse) -> list[tuple[str, ...]]:
+def _worker_rows(load: pb.WatchLoadResponse, *, models: bool) -> list[tuple[str, ...]]:
     return [
         (
             worker.worker_id,
@@ -98,6 +102,7 @@ def _worker_rows(load: pb.WatchLoadResponse) -> list[tuple[str, ...]]:
             _STATES.get(worker.state, "?"),
             str(worker.load.running),
             str(worker.load.waiting),
+            *((worker.model,) if models else ()),
             _kv(worker.load),
             f"{worker.load.waiting_tokens} tokens" if worker.load.waiting_tokens else "",
         )

@@ -4,27 +4,31 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.http_probe import http_body, http_status, reachable
 from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
 from diptych.cli.private_ca import with_certificates
-from diptych.cli.process_events import ChangedRole, Ended, Event, Replaced, Serving, Stopping
+from diptych.cli.process_events import ChangedRole, Ended, Event, Removed, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
+from diptych.cli.stack_models import StackModels
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.hub import HubModel, download_model
 from diptych.runtime.kv_tier_specs import kept_secret, parse_tiers
 from diptych.runtime.process import ONE_SIGNAL_S
-from diptych.runtime.settings import config_digest
+from diptych.runtime.settings import StartupError, config_digest
+from gateway.model.named_models import parse_models
 
 STOP_ORDER = ("gateway", "prefill", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +52,9 @@ class Stack:
     config_digest: str = ""
     certificates: Path | None = None
     """Folder of the gateway's certificate for its links."""
+    ready_paths: tuple[str, ...] = ("/ready",)
+    """Paths of the gateway that answer 200 once all its models have workers."""
+    models: StackModels | None = None
 
     @property
     def address(self) -> str:
@@ -59,9 +66,9 @@ class Stack:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
 
     async def ready(self, worker_id: str = "") -> bool:
-        """Return whether the gateway can route a request; with an id, whether this worker gets some."""
-        path = f"/ready?worker={worker_id}" if worker_id else "/ready"
-        return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
+        """Return whether the gateway can route requests for every model, or with an id to this worker."""
+        paths = (f"/ready?worker={worker_id}",) if worker_id else self.ready_paths
+        return await _all_ready(self.host, self.http_port, paths, tls=self.tls)
 
     async def requests(self) -> int | None:
         """Return the number of requests of the gateway, running or waiting; None when it does not answer."""
@@ -100,6 +107,7 @@ async def _running(
     ready_file: Path | None,
     ready_timeout_s: float,
 ) -> AsyncIterator[Stack]:
+    await asyncio.to_thread(_fetch_models, options)
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
     options = replace(options, config_digest=config_digest(settings))
@@ -110,7 +118,7 @@ async def _running(
 
     def relay(event: Event) -> None:
         observe(event)
-        if file and stack and isinstance(event, (Ended, Serving, Replaced, ChangedRole)):
+        if file and stack and isinstance(event, (Ended, Serving, Replaced, Removed, ChangedRole)):
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 
@@ -136,6 +144,8 @@ async def _running(
             tls=options.tls_cert is not None,
             config_digest=options.config_digest or "",
             certificates=certificates_of(options, "gateway"),
+            ready_paths=ready_paths(options),
+            models=StackModels(options, shared, supervisor),
         )
         await _routable(stack)
         if file is not None:
@@ -145,6 +155,16 @@ async def _running(
         if file is not None:
             file.remove()
         await _stop(supervisor, stack, observe, timeouts.requests_s)
+
+
+def _fetch_models(options: StackOptions) -> None:
+    """Download the models of the Hub that are not here: the processes find them. Raises BadOptions."""
+    try:
+        for model in parse_models(options.model):
+            if (of_hub := HubModel.parse(model.path)) is not None:
+                download_model(of_hub)
+    except (StartupError, ValueError) as error:
+        raise BadOptions(f"--model: {error}") from None
 
 
 async def _serves_without(supervisor: Supervisor, options: StackOptions, failed: ChildSpec) -> bool:
@@ -158,7 +178,8 @@ async def _serves_without(supervisor: Supervisor, options: StackOptions, failed:
         gateway = next((one.announced for one in alive if one.role == "gateway" and one.announced), None)
         tls = options.tls_cert is not None
         host = reachable(options.host)
-        if gateway and await http_status(host, int(gateway["http_port"]), "/ready", tls=tls) == 200:
+        paths = ready_paths(options)
+        if gateway and await _all_ready(host, int(gateway["http_port"]), paths, tls=tls):
             return True
         loading = any(one.announced is None for one in alive)
         settled_at = None if loading else settled_at or time.monotonic()
@@ -166,6 +187,19 @@ async def _serves_without(supervisor: Supervisor, options: StackOptions, failed:
             return False
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
     return False
+
+
+def ready_paths(options: StackOptions) -> tuple[str, ...]:
+    """Return the paths of the gateway that answer 200 once all models have workers."""
+    names = [model.name for model in parse_models(options.model)]
+    return tuple("/ready" if name is None else f"/ready?model={quote(name, safe='')}" for name in names)
+
+
+async def _all_ready(host: str, port: int, paths: Iterable[str], *, tls: bool) -> bool:
+    for path in paths:
+        if await http_status(host, port, path, tls=tls) != 200:
+            return False
+    return True
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:

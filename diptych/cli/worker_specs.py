@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from diptych.cli.child import Slot
 from diptych.cli.stack_options import StackOptions
 from diptych.runtime.discovery.records import Role
+from gateway.model.named_models import NamedModel, parse_models
 
 _GPU_UTILIZATION = 0.9
 
@@ -53,13 +54,18 @@ class WorkerPlace:
     threads: int
     home: range | None
     cores: int
+    model: NamedModel
+    models: int = 1
+    """Number of models of this machine."""
+    rank: int = 0
+    """Number among all workers: each publishes KV events at its own endpoint, as a decode worker."""
 
     def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
         """Return the flags that set a program of `role` in this place apart from others of its kind."""
         threads = options.prefill_threads if role == "prefill" else options.decode_threads
         own: dict[str, object] = {"threads": threads or self.threads, **_share(self.home, self.cores)}
         if role == "prefill":
-            return {**own, "prefill-chunk": options.prefill_chunk}
+            return {**own, "prefill-chunk": options.prefill_chunk, "kv-tier": options.kv_tier}
         return {
             **own,
             "speculative-tokens": options.speculative_tokens,
@@ -67,22 +73,48 @@ class WorkerPlace:
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,
-            "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
+            "kv-events": options.kv_events,
+            "kv-events-topic": options.kv_events_topic,
+            "kv-events-rank": self.rank if options.kv_events else None,
+            "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options, self.models),
         }
 
 
 def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
-    """Return the workers in the order of their start, decode first; `cores` are dealt out to them."""
-    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    """Return the workers in the order of their start, decode first; `cores` are dealt out to them.
+
+    With several models each has workers of both roles; their numbers go on from model to model.
+    """
+    models = parse_models(options.model)
+    plan = split_cores(cores, options.prefill_workers * len(models), options.decode_workers * len(models))
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
+    first = len(plan.decode)
     prefill = [
-        WorkerPlace(f"prefill-{index}", "prefill", threads, homes and homes[0][index], cores)
+        WorkerPlace(
+            f"prefill-{index}",
+            "prefill",
+            threads,
+            homes and homes[0][index],
+            cores,
+            models[index // options.prefill_workers],
+            len(models),
+            first + index,
+        )
         for index, threads in enumerate(plan.prefill)
     ]
     decode = [
-        WorkerPlace(f"decode-{index}", "decode", threads, homes and homes[1][index], cores)
+        WorkerPlace(
+            f"decode-{index}",
+            "decode",
+            threads,
+            homes and homes[1][index],
+            cores,
+            models[index // options.decode_workers],
+            len(models),
+            index,
+        )
         for index, threads in enumerate(plan.decode)
     ]
     return [*decode, *prefill]
@@ -96,7 +128,7 @@ def role_changes(options: StackOptions) -> str:
     return "any" if options.auto_roles else "cpu"
 
 
-def _gpu_share(options: StackOptions) -> float | None:
+def _gpu_share(options: StackOptions, models: int = 1) -> float | None:
     """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
 
     A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter, unless it may
@@ -105,7 +137,7 @@ def _gpu_share(options: StackOptions) -> float | None:
     if options.device == "cpu":
         return None
     prefill = options.prefill_workers / (1 if options.auto_roles else 4)
-    return round(_GPU_UTILIZATION / (options.decode_workers + prefill), 3)
+    return round(_GPU_UTILIZATION / (options.decode_workers + prefill) / models, 3)
 
 
 def _share(home: range | None, cores: int) -> Mapping[str, object]:

@@ -67,6 +67,7 @@ class Received:
             prompt=head.prompt if head else None,
             usage=last.usage if last else None,
             timings=last.timings if last else None,
+            model_digest=head.model_digest if head else "",
         )
 
 
@@ -79,6 +80,7 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         prompt=_prompt(response.prompt) if response.HasField("prompt") else None,
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timings=_timings(response.timings) if response.HasField("timings") else None,
+        model_digest=response.model_digest,
         resume_token=response.resume_token,
     )
 
@@ -202,6 +204,7 @@ def _model(model: pb.Model) -> Model:
         structured_outputs=tuple(can.structured_outputs),
         chat=can.chat,
         tokenizer_digest=model.tokenizer_digest,
+        digest=model.digest,
     )
 
 

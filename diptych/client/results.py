@@ -39,7 +39,7 @@ class Timings:
     local_prefill: bool = False
     """True if the decode worker computed the prompt itself, in one attempt at least."""
     tier_blocks: int = 0
-    """KV blocks of the prompt that came from the decode worker's tiers."""
+    """KV blocks of the prompt that came from a worker's tiers."""
     kv_load: float = 0.0
     """Seconds that the request waited for them, in `queue`."""
 
@@ -116,6 +116,7 @@ class _Answer:
     prompt: PromptInfo | None
     usage: Usage | None
     timings: Timings | None
+    model_digest: str = ""
 
     @property
     def first(self) -> Choice:
@@ -151,7 +152,8 @@ class _Answer:
 class Chunk(_Answer):
     """A piece of a stream: what is new of each choice.
 
-    `request_id`, `model` and `prompt` come with the first one, `usage` and `timings` with the last.
+    `request_id`, `model`, its digest and `prompt` come with the first one, `usage` and `timings` with the
+    last.
     """
 
     resume_token: str = ""
@@ -187,3 +189,5 @@ class Model:
     structured_outputs: tuple[str, ...]
     chat: bool
     tokenizer_digest: str
+    digest: str = ""
+    """Version of its files: another content under the same name has another one."""

@@ -135,7 +135,7 @@ class HiddenRowsBackend(Backend, Protocol):
 
 @runtime_checkable
 class FeatureBackend(Backend, Protocol):
-    """A backend that gives the residual stream before some layers: what EAGLE-3 heads read."""
+    """A backend that gives the residual stream before some layers, or behind all: what EAGLE heads read."""
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -143,7 +143,10 @@ class FeatureBackend(Backend, Protocol):
         ...
 
     def give_features(self, layers: Sequence[int]) -> SamplingBackend:
-        """Return the backend, perhaps this one, whose outputs have them (`StepOutput.features`)."""
+        """Return the backend, perhaps this one, whose outputs have them (`StepOutput.features`).
+
+        The number behind that of the last layer stands for the stream behind the final norm.
+        """
         ...
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.shape import BadModelFile, ModelShape, UnsupportedModel
@@ -24,7 +26,7 @@ def read_shape(path: Path) -> ModelShape:
         config = json.loads(file.read_bytes())
         if not isinstance(config, dict):
             raise NotPlanned(f"{file} is not an object")
-        if "medusa_num_heads" in config or "draft_vocab_size" in config:
+        if "medusa_num_heads" in config or "draft_vocab_size" in config or _is_eagle(file.parent, config):
             raise NotPlanned(f"{path} holds drafting heads, whose weights and times are not planned")
         resolved = resolve_config(config)
         return shape_from_config(resolved, tied=bool(resolved.get("tie_word_embeddings")))
@@ -36,3 +38,12 @@ def read_shape(path: Path) -> ModelShape:
         if isinstance(error, NotPlanned):
             raise
         raise NotPlanned(f"{path} is neither a GGUF file nor a config.json: {error}") from error
+
+
+def _is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a folder of one layer is an EAGLE head, whose config may be that of a Llama."""
+    if config.get("num_hidden_layers") != 1:
+        return False
+    from diptych.engine.heads.eagle_files import is_eagle  # needs torch
+
+    return is_eagle(folder)

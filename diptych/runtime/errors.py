@@ -173,13 +173,19 @@ class QuotaExceeded(DiptychError):
         self.quota = quota
 
 
+_MOST_NAMES = 20
+
+
 class UnknownModel(DiptychError):
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_MODEL"
 
-    def __init__(self, name: str, served: str = "") -> None:
+    def __init__(self, name: str, *served: str) -> None:
         """`served`: what is, instead."""
-        message = "no such model is served here" + (f"; {served} is" if served else "")
+        message = "no such model is served here"
+        if served:
+            more = f" and {len(served) - _MOST_NAMES} more" if len(served) > _MOST_NAMES else ""
+            message += f"; {', '.join(served[:_MOST_NAMES])}{more} {'is' if len(served) == 1 else 'are'}"
         super().__init__(message, resource=Resource("model", printable(name)))
 
 

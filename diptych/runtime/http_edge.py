@@ -57,6 +57,7 @@ class HttpEdge:
         why_not_ready: Callable[[], str],
         alive: Callable[[], bool],
         gives_work: Callable[[str], bool] | None = None,
+        lacks: Callable[[str], str] | None = None,
         certificates: bool = False,
         config_digest: str = "",
         computes: str = "",
@@ -66,6 +67,7 @@ class HttpEdge:
         self._why_not_ready = why_not_ready
         self._alive = alive
         self._gives_work = gives_work
+        self._lacks = lacks
         self._api = api
         self._certificates = certificates
         self._config_digest = config_digest
@@ -88,6 +90,7 @@ class HttpEdge:
         why_not_ready: Callable[[], str] = lambda: "",
         alive: Callable[[], bool] = lambda: True,
         gives_work: Callable[[str], bool] | None = None,
+        lacks: Callable[[str], str] | None = None,
         tls: TlsFiles | None = None,
         insecure: bool = False,
         api: HttpApi | None = None,
@@ -101,7 +104,8 @@ class HttpEdge:
         `ready` is asked at each GET /ready: 200, or 503 with what `why_not_ready` says in a line, and `alive`
         at each GET /health: a process that is not is ended by its supervisor.
 
-        `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
+        `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker, and
+        `lacks` at GET /ready?model=NAME: why that model has no workers, empty where it has some.
         With `share_port` another process may listen there too, if it shares as well. Where `tls` wants
         certificates of clients, the API does, and the paths of probes do not: they have none. GET /version
         says what a worker `computes`.
@@ -117,6 +121,7 @@ class HttpEdge:
             why_not_ready=why_not_ready,
             alive=alive,
             gives_work=gives_work,
+            lacks=lacks,
             certificates=certificates,
             config_digest=config_digest,
             computes=computes,
@@ -204,9 +209,12 @@ class HttpEdge:
         return _text(HTTPStatus.SERVICE_UNAVAILABLE, "stuck\n")
 
     def _readiness(self, request: web.BaseRequest) -> web.Response:
-        worker = request.query.get("worker", "")
+        worker, model = request.query.get("worker", ""), request.query.get("model", "")
         if worker and self._gives_work is not None:
             ready, why = self._gives_work(worker), "this gateway gives the worker nothing new"
+        elif model and self._lacks is not None:
+            why = self._lacks(model)
+            ready = not why
         else:
             ready, why = self._ready(), self._why_not_ready()
         if ready:

@@ -2,9 +2,9 @@
 
 Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as underscores and the unit at
 the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is `diptych_…`. All
-times in seconds. Labels have few values by construction: never the id of a request, never text. Two
-collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker, and
-`gateway.vllm_metrics`.
+times in seconds. Labels have few values by construction: never the id of a request, never text. Some
+collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker,
+`gateway.model_metrics`, by model, and `gateway.vllm_metrics`.
 
 Values are recorded at the end of a request or of an engine step; only `TokenLatency` is recorded with the
 tokens. Gauges of state that exists anyway are best bound with `set_function` and then cost something only
@@ -212,14 +212,17 @@ class GatewayMetrics(RoleMetrics):
         self.rejections = Counter(
             "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
         )
+        self.fallback_answers = Counter(
+            "diptych_fallback_answers",
+            "Refused requests that were passed on to --fallback-url, by HTTP status; 0: it gave no answer",
+            ["status"],
+            registry=registry,
+        )
         self.slow_readers = Counter(
             "diptych_slow_readers",
             "Streams ended because the client did not read them, by the limit that was exceeded",
             ["limit"],
             registry=registry,
-        )
-        self.kv_quota = Gauge(
-            "diptych_kv_quota_tokens", "KV memory that this gateway may use beside others", registry=registry
         )
         self.unread_output = Gauge(
             "diptych_unread_output_bytes", "Output that waits for slow readers", registry=registry
@@ -228,9 +231,6 @@ class GatewayMetrics(RoleMetrics):
             self.rejections.labels(reason)
         self.retries = Counter(
             "diptych_retries", "Attempts after a request's first, by cause", ["cause"], registry=registry
-        )
-        self.workers = Gauge(
-            "diptych_workers_ready", "Workers that can take requests", ["role"], registry=registry
         )
 
     def forget_model(self, name: str) -> None:
@@ -271,6 +271,17 @@ class WorkerMetrics(RoleMetrics):
             "diptych_kv_transfer_failures",
             "Handoffs that failed: the other worker was lost or refused, or what came was damaged",
             ["transport"],
+            registry=registry,
+        )
+        self.tier_bytes = Gauge(
+            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
+        )
+        self.tier_blocks_loaded = Counter(
+            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
+        )
+        self.tier_entries_damaged = Gauge(
+            "diptych_kv_tier_entries_damaged",
+            "Entries of tiers that were not what had been stored, and were removed",
             registry=registry,
         )
 
@@ -357,17 +368,6 @@ class DecodeMetrics(WorkerMetrics):
         )
         self.prefix_cache_hits = Counter(
             "diptych_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
-        )
-        self.tier_bytes = Gauge(
-            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
-        )
-        self.tier_blocks_loaded = Counter(
-            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
-        )
-        self.tier_entries_damaged = Gauge(
-            "diptych_kv_tier_entries_damaged",
-            "Entries of tiers that were not what had been stored, and were removed",
-            registry=registry,
         )
         self.preemptions = Counter(
             "diptych_preemptions", "Requests sent back because blocks ran out", registry=registry

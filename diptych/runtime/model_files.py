@@ -24,6 +24,7 @@ from diptych.model_families import (
     wrapped_text,
 )
 from diptych.runtime.gguf_split import all_parts, first_part, missing_parts
+from diptych.runtime.hub import HubModel, download_model
 from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
@@ -56,6 +57,16 @@ def checked_model(model: str) -> Path:
     path = resolve_model(model)
     check_model_files(path)
     return path
+
+
+def fetched_model(model: str) -> Path:
+    """Return the path of a model as `checked_model` does, of one of the Hub downloaded before.
+
+    Raises HubError as well.
+    """
+    if (of_hub := HubModel.parse(model)) is not None:
+        download_model(of_hub)
+    return checked_model(model)
 
 
 def check_model_files(path: Path) -> None:

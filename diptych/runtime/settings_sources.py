@@ -68,11 +68,40 @@ LISTS = ("--served-model-name", "--cors-allow-origin", "--lora", "--kv-tier")
 """Flags that take several values."""
 
 
-def join_lists(argv: Sequence[str]) -> list[str]:
-    """Return a command line in which each flag of `LISTS` stands once, its values joined by commas.
+REPEATED = ("--model", "--model-split", "--small-requests")
+"""Flags that may come several times, with a value each."""
 
-    The values may follow one another (``--served-model-name a b``), or come with a flag each.
+
+def join_lists(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which each flag that takes several values stands once, these joined by commas.
+
+    Values of `LISTS` may follow one another (``--served-model-name a b``), or come with a flag each.
     """
+    return _join_following(_join_repeated(argv))
+
+
+def _join_repeated(argv: Sequence[str]) -> list[str]:
+    """Join the values of `REPEATED` where a flag comes more than once."""
+    words = [flag_of(word.partition("=")[0]) for word in argv]
+    several = {flag for flag in REPEATED if words.count(flag) > 1}
+    values: dict[str, list[str]] = {}
+    rest: list[str] = []
+    given = iter(argv)
+    for word in given:
+        flag, equals, text = word.partition("=")
+        flag = flag_of(flag)
+        if flag not in several:
+            rest.append(word)
+            continue
+        if flag not in values:
+            values[flag] = []
+            rest.append(flag)
+        values[flag].append(text if equals else next(given, ""))
+    return [f"{word}={','.join(values[word])}" if word in values else word for word in rest]
+
+
+def _join_following(argv: Sequence[str]) -> list[str]:
+    """Join the values of `LISTS`."""
     values: dict[str, list[str]] = {}
     rest: list[str] = []
     into: list[str] | None = None

@@ -38,7 +38,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "gateway_id", "start_time", "model", "model_digest", "max_context_length", "kv_block_size", "ready", "draining", "directory_connected", "config_digest")
+    __slots__ = ("version", "gateway_id", "start_time", "model", "model_digest", "max_context_length", "kv_block_size", "ready", "draining", "directory_connected", "config_digest", "models")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class GetServerInfoResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     version: str
     gateway_id: str
     start_time: _timestamp_pb2.Timestamp
@@ -61,7 +62,8 @@ class GetServerInfoResponse(_message.Message):
     draining: bool
     directory_connected: bool
     config_digest: str
-    def __init__(self, version: _Optional[str] = ..., gateway_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_context_length: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., directory_connected: _Optional[bool] = ..., config_digest: _Optional[str] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ServedModel]
+    def __init__(self, version: _Optional[str] = ..., gateway_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_context_length: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., directory_connected: _Optional[bool] = ..., config_digest: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -74,7 +76,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "state", "detail", "load", "since_heartbeat")
+    __slots__ = ("worker_id", "role", "address", "state", "detail", "load", "since_heartbeat", "model")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +84,7 @@ class WorkerInfo(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     address: str
@@ -89,7 +92,8 @@ class WorkerInfo(_message.Message):
     detail: str
     load: WorkerLoad
     since_heartbeat: _duration_pb2.Duration
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    model: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WorkerRank(_message.Message):
     __slots__ = ("pid", "state", "weight_bytes")
@@ -218,14 +222,16 @@ class FlushPrefixCacheResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "replace")
+    __slots__ = ("name", "path", "replace", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     replace: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., replace: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
@@ -254,7 +260,7 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "path", "rank", "workers", "running", "draining", "refusals")
+    __slots__ = ("name", "digest", "path", "rank", "workers", "running", "draining", "refusals", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +269,7 @@ class Adapter(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     path: str
@@ -271,4 +278,85 @@ class Adapter(_message.Message):
     running: int
     draining: bool
     refusals: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., draining: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., draining: _Optional[bool] = ..., refusals: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ServedModel(_message.Message):
+    __slots__ = ("name", "digest", "path", "running", "ready", "detail", "leaving")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    path: str
+    running: int
+    ready: bool
+    detail: str
+    leaving: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., running: _Optional[int] = ..., ready: _Optional[bool] = ..., detail: _Optional[str] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class ModelShare(_message.Message):
+    __slots__ = ("model", "weight")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weight: int
+    def __init__(self, model: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+
+class ModelAlias(_message.Message):
+    __slots__ = ("name", "shares")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shares: _containers.RepeatedCompositeFieldContainer[ModelShare]
+    def __init__(self, name: _Optional[str] = ..., shares: _Optional[_Iterable[_Union[ModelShare, _Mapping]]] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ServedModel
+    def __init__(self, model: _Optional[_Union[ServedModel, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListServedModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListServedModelsResponse(_message.Message):
+    __slots__ = ("models", "aliases")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ServedModel]
+    aliases: _containers.RepeatedCompositeFieldContainer[ModelAlias]
+    def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[ModelAlias, _Mapping]]] = ...) -> None: ...
+
+class SetModelAliasRequest(_message.Message):
+    __slots__ = ("alias",)
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    alias: ModelAlias
+    def __init__(self, alias: _Optional[_Union[ModelAlias, _Mapping]] = ...) -> None: ...
+
+class SetModelAliasResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -80,6 +80,26 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/diptych.v1.AdminService/LoadModel',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/diptych.v1.AdminService/UnloadModel',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
+        self.ListServedModels = channel.unary_unary(
+                '/diptych.v1.AdminService/ListServedModels',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.ListServedModelsRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.ListServedModelsResponse.FromString,
+                _registered_method=True)
+        self.SetModelAlias = channel.unary_unary(
+                '/diptych.v1.AdminService/SetModelAlias',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.SetModelAliasRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.SetModelAliasResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -149,6 +169,33 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """Serve one more model. Answers when the gateway has read its texts; its workers may be there before or come later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """New requests that name it get NOT_FOUND at once. Answers when the running ones have ended and its workers are free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListServedModels(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetModelAlias(self, request, context):
+        """Let a name stand for a model, or for shares of several; requests that run are left alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -196,6 +243,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.LoadModelRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadModelRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'ListServedModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListServedModels,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.ListServedModelsRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.ListServedModelsResponse.SerializeToString,
+            ),
+            'SetModelAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetModelAlias,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.SetModelAliasRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.SetModelAliasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +509,114 @@ class AdminService:
             '/diptych.v1.AdminService/ListAdapters',
             diptych_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/LoadModel',
+            diptych_dot_v1_dot_admin__pb2.LoadModelRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/UnloadModel',
+            diptych_dot_v1_dot_admin__pb2.UnloadModelRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListServedModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/ListServedModels',
+            diptych_dot_v1_dot_admin__pb2.ListServedModelsRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.ListServedModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetModelAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/SetModelAlias',
+            diptych_dot_v1_dot_admin__pb2.SetModelAliasRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.SetModelAliasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -270,7 +270,7 @@ class CacheOptions(_message.Message):
     def __init__(self, salt: _Optional[str] = ..., bypass_read: _Optional[bool] = ..., bypass_write: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "outputs", "usage", "timings", "resume_token")
+    __slots__ = ("request_id", "model", "prompt", "outputs", "usage", "timings", "resume_token", "model_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +278,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: PromptInfo
@@ -285,7 +286,8 @@ class GenerateResponse(_message.Message):
     usage: Usage
     timings: Timings
     resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[_Union[PromptInfo, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[_Union[PromptInfo, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., resume_token: _Optional[str] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
     __slots__ = ("token_count", "cached_token_count", "token_ids", "logprobs")
@@ -471,7 +473,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "aliases", "max_context_length", "max_output_tokens", "vocab_size", "eos_token_ids", "kv_block_size", "lora_adapters", "capabilities", "tokenizer_digest", "default_sampling", "parent")
+    __slots__ = ("name", "aliases", "max_context_length", "max_output_tokens", "vocab_size", "eos_token_ids", "kv_block_size", "lora_adapters", "capabilities", "tokenizer_digest", "default_sampling", "parent", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +486,7 @@ class Model(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
@@ -496,7 +499,8 @@ class Model(_message.Message):
     tokenizer_digest: str
     default_sampling: SamplingParams
     parent: str
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_block_size: _Optional[int] = ..., lora_adapters: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., parent: _Optional[str] = ...) -> None: ...
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_block_size: _Optional[int] = ..., lora_adapters: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., parent: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Capabilities(_message.Message):
     __slots__ = ("max_logprobs", "max_n", "structured_outputs", "priority", "cache_salt", "chat", "tool_calls", "reasoning", "input_modalities")

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head's keys and values of prompts, computed chunk by chunk behind the model's own.
+"""Keys and values of prompts, computed chunk by chunk behind the model's own.
 
 A token goes with the model's feature of the token before. That of the last token of a chunk is kept for the
 next chunk. Where it is missing, before a prompt and behind a prefix that came from the cache, it is zero.
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from diptych.engine.batch import AbortWords
-from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker_process.draft_chunks import DraftChunk
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class EagleChunks:
     """Runs the head over the chunks of a step that the model has computed."""
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: FeatureHead) -> None:
         self._head = head
         self._last: WeakKeyDictionary[object, tuple[int, torch.Tensor]] = WeakKeyDictionary()
         """Computed tokens of each owner of chunks, and the feature of the last one."""
@@ -35,7 +35,7 @@ class EagleChunks:
                 [chunk for i, chunk in enumerate(chunks) if abort is None or not abort.is_aborted(i)]
             )
         except Exception:
-            _log.exception("the EAGLE head did not compute %d chunks", len(chunks))
+            _log.exception("the drafting head did not compute %d chunks", len(chunks))
 
     def _compute(self, chunks: Sequence[DraftChunk]) -> None:
         memories: dict[int, tuple[KVMemory, list[HeadStep]]] = {}

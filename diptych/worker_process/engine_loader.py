@@ -14,9 +14,9 @@ from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
-from diptych.engine.heads.eagle3_files import is_eagle3
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
@@ -32,7 +32,7 @@ from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_files import checked_model, fetched_model
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
@@ -40,8 +40,8 @@ from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_chunks import EagleChunks
-from diptych.worker_process.eagle_loader import LoadedEagle, load_eagle
-from diptych.worker_process.group.load import load_in_parts
+from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
+from diptych.worker_process.group.load import computes_natively, load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
@@ -74,7 +74,7 @@ class LoadedEngine:
     """Medusa heads, in a worker that decodes; they keep nothing in blocks."""
 
     eagle: LoadedEagle | None = None
-    """An EAGLE-3 head, whose keys and values are that segment."""
+    """A head over the model's features, whose keys and values are that segment."""
 
     @property
     def draft_chunks(self) -> PromptDrafts | None:
@@ -127,7 +127,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
     transports_for(settings.transport, device)  # refused before gigabytes are read
-    path = checked_model(settings.model)
+    path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
     if settings.encodes_images and image_spec(path) is not None:
@@ -157,6 +157,9 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    groups = _window_groups(settings, model, images=image_spec(path) is not None)
+    if groups is not None:
+        layout = replace(layout, windows=groups)
     heads = eagle = None
     if files.medusa is not None and settings.decodes:
         heads = load_medusa(files.medusa, runner, dtype)
@@ -194,20 +197,20 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _DraftingFiles:
-    """Paths of what drafts, of which one at most is given."""
+    """Files of what drafts, of which one at most is given."""
 
     model: Path | None = None
     medusa: Path | None = None
-    eagle: Path | None = None
+    eagle: EagleFiles | None = None
 
 
 def _drafting_files(settings: WorkerSettings, model: Path) -> _DraftingFiles:
     """Return the files that --speculative-model names for `model`. Raises StartupError."""
     if settings.speculative_model is None:
         return _DraftingFiles()
+    if (eagle := eagle_files(settings.speculative_model, model)) is not None:
+        return _DraftingFiles(eagle=eagle)
     found = resolve_model(settings.speculative_model)
-    if is_eagle3(found):
-        return _DraftingFiles(eagle=found)
     if is_heads(found):
         return _DraftingFiles(medusa=found)
     path = checked_model(settings.speculative_model)
@@ -246,6 +249,32 @@ def _draft(
     return LoadedDraft(model, runner, model_digest(path))
 
 
+def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
+    """Return the groups of layers that get blocks of their own; None where one block has all layers.
+
+    What it depends on is the same for all workers of a system, or refused when they link.
+    """
+    groups = window_groups(model.shape.windows)
+    if groups is None or settings.window_blocks == "off":
+        return None
+    whole = {
+        settings.group_flags: settings.in_parts,
+        f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
+        f"--kv-cache-dtype {settings.kv_cache_dtype}": settings.kv_cache_dtype != "auto",
+        f"the {model.backend_name} step": model.backend_name not in ("native", "torch"),
+        f"blocks on {model.device}": model.device.type != "cpu",
+        "a model that reads images": images,
+    }
+    if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
+        log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)
+        return None
+    if settings.keeps_tiers:
+        raise ImpossibleSettings(
+            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
+        )
+    return groups
+
+
 class ImpossibleSettings(StartupError):
     """Settings that do not go together on the device of this worker."""
 
@@ -262,14 +291,18 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
     on_gpu = device.type == "cuda" or settings.backend == "triton"
     if settings.engine_dtype != "auto":
         return "w8a8" if on_gpu and settings.engine_dtype == "int8" else settings.engine_dtype
+    in_parts = settings.in_parts
+    native = computes_natively(settings, path) if in_parts else native_step_works()
     return choose_precision(
-        quantised_file=is_quantised(path),
-        native=not settings.in_parts and settings.backend != "torch" and native_step_works(),
+        # Parts of a folder's codes are not read (diptych/engine/weights/reader.py).
+        quantised_file=is_quantised(path) and (not in_parts or path.is_file()),
+        native=native and settings.backend != "torch",
         cpu_features=cpu_features(),
         on_gpu=on_gpu,
         packs=on_gpu and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
+        in_parts=in_parts,
     )
 
 

@@ -67,9 +67,9 @@ def named_heads(path: Path) -> str | None:
     words = [config.get("model_type"), config.get("speculators_model_type"), config.get("architectures")]
     named = json.dumps(words).lower()
     if "eagle" in named or "eagle_config" in config:
-        return "EAGLE heads are computed in the form of EAGLE-3's authors alone (LlamaForCausalLMEagle3)"
+        return "EAGLE heads are computed in the forms of their authors alone, not in that of speculators"
     if "medusa" in named:
         return f"Medusa heads in another form than {WEIGHTS}, whose config.json has {HEADS_FIELD}"
     if "mlp_speculator" in named or "mtp" in named or "nextn" in named:
-        return "multi-token prediction layers are not computed; Medusa and EAGLE-3 heads are"
+        return "layers for multi-token prediction are read from the model's own folder: say mtp"
     return None

@@ -162,6 +162,7 @@ class WorkerServer:
 
     def _record(self, address: str) -> WorkerRecord:
         fingerprint = self._engine.fingerprint
+        windows = self._engine.layout.windows
         return WorkerRecord(
             worker_id=self._settings.worker_id,
             role=self._spec.role,
@@ -180,6 +181,8 @@ class WorkerServer:
             memory_domain=self._spec.memory_domain,
             draft_digest=fingerprint.draft_digest,
             roles=",".join(self._roles()),
+            window_blocks=0 if windows is None else windows.tables,
+            window_places=0 if windows is None else windows.kept(fingerprint.block_size),
         )
 
     def drain(self, order: DrainOrder) -> None:

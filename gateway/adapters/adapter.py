@@ -1,18 +1,11 @@
-"""An adapter as a gateway knows it, and the rule for its name."""
+"""An adapter as a gateway knows it."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Final
 
 from diptych.runtime.adapter_files import DIGEST_BYTES
-
-MAX_NAME_CHARS: Final = 128
-NAME_RULE: Final = (
-    f"must be 1 to {MAX_NAME_CHARS} letters, digits and . _ - / : @, and begin with a letter or a digit"
-)
-_NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._/:@-]{{0,{MAX_NAME_CHARS - 1}}}")
+from gateway.model.name_rule import NAME_RULE, valid_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +39,6 @@ class Adapter:
         if len(data := bytes.fromhex(digest)) != DIGEST_BYTES:
             raise ValueError("not an adapter's digest")
         return cls(name, data, path, rank)
-
-
-def valid_name(name: str) -> bool:
-    """Return whether `NAME_RULE` holds."""
-    return _NAME.fullmatch(name) is not None
 
 
 def parse_lora(text: str) -> tuple[str, str]:

@@ -5,6 +5,10 @@ The client sends the request again with it and with the ids that it has. It hold
 address: a keyed digest, a seed and two numbers mean nothing without the key.
 
     version 2 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
+    version 3 | the same to the digest | model, 4 | MAC, 16
+
+Version 3 is of gateways with several models: it finds the one that began the stream, whatever the name that
+the client asked for stands for by then.
 
 HMAC-SHA256 (RFC 2104), cut to 128 bits, as base64url without padding. The key is derived from the secret of
 the fleet, so that no other use of that secret can make a token.
@@ -30,10 +34,15 @@ FIELD: Final = "resume_token"
 RECEIVED: Final = "received_token_ids"
 LIFETIME_S: Final = 3600
 VERSION: Final = 2
+TAGGED: Final = 3
 _PARAMETERS_OF_VERSION: Final = 11  # fields of `Sampling`
 _BODY: Final = struct.Struct(">BQQI16s")
+_TAG_BYTES: Final = 4
 _MAC_BYTES: Final = 16
-_CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
+_CHARS: Final = {  # by version
+    VERSION: -(-(_BODY.size + _MAC_BYTES) * 4 // 3),
+    TAGGED: -(-(_BODY.size + _TAG_BYTES + _MAC_BYTES) * 4 // 3),
+}
 
 
 class Opened(NamedTuple):
@@ -51,27 +60,45 @@ class ResumeTokens:
         secret: of the fleet, the same for all gateways that take over from one another.
         model_digest: of the model's files: another model would go on with another text.
         wall_clock: seconds since 1970. The gateways' clocks need to agree to minutes.
+        several: returns whether this gateway serves other models as well.
     """
 
-    def __init__(self, secret: bytes, model_digest: str, *, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        model_digest: str,
+        *,
+        wall_clock: Callable[[], float],
+        several: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._key = hmac.digest(secret, b"diptych resume token", "sha256")
         self._model = model_digest.encode()
+        self._tag = hashlib.sha256(self._model).digest()[:_TAG_BYTES]
         self._clock = wall_clock
+        self._several = several
+
+    def began(self, token: str) -> bool:
+        """Return whether a token names this model; it may be forged, or too old."""
+        if len(token) != _CHARS[TAGGED]:
+            return False
+        return _decoded(token)[_BODY.size : -_MAC_BYTES] == self._tag
 
     def issue(self, request: ParsedRequest, max_tokens: int, tenant: str) -> str:
         """Make the token of a tenant's resolved request; ``max_tokens`` is of the whole output."""
         expires = int(self._clock()) + LIFETIME_S
-        body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request, tenant))
+        version, tag = (TAGGED, self._tag) if self._several() else (VERSION, b"")
+        digest = self._digest(request, tenant)
+        body = _BODY.pack(version, expires, request.sampling.seed, max_tokens, digest) + tag
         return base64.urlsafe_b64encode(body + self._mac(body)).rstrip(b"=").decode()
 
     def open(self, token: str) -> Opened:
         """Return the content. Raises InvalidParameter: not a token of this fleet, altered, or too old."""
         # The length first: what is longer is not worth decoding.
-        data = _decoded(token) if len(token) == _CHARS else b""
-        body, mac = data[: _BODY.size], data[_BODY.size :]
-        if not hmac.compare_digest(mac, self._mac(body)) or body[0] != VERSION:
+        data = _decoded(token) if len(token) in _CHARS.values() else b""
+        body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(body)) or len(token) != _CHARS.get(body[0]):
             raise InvalidParameter(FIELD, "is not a token of this service")
-        _, expires, seed, max_tokens, digest = _BODY.unpack(body)
+        _, expires, seed, max_tokens, digest = _BODY.unpack_from(body)
         if self._clock() > expires:
             raise InvalidParameter(FIELD, "has expired")
         return Opened(seed, max_tokens, digest)

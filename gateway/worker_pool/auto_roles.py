@@ -10,11 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable
 
 from diptych.runtime.errors import RoleChangeRefused
 from diptych.runtime.task_cancellation import end_task
@@ -123,30 +119,3 @@ def _decode_load(worker: Worker, token_s: float) -> DecodeLoad:
         max_sequences=load.max_running,
         step_s=worker.rates.step_s(running, token_s) if running else 0.0,
     )
-
-
-class RoleMetrics(Collector):
-    """Collector of the wanted workers, and of the changes that this gateway ordered."""
-
-    def __init__(self, wanted: Callable[[Role], float], done: Callable[[Role], int]) -> None:
-        self._wanted = wanted
-        self._done = done
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield both families, with all roles."""
-        wanted = GaugeMetricFamily(
-            "diptych_wanted_workers",
-            "Workers that a role needs for its load and the targets of TTFT and ITL",
-            labels=("role",),
-        )
-        changes = CounterMetricFamily(
-            "diptych_role_changes", "Changes to a role that this gateway ordered", labels=("role",)
-        )
-        for role in Role:
-            wanted.add_metric((role.value,), self._wanted(role))
-            changes.add_metric((role.value,), self._done(role))
-        yield from (wanted, changes)
-
-    def describe(self) -> Iterable[Metric]:
-        """Return the families, by which a registry refuses a second collector of the same names."""
-        return self.collect()

@@ -60,18 +60,21 @@ _GAUGES = (
 class LoadMetrics(Collector):
     """Collector of the linked workers' load. It keeps nothing: a worker that left is gone from the page."""
 
-    def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        """Create a collector over the workers that ``workers`` returns, the linked ones."""
+    def __init__(self, workers: Callable[[], Sequence[tuple[str, Worker]]]) -> None:
+        """Create a collector over what ``workers`` returns: the linked ones, each after its model's name."""
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families; one whose role has no worker is empty."""
         workers = self._workers()
         for name, meaning, value, role in _GAUGES:
-            family = GaugeMetricFamily(f"diptych_worker_{name}", meaning, labels=("worker_id", "role"))
-            for worker in workers:
+            family = GaugeMetricFamily(
+                f"diptych_worker_{name}", meaning, labels=("worker_id", "role", "model")
+            )
+            for model, worker in workers:
                 if role is None or worker.record.role == role.value:
-                    family.add_metric((worker.record.worker_id, worker.record.role), value(worker.load))
+                    labels = (worker.record.worker_id, worker.record.role, model)
+                    family.add_metric(labels, value(worker.load))
             yield family
 
     def describe(self) -> Iterable[Metric]:

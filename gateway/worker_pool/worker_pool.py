@@ -108,6 +108,8 @@ class WorkerPool:
         local_prefill: LocalMode = LocalMode.AUTO,
         needed_adapters: Callable[[], dict[bytes, Adapter]] = dict,
         tls: InternalTls | None = None,
+        is_served: Callable[[str], bool] = lambda digest: False,
+        strangers: set[tuple[str, int]] | None = None,
     ) -> None:
         """Create a pool.
 
@@ -115,8 +117,11 @@ class WorkerPool:
             local_workers: returns those that the gateway's own supervisor knows to serve.
             needed_adapters: returns the adapters that all workers must have, by digest.
             tls: certificates for the links; None: they are plain.
+            is_served: returns whether this gateway serves the model of a digest with another pool.
+            strangers: workers of other models that the log has named, (id, incarnation) each, of all pools.
         """
         self._tls = tls
+        self._is_served = is_served
         self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
@@ -132,7 +137,7 @@ class WorkerPool:
         self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
         self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
-        self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
+        self._logged = set() if strangers is None else strangers  # workers of other models, logged once
         self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -182,7 +187,7 @@ class WorkerPool:
         if record.model_digest == self._identity.model_digest and record.role in self._codecs:
             return True
         key = (record.worker_id, record.incarnation)
-        if key not in self._logged:
+        if key not in self._logged and not self._is_served(record.model_digest):
             self._logged.add(key)
             _log.warning("worker %s serves another model than this gateway: not linked", record.worker_id)
         return False
@@ -215,8 +220,9 @@ class WorkerPool:
     # --- queries --------------------------------------------------------------------------------------
 
     def other_models(self) -> list[WorkerRecord]:
-        """Return the workers of the directory that serve another model than this gateway."""
-        return [record for record in self._directory.workers() if not self._is_ours(record)]
+        """Return the workers of the directory that serve none of this gateway's models."""
+        others = (record for record in self._directory.workers() if not self._is_ours(record))
+        return [record for record in others if not self._is_served(record.model_digest)]
 
     def tokens_to_compute(self, job: Job) -> int:
         """Predict the prompt tokens to compute: those that the best pair of workers does not save."""
@@ -447,7 +453,7 @@ def _candidates(
     """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
     token_s = prefill_token_s(w.rates for w in prefill or decode)
     return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING).cached) for w in prefill],
+        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in prefill],
         [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
     )
 

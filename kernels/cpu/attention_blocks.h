@@ -60,7 +60,7 @@ HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, i
     const DiptychModel &model = *step.model;
     int64_t half = step.block_elements(), head = step.head_elements();
     auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
-    return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, step.block_stride(),
+    return {step.table(layer, sequence), memory + step.layer_elements(layer) + head * kv_head, step.block_stride(),
             half, head, step.batch.block_size, model.shape.head_dim};
 }
 

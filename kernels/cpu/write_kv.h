@@ -108,9 +108,9 @@ void write_kv_rows(StepState &step, const Layer &layer, int layer_index, RowTile
     int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.lane % block_size;
     for (int r = 0; r < tile.rows; r++) norm_and_rotate_heads(step, layer, tile.first + r);
     int64_t half = step.block_elements();
-    int64_t block = step.tables[first.sequence][first.lane / block_size];
+    int64_t block = step.table(layer_index, first.sequence)[first.lane / block_size];
     auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
-                 step.block_stride() * block + 2 * half * layer_index;
+                 step.block_stride() * block + step.layer_elements(layer_index);
     int64_t head = step.head_elements();
     for (int h = 0; h < model.shape.kv_heads; h++, keys += head) {
         for (int r = 0; r < tile.rows; r++) {

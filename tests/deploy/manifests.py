@@ -16,7 +16,7 @@ from diptych.runtime.settings import ProgramSettings
 from diptych.runtime.telemetry import _FLUSH_S
 from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
-from gateway.program import SHUT_DOWN_S
+from gateway.listeners import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
 
 ROOT = Path(__file__).parents[2]

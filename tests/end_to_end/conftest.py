@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-import torch
 
 from tests.end_to_end import reference, tiny_system
 from tests.end_to_end.stack import Stack, http_root, running_stack
@@ -61,10 +60,7 @@ def bundled_tcp(started_over_tcp: Stack) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def served(started_tiny: Served) -> Iterator[Served]:
     """A tiny model whose template has tools."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system
     yield started_tiny
-    torch.set_num_threads(before)
     started_tiny.stack.wait_idle()
 
 

@@ -126,12 +126,9 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "tcp":  # every prompt travels
         flags += ["--set", "gateway.local-prefill=never"]
     flags += [f"--lora={name}={path}" for name, path in paths.items()]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system
     with running_stack(*flags) as stack:
         yield Adapted(stack, folder, paths)
         stack.wait_idle()
-    torch.set_num_threads(before)
 
 
 def prompts(seed: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ config`, which takes their flags; that `diptych up` serves is what the other tes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,13 @@ import trustme
 from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from typer.testing import CliRunner
 
+from decode_worker.config import DecodeSettings
+from diptych.cli.app import app
+from diptych.runtime.settings import ProgramSettings
+from gateway.config import GatewaySettings
+from prefill_worker.config import PrefillSettings
 from tests.end_to_end.documented_commands import Command, commands_of
 from tests.end_to_end.reference import model_file
 from tests.end_to_end.stack import Stack
@@ -38,10 +45,10 @@ FOREIGN = ("openssl", "export", "printf", "podman", "git", "cd", "kubectl")
 """Commands of other tools; what of them is ours (flags, files, manifests) is tested where it lies."""
 
 
-SETTINGS = {
-    "gateway": "gateway.config import GatewaySettings",
-    "prefill": "prefill_worker.config import PrefillSettings",
-    "decode": "decode_worker.config import DecodeSettings",
+SETTINGS: dict[str, type[ProgramSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
 }
 
 
@@ -51,6 +58,16 @@ def run(words: list[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[st
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done
+
+
+def invoke(words: list[str], *, cwd: Path = ROOT) -> str:
+    """Run a command of `diptych` that starts nothing in this process, which has its imports; return what it
+    prints.
+    """
+    with contextlib.chdir(cwd):
+        done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"diptych {shlex.join(words)}\n{done.output[-2000:]}\n{done.exception!r}"
+    return done.output
 
 
 def run_make(command: Command, stack: Stack, folder: Path) -> None:
@@ -69,18 +86,19 @@ def run_help(command: Command, stack: Stack, folder: Path) -> None:
 def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     """Let the program read its flags as it would at the start, without starting it."""
     role, *flags = command.words[1:]
-    flags = [str(model_file()) if flag in MODELS or flag.startswith("/models/") else flag for flag in flags]
+    flags = [str(model_file()) if flag in MODELS else flag for flag in flags]
+    flags = [re.sub(r"^([\w-]+=)?/models/\S+$", rf"\g<1>{model_file()}", flag) for flag in flags]
     for name in ("legal", "support"):  # LoRA adapters
         path = write_adapter(folder / name)
         flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
     if role == "up":
-        run([*DIPTYCH, "config", *flags], cwd=folder)
+        invoke(["config", *flags], cwd=folder)
         return
     _write_files(folder)
     if "--internal-tls" in flags:
-        run([*DIPTYCH, "certificates", "certificates"], cwd=folder)
-    read = f"import sys; from {SETTINGS[role]} as Settings; Settings.read_argv(sys.argv[1:])"
-    run([sys.executable, "-c", read, *flags], cwd=folder)
+        invoke(["certificates", "certificates"], cwd=folder)
+    with contextlib.chdir(folder):
+        SETTINGS[role].read_argv(flags)
 
 
 def _write_files(folder: Path) -> None:
@@ -89,7 +107,7 @@ def _write_files(folder: Path) -> None:
     (folder / "key.pem").touch(0o600)
     certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
     certificate.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
-    keys = run([*DIPTYCH, "key", "new", "--tenant", "billing"]).stdout
+    keys = CliRunner().invoke(app, ["key", "new", "--tenant", "billing"]).stdout
     (folder / "keys.jsonl").touch(0o600)
     (folder / "keys.jsonl").write_text(keys)
 
@@ -103,7 +121,7 @@ def run_client_command(command: Command, stack: Stack, folder: Path) -> None:
 
 
 def show_help(command: Command, stack: Stack, folder: Path) -> None:
-    run([*DIPTYCH, command.words[1], "--help"])
+    invoke([command.words[1], "--help"])
 
 
 def run_plain(command: Command, stack: Stack, folder: Path) -> None:
@@ -176,14 +194,14 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"\S*python\S* examples/", run_example),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
     (r"diptych generate --image\b", show_help),  # test_images.py runs it
-    (r"diptych (generate|workers|flush|lora list)\b", run_client_command),
+    (r"diptych (generate|workers|flush|lora list|model list)\b", run_client_command),
     (
-        r"diptych lora (load|unload)\b",
-        lambda command, stack, folder: run([*DIPTYCH, *command.words[1:3], "--help"]) and None,
+        r"diptych (lora|model) (load|unload|alias)\b",
+        lambda command, stack, folder: invoke([*command.words[1:3], "--help"]) and None,
     ),
     (
         r"diptych (drain|role|restart|run-batch|top)\b",
-        lambda command, stack, folder: run([*DIPTYCH, command.words[1], "--help"]) and None,
+        show_help,
     ),
     (r"diptych bench\b", run_bench),
     (r"diptych (config|doctor|version|certificates)\b", run_plain),

@@ -1,4 +1,4 @@
-"""Features that were built apart, in one system: a draft model, adapters, tiers, grammars and tcp.
+"""Features that were built apart, in one system: a draft model or head, adapters, tiers, grammars and tcp.
 
 Every text is transformers' own, whatever else goes on in the step, the block or the tier.
 """
@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from diptych.client import Client
 from tests.adapters import write_adapter
-from tests.end_to_end import tiny_model
+from tests.end_to_end import knowing_head, tiny_model
 from tests.end_to_end.stack import running_stack
-from tests.end_to_end.test_adapters import MODEL, SERVED, A, Adapted, B, ids_of
+from tests.end_to_end.test_adapters import MAX_TOKENS, MODEL, SERVED, A, Adapted, B, ids_of
 
 BLOCKS = 40
 LONG = 96
@@ -23,9 +22,20 @@ LONG = 96
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
-@pytest.fixture(scope="module", params=["shared_memory", pytest.param("tcp", marks=pytest.mark.full)])
+DRAFTS = [
+    ("shared_memory", "model"),
+    pytest.param(("tcp", "model"), marks=pytest.mark.full),
+    pytest.param(("tcp", "eagle"), marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module", params=DRAFTS, ids=["model", "model-tcp", "eagle-tcp"])
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    folder = tiny_model.write(tmp_path_factory.mktemp("tiny"))
+    transport, drafter = request.param
+    drafts = folder = tiny_model.write(tmp_path_factory.mktemp("tiny"))
+    if drafter == "eagle":
+        known = [tiny_model.prompt(seed, LONG) for seed in range(4)]
+        drafts = knowing_head.write(tmp_path_factory.mktemp("drafts") / "head", folder, known, MAX_TOKENS)
     base = tiny_model.oracle(folder)
     root = tmp_path_factory.mktemp("adapters")
     paths = {
@@ -33,16 +43,13 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         B: write_adapter(root / "b", base, seed=2, rank=8),
     }
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    flags += ["--kv-blocks", str(BLOCKS), "--max-loras", "2", "--transport", request.param]
-    flags += ["--speculative-model", str(folder), "--speculative-tokens", "3"]
+    flags += ["--kv-blocks", str(BLOCKS), "--max-loras", "2", "--transport", transport]
+    flags += ["--speculative-model", str(drafts), "--speculative-tokens", "3"]
     flags += ["--kv-tier", "ram:64m", "--kv-tier", f"disk:{tmp_path_factory.mktemp('tier')}:64m"]
     flags += [f"--lora={name}={path}" for name, path in paths.items()]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads of the oracle would spin on the cores of the system
     with running_stack(*flags) as stack:
         yield Adapted(stack, folder, paths)
         stack.wait_idle()
-    torch.set_num_threads(before)
 
 
 def test_prompts_that_come_back_from_a_tier_are_continued_with_drafts_and_adapters(together: Adapted) -> None:

@@ -19,7 +19,7 @@ from tests.end_to_end.http_requests import greedy_tokens, many_greedy
 from tests.end_to_end.stack import Stack, running_stack
 
 MAX_TOKENS = 16
-pytestmark = pytest.mark.timeout(900)  # transformers takes a minute or two for its side, once
+pytestmark = pytest.mark.timeout(900)  # transformers takes a while for its side, once
 
 
 def differing(prompts: Sequence[Sequence[int]], answers: Sequence[tuple[int, ...]]) -> list[int]:
@@ -27,20 +27,24 @@ def differing(prompts: Sequence[Sequence[int]], answers: Sequence[tuple[int, ...
     return [
         len(prompt)
         for prompt, answer in zip(prompts, answers, strict=True)
-        if answer != reference.greedy(tuple(prompt), MAX_TOKENS)
+        if not reference.is_greedy(tuple(prompt), answer, MAX_TOKENS)
     ]
 
 
-def check_identity(stack: Stack, prompts: Sequence[tuple[int, ...]], transport: str) -> None:
+def check_identity(
+    stack: Stack, prompts: Sequence[tuple[int, ...]], transport: str, *, full: bool = False
+) -> None:
+    """Ask for all prompts, many at once, and alone again for some of them, or in the full form all."""
     together = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=16))
     cached_before = stack.metric("decode", "diptych_prefix_cache_hits_total")
-    again = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=1))
+    repeated = prompts if full else prompts[::3]
+    again = asyncio.run(many_greedy(stack.address, repeated, MAX_TOKENS, at_a_time=1))
     cached = stack.metric("decode", "diptych_prefix_cache_hits_total") - cached_before
     moved = stack.metric("decode", "diptych_kv_transfer_bytes_total")
     stack.wait_idle()
     assert differing(prompts, together) == []
-    assert differing(prompts, again) == []
-    assert cached > sum(map(len, prompts)) / 2, "the second pass should have found most of its prefixes"
+    assert differing(repeated, again) == []
+    assert cached > sum(map(len, repeated)) / 2, "the second pass should have found most of its prefixes"
     assert (moved == 0) == (transport == "shared_memory")
 
 
@@ -57,7 +61,7 @@ def test_the_stack_equals_transformers(request: pytest.FixtureRequest, transport
 )
 def test_the_stack_equals_transformers_full(transport: str, chunk: int) -> None:
     with running_stack("--dtype", "fp32", "--transport", transport, "--prefill-chunk", str(chunk)) as stack:
-        check_identity(stack, reference.prompts(), transport)
+        check_identity(stack, reference.prompts(), transport, full=True)
 
 
 def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
@@ -74,7 +78,7 @@ def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
 
 def test_drafted_tokens_change_nothing() -> None:
     """Alone and beside each other, in steps that leave room for drafts; some drafts have to be right."""
-    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260]
+    prompts = [prompt for prompt in reference.short_prompts()[::2] if len(prompt) <= 260]
     with running_stack("--dtype", "fp32", "--set", "decode.speculative-tokens=4") as stack:
         answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=2))
         drafted = stack.metric("decode", "diptych_spec_decode_draft_tokens_total")

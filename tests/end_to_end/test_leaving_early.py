@@ -12,6 +12,7 @@ from diptych.client import AsyncClient
 from tests.end_to_end import reference
 from tests.end_to_end.http_requests import greedy_answer
 from tests.end_to_end.stack import Stack, running_stack
+from tests.forms import sampled
 
 ANSWER_S = 1.5  # of 64 tokens, on the machine that the patience below is from
 SLOWEST = 4.0  # patience does not grow beyond this: the test has to end
@@ -61,16 +62,21 @@ async def cancel_at_random(address: str, count: int, seed: int) -> dict[str, int
 def check_cancels(stack: Stack, count: int) -> None:
     came = asyncio.run(cancel_at_random(stack.address, count, seed=7))
     stack.wait_idle()
-    tokens = asyncio.run(greedy_answer(stack.address, reference.prompts()[20], 16))
+    tokens = asyncio.run(greedy_answer(stack.address, reference.prompts()[21], 16))
     assert came["nothing"] > count // 25, f"too few cancels before the first token: {came}"
     assert came["tokens"] > count // 25, f"too few cancels after the first token: {came}"
-    assert tokens == reference.greedy(reference.prompts()[20], 16)
+    assert reference.is_greedy(reference.prompts()[21], tokens, 16)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stack", ["bundled", pytest.param("bundled_tcp", marks=pytest.mark.full)])
-def test_150_cancels_at_random_instants_leak_nothing(request: pytest.FixtureRequest, stack: str) -> None:
-    check_cancels(request.getfixturevalue(stack), 150)
+@pytest.mark.parametrize(
+    ("stack", "count"),
+    sampled([("bundled", 75), ("bundled", 150), ("bundled_tcp", 150)], [("bundled", 75)]),
+)
+def test_cancels_at_random_instants_leak_nothing(
+    request: pytest.FixtureRequest, stack: str, count: int
+) -> None:
+    check_cancels(request.getfixturevalue(stack), count)
 
 
 @pytest.mark.full

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import openai
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from diptych.client import Client
 from lab.peers.bf16_folder import main as write_bf16_folder
+from tests import bundled_oracle
 from tests.diptych.runtime.odd_models import CASES
 from tests.end_to_end import reference
 from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests.forms import sampled
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -26,11 +33,24 @@ BASE_END = 0  # <|endoftext|>; the end of a turn is token 2, <|im_end|>
 CONTEXT = 200
 
 
-def cached_folder(root: Path) -> Path:
+def write_oracle(folder: Path) -> None:
+    """Write the weights that the oracle has read already, in bf16."""
+    model = bundled_oracle.model()
+    assert model.config.tie_word_embeddings
+    rounded = {name: tensor.bfloat16() for name, tensor in model.model.state_dict(prefix="model.").items()}
+    save_file(rounded, folder / "model.safetensors", {"format": "pt"})
+    config = copy.deepcopy(model.config)
+    config.dtype = torch.bfloat16
+    del config.quantization_config
+    config.save_pretrained(folder)
+    bundled_oracle.tokenizer().save_pretrained(folder)
+
+
+def cached_folder(root: Path, write: Callable[[Path], None]) -> Path:
     """Write the bundled weights as a snapshot of the Hugging Face cache that declares its base's end."""
     folder = root / "models--HuggingFaceTB--SmolLM2-135M-Instruct" / "snapshots" / "8f14e45fceea167a"
     folder.mkdir(parents=True)
-    write_bf16_folder(reference.model_file(), folder)
+    write(folder)
     for name in ("config.json", "generation_config.json"):
         fields = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps({**fields, "eos_token_id": BASE_END}))
@@ -50,12 +70,18 @@ def base_end_gguf(root: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["folder", pytest.param("gguf", marks=pytest.mark.full)])
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "folder": write_oracle,
+    "folder of lab.peers": partial(write_bf16_folder, reference.model_file()),
+}
+
+
+@pytest.fixture(scope="module", params=sampled([*WRITERS, "gguf"], ["folder"]))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    root = tmp_path_factory.mktemp(request.param)
+    root = tmp_path_factory.mktemp("model")
     flags = ["--max-model-len", str(CONTEXT), "--device", "cpu"]
-    if request.param == "folder":
-        folder = cached_folder(root)
+    if request.param in WRITERS:
+        folder = cached_folder(root, WRITERS[request.param])
         with running_stack("--model", ".", *flags, env={"PYTHONPATH": str(ROOT)}, cwd=folder) as stack:
             yield stack
     else:
@@ -119,20 +145,10 @@ def test_max_model_len_is_the_context_in_lists_and_errors(served: Stack) -> None
 
 WRONG = ("lfs_weights", "split", "only_pickles", "architecture")
 ALONE = ("gateway", "prefill_worker", "decode_worker")
-SMALL_FORM = {*zip(ALONE, WRONG[1:], strict=True)}
+SAMPLE = [("diptych", "lfs_weights"), *zip(ALONE, WRONG[1:], strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("module", "case"),
-    [
-        *(("diptych", case) for case in WRONG),
-        *(
-            pytest.param(module, case, marks=() if (module, case) in SMALL_FORM else pytest.mark.full)
-            for module in ALONE
-            for case in WRONG
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "case"), sampled(product(("diptych", *ALONE), WRONG), SAMPLE))
 def test_program_says_what_its_model_is_in_one_line(module: str, case: str, tmp_path: Path) -> None:
     write, said = CASES[case]
     command = [sys.executable, "-m", module, *(["up"] if module == "diptych" else ["--log-level=error"])]

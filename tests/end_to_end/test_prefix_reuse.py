@@ -17,7 +17,7 @@ from tests.end_to_end import reference
 from tests.end_to_end.http_requests import collect
 from tests.end_to_end.stack import Stack
 
-PREFIX = 800
+PREFIX = 480
 
 
 def prompt(family: int, tail: int) -> list[int]:

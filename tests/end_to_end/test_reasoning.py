@@ -19,6 +19,7 @@ from tests.end_to_end import reasoning_model
 from tests.end_to_end.reasoning_model import Asker, joined
 from tests.end_to_end.stack import Stack, http_root, running_stack
 from tests.end_to_end.tiny_system import MODEL
+from tests.faults.second_gateway import second_gateway
 
 REGEX = r"[a-f]{4} [0-9]{6}"
 WEATHER = pb.Tool(
@@ -291,11 +292,10 @@ def test_http_has_reasoning_in_messages_and_deltas(
         assert client.chat.completions.create(**body).usage.prompt_tokens < long
 
 
-def test_none_leaves_reasoning_in_the_text(folder: Path, asker: Asker) -> None:
+def test_none_leaves_reasoning_in_the_text(folder: Path, stack: Stack, asker: Asker) -> None:
     request = asker.reasoning_request()
-    flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32"]
     with (
-        running_stack(*flags, "--reasoning-parser", "none") as plain,
+        second_gateway(stack, folder, {"DIPTYCH_REASONING_PARSER": "none"}) as plain,
         grpc.insecure_channel(plain.address) as channel,
     ):
         answer = rpc.InferenceServiceStub(channel).Generate(request, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
-from tests.end_to_end import reference
+from tests.end_to_end import tiny_system
 from tests.end_to_end.stack import Stack, running_stack
 
 FIXED_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
@@ -21,14 +21,16 @@ LIMITS = ("--set", "gateway.write-timeout=60", "--set", "gateway.stream-buffer-m
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Stack]:
-    with running_stack(*LIMITS) as stack:
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """What is not read lies in the gateway, whatever model it comes from."""
+    folder = tiny_system.write(tmp_path_factory.mktemp("tiny"))
+    with running_stack("--model", str(folder), "--model-name", tiny_system.MODEL, *LIMITS) as stack:
         yield stack
 
 
 def request(n: int, max_tokens: int, logprobs: int | None = None) -> pb.GenerateRequest:
     return pb.GenerateRequest(
-        model=reference.MODEL,
+        model=tiny_system.MODEL,
         text="The capital of France is",
         sampling=pb.SamplingParams(n=n, seed=1, temperature=1.0),
         stopping=pb.StoppingCriteria(max_tokens=max_tokens, ignore_eos=True),

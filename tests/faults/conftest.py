@@ -43,9 +43,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.write(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def laptop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
-    """One worker a role: who loses one waits until it is back."""
+    """One worker a role: who loses one waits until it is back. Every test leaves it whole and idle."""
     yield from breakable(tmp_path_factory, tiny)
 
 

@@ -34,7 +34,7 @@ from tests.end_to_end.stack import StackFailed
 from tests.faults.conftest import Breakable
 from tests.faults.failpoints import kill
 from tests.faults.figures import Figure, Result, add_output, count, seconds, tell
-from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of
+from tests.faults.requests import ASKS, TIMEOUT_S, Asks, ask, check_same, prompt_of
 from tests.faults.second_gateway import second_gateway
 from tests.faults.states import LOCAL_STATES, STATES, VICTIMS, Role, State, Victim
 from tests.faults.system import (
@@ -48,7 +48,7 @@ from tests.faults.system import (
     signal_if_alive,
 )
 
-MIX = ("greedy", "seeded", "two choices")
+MIX: Asks = {name: ASKS[name] for name in ("greedy", "seeded", "two choices")}
 CLEAN_WITHIN_S = 2.0
 BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 
@@ -99,15 +99,15 @@ class Matrix:
         return Result("Kill matrix", figures, self.table(), self.failures)
 
 
-def strike(system: Breakable, model: Path, state: State, victim: Victim) -> float:
+def strike(system: Breakable, model: Path, state: State, victim: Victim, asks: Asks = MIX) -> float:
     """One kill. Seconds until all was clean; raises AssertionError for what is wrong."""
     if victim == "gateway":
-        return _strike_gateway(system, model, state)
-    expected = _expected(system, state.prompt_tokens)
+        return _strike_gateway(system, model, state, asks)
+    expected = _expected(system, state.prompt_tokens, asks)
     families = _families(system)  # now: what is stopped for long is given up before it is killed
     system.armory.arm(state.failpoint, "freeze", after=state.after)
     with ThreadPoolExecutor(1) as other:
-        asked = other.submit(partial(ask, system.address, MIX, length=state.prompt_tokens))
+        asked = other.submit(partial(ask, system.address, asks, length=state.prompt_tokens, asks=asks))
         stopped = system.armory.wait_taken(state.failpoint)
         targets = _pids(system, victim, stopped, state.role)
         doomed = [pid for target in targets for pid in families.get(target) or family_of(target)]
@@ -120,12 +120,13 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
     return _clean(system, targets, doomed)
 
 
-def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
-    expected = _expected(system, state.prompt_tokens)
+def _strike_gateway(system: Breakable, model: Path, state: State, asks: Asks) -> float:
+    expected = _expected(system, state.prompt_tokens, asks)
     with second_gateway(system.stack, model, system.armory.environment) as second:
         system.armory.arm(state.failpoint, "freeze", after=state.after)
         with ThreadPoolExecutor(1) as other:
-            asked = other.submit(asyncio.run, _resumed([second.address, system.address], state.prompt_tokens))
+            addresses = [second.address, system.address]
+            asked = other.submit(asyncio.run, _resumed(addresses, state.prompt_tokens, asks))
             stopped = system.armory.wait_taken(state.failpoint)
             doomed = family_of(second.pid)
             kill(second.pid)
@@ -138,12 +139,14 @@ def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
     return _clean(system, doomed[:1], doomed)  # our own child: reaped by leaving the block
 
 
-async def _resumed(addresses: Sequence[str], length: int) -> tuple[dict[str, Completion], set[str]]:
+async def _resumed(
+    addresses: Sequence[str], length: int, asks: Asks
+) -> tuple[dict[str, Completion], set[str]]:
     """The answers, and which of them broke off."""
     broken: set[str] = set()
 
     async def one(client: AsyncClient, name: str) -> Completion:
-        stream = client.stream(prompt_of(name, length), timeout_s=TIMEOUT_S, resume=True, **ASKS[name])
+        stream = client.stream(prompt_of(name, length), timeout_s=TIMEOUT_S, resume=True, **asks[name])
         async with stream:
             try:
                 async for _ in stream:
@@ -155,8 +158,8 @@ async def _resumed(addresses: Sequence[str], length: int) -> tuple[dict[str, Com
             return stream.received.completion()
 
     async with AsyncClient(addresses) as client:
-        answers = await asyncio.gather(*(one(client, name) for name in MIX))
-    return dict(zip(MIX, answers, strict=True)), broken
+        answers = await asyncio.gather(*(one(client, name) for name in asks))
+    return dict(zip(asks, answers, strict=True)), broken
 
 
 def _check_prefix(right: Completion, got: Completion) -> None:
@@ -169,10 +172,10 @@ def _check_prefix(right: Completion, got: Completion) -> None:
 _references: dict[tuple[str, int], Mapping[str, Completion]] = {}
 
 
-def _expected(system: Breakable, length: int) -> Mapping[str, Completion]:
+def _expected(system: Breakable, length: int, asks: Asks) -> Mapping[str, Completion]:
     """The answers without a fault, asked once; what was cached is forgotten, so that prompts are computed."""
     if (system.address, length) not in _references:
-        _references[system.address, length] = ask(system.address, MIX, length=length)
+        _references[system.address, length] = ask(system.address, asks, length=length, asks=asks)
     system.stack.wait_idle(10)
     flush_prefixes(system.stack)
     return _references[system.address, length]
@@ -222,15 +225,18 @@ def run(
     plan: Sequence[tuple[State, Victim]],
     say: bool = True,
     matrix: Matrix | None = None,
+    asks: Asks = MIX,
 ) -> Matrix:
-    """Carry out the kills of `plan` in its order; the cells of `matrix`, if given, gather them."""
+    """Carry out the kills of `plan` in its order while `asks` are asked; the cells of `matrix`, if given,
+    gather them.
+    """
     matrix = Matrix() if matrix is None else matrix
     for state, victim in plan:
         cell = matrix.cells.setdefault((state.name, victim), Cell())
         cell.kills += 1
         began = time.monotonic()
         try:
-            took = strike(system, model, state, victim)
+            took = strike(system, model, state, victim, asks)
             matrix.clean_s.append(took)
             if took > CLEAN_WITHIN_S:
                 cell.failures.append(f"clean after {took:.1f} s only")

@@ -54,13 +54,13 @@ async def stream(client: AsyncClient, prompt: list[int], options: Mapping[str, A
         return stream.received.completion()
 
 
-def ask(address: str, names: Iterable[str], *, length: int = 100) -> dict[str, Completion]:
-    """The streamed answers to these questions, all asked at once."""
+def ask(address: str, names: Iterable[str], *, length: int = 100, asks: Asks = ASKS) -> dict[str, Completion]:
+    """The streamed answers to these questions of `asks`, all asked at once."""
 
     async def all_of_them() -> list[Completion]:
         async with AsyncClient(address, retries=0) as client:
             return await asyncio.gather(
-                *(stream(client, prompt_of(name, length), ASKS[name]) for name in names)
+                *(stream(client, prompt_of(name, length), asks[name]) for name in names)
             )
 
     names = list(names)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.adapters import write_adapter
+from tests.diptych.worker_process.test_medusa_loader import write_heads
+from tests.end_to_end import knowing_head, tiny_model
 from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token, pull_kills
-from tests.faults.conftest import Breakable
+from tests.faults.conftest import Breakable, breakable
+from tests.faults.requests import ASKS, TOKENS, ask, prompt_of
 from tests.faults.states import LOCAL_STATES, STATES, Victim
-from tests.faults.system import breakable_system
+from tests.faults.system import PAIRS, breakable_system
 
 FEW = [("S3", "gateway"), ("S5", "decode"), ("S4", "pair"), ("S8", "all decode")]
 MORE = [("S0", "redis"), ("S9", "prefill")]
@@ -49,10 +54,65 @@ def test_no_token_of_a_local_prompt_is_lost_whoever_is_killed(
     assert not [one for one in matrix.failures if "clean after" not in one]
 
 
+WITH_HEADS = [
+    ("S3", "decode"),
+    ("S4", "prefill"),
+    ("S5", "decode"),
+    ("S8", "decode"),
+    ("S8", "pair"),
+    ("S9", "decode"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("drafts", ["eagle", "eagle-tree", "medusa-tree"])
+def test_no_token_is_lost_with_heads(
+    drafts: str, tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The EAGLE head knows what is asked: its drafts are right, before and after a worker dies."""
+    if drafts == "medusa-tree":
+        heads = write_heads(tmp_path / "heads", tiny)
+    else:
+        heads = knowing_head.write(tmp_path / "heads", tiny, [prompt_of("greedy")], TOKENS)
+    flags = [*PAIRS, "--speculative-model", str(heads)]
+    flags += ["--speculative-tree", "3,2,1"] if drafts.endswith("tree") else []
+    states = {state.name: state for state in STATES}
+    with contextmanager(breakable)(tmp_path_factory, tiny, *flags) as system:
+        matrix = kill_matrix.run(system, tiny, [(states[name], victim) for name, victim in WITH_HEADS])
+        named = f"diptych_spec_decode_{'draft' if drafts == 'medusa-tree' else 'accepted'}_tokens_total"
+        assert sum(system.stack.metric("decode", named, number) for number in range(2)) > 0
+    assert len(matrix.cells) == len(WITH_HEADS)
+    assert not [one for one in matrix.failures if "clean after" not in one]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_no_token_is_lost_with_adapters(
+    tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The base and two adapters decode side by side while their workers and a gateway are killed."""
+    base = tiny_model.oracle(tiny)
+    loras = [write_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate("ab")]
+    flags = [*PAIRS, *(f"--lora={path.name}={path}" for path in loras)]
+    chosen = {"greedy": "a", "seeded": "b", "two choices": "a", "logprobs": ""}
+    asks = {name: {**ASKS[name], **({"lora": lora} if lora else {})} for name, lora in chosen.items()}
+    cells = [*FEW, *MORE, *WITH_HEADS]
+    states = {state.name: state for state in STATES}
+    with contextmanager(breakable)(tmp_path_factory, tiny, *flags) as system:
+        plain = ask(system.address, ["greedy"])
+        matrix = kill_matrix.run(system, tiny, [(states[name], victim) for name, victim in cells], asks=asks)
+        adapted = ask(system.address, ["greedy"], asks=asks)
+    assert adapted["greedy"].choices != plain["greedy"].choices, "the adapter says something of its own"
+    assert not [one for one in matrix.failures if "clean after" not in one]
+
+
 def test_streams_that_are_hit_go_on(pairs: Breakable) -> None:
-    measured = next_token.measure(pairs, [("SIGKILL", "decode")])
+    """Of a worker that is killed, and of one that is stopped."""
+    blows = [("SIGKILL", "decode"), ("SIGSTOP", "decode")]
+    measured = next_token.measure(pairs, blows)
     assert not measured.failures
-    assert measured.waits_s["SIGKILL", "decode"], "nobody was hit"
+    assert all(measured.waits_s[blow] for blow in blows), "nobody was hit"
 
 
 def test_damaged_blocks_are_never_read(over_tcp: Breakable) -> None:

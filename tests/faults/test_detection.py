@@ -100,6 +100,7 @@ def stopped_at_token(stack: Stack, wanted: int) -> tuple[list[int], float]:
     return ids, gap
 
 
+@pytest.mark.full  # test_campaigns.py stops one in every run
 def test_a_stream_goes_on_when_its_worker_is_stopped(house: tuple[Stack, Path]) -> None:
     stack, _ = house
     undisturbed = asyncio.run(stream(stack.address))

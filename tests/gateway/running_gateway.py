@@ -19,7 +19,9 @@ from diptych.cli.valkey import valkey_binary
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from gateway.config import GatewaySettings
+from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
+from gateway.model_core import ModelCore
 from gateway.program import Gateway
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
@@ -66,6 +68,11 @@ class Stack:
         return inference_pb2_grpc.InferenceServiceStub(self.channel)
 
     @property
+    def core(self) -> ModelCore:
+        """The core of the one model, or of the first."""
+        return self.gateway.models.first
+
+    @property
     def registry(self) -> CollectorRegistry:
         return self.gateway.registry
 
@@ -77,7 +84,7 @@ class Stack:
         async with asyncio.timeout(60):
             await self.gateway.calls.idle()
         assert len(self.gateway.live) == 0
-        queue = self.gateway.gate.queue
+        queue = self.core.gate.queue
         queue.invariants()
         assert (queue.running, queue.waiting, queue.waiting_tokens) == (0, 0, 0)
 
@@ -95,7 +102,7 @@ async def running(
     values = GatewaySettings(
         redis_url=redis_url, grpc_port=0, http_port=0, secret=SECRET, **{"shutdown_timeout": 0.5, **settings}
     )
-    gateway = Gateway(values, model, DIGEST)
+    gateway = Gateway(values, [LoadedModel(model, DIGEST)])
     await gateway.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}")
     stack = Stack(gateway, channel, redis_url, model)

@@ -19,6 +19,7 @@ from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
+from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from gateway.session.retry_policy import MAX_REFUSALS
@@ -208,7 +209,7 @@ async def test_unload_waits_for_running_requests_and_refuses_new_ones(
         running_one = asyncio.ensure_future(collect(stack.stub.StreamGenerate(ask(stack, model="legal"))))
         await decode.wait_for("attach")
         unload = asyncio.ensure_future(operator.UnloadAdapter(admin.UnloadAdapterRequest(name="legal")))
-        await until(lambda: stack.gateway.adapters.get("legal") is None)
+        await until(lambda: stack.core.adapters.get("legal") is None)
         found = await refusal(stack.stub.Generate(ask(stack, model="legal"), timeout=20))
         assert found == (Code.NOT_FOUND, "UNKNOWN_MODEL")
         [leaving] = (await operator.ListAdapters(admin.ListAdaptersRequest())).adapters
@@ -232,7 +233,7 @@ async def test_a_load_that_one_worker_refuses_leaves_nothing(
         ) as caught:
             await operator.LoadAdapter(load("legal", write(tmp_path)))
         assert (caught.value.code(), reason_of(caught.value)) == (Code.FAILED_PRECONDITION, "ADAPTER_REFUSED")
-        assert stack.gateway.adapters.get("legal") is None
+        assert stack.core.adapters.get("legal") is None
         await until(lambda: not prefill.adapters)
         decode.refusal = ""
         await operator.LoadAdapter(load("legal", tmp_path))
@@ -303,15 +304,17 @@ async def test_a_worker_that_comes_later_gets_the_adapters(
 async def test_gateways_agree_on_names(bundled: ServedModel, redis_url: str, tmp_path: Path) -> None:
     workers = _, decode = pair()
     async with serving(bundled, redis_url, *workers) as (stack, operator):
-        other = Gateway(stack.gateway._settings, bundled, running_gateway.DIGEST, incarnation_id=7)
+        other = Gateway(
+            stack.gateway._settings, [LoadedModel(bundled, running_gateway.DIGEST)], incarnation_id=7
+        )
         await other.start()
         try:
             await until(lambda: other.ready)
             await operator.LoadAdapter(load("legal", write(tmp_path)))
-            await until(lambda: other.adapters.get("legal") is not None)
-            assert other.adapters.get("legal") == stack.gateway.adapters.get("legal")
-            await other.adapter_service.unload("legal")
-            await until(lambda: stack.gateway.adapters.get("legal") is None)
+            await until(lambda: other.models.first.adapters.get("legal") is not None)
+            assert other.models.first.adapters.get("legal") == stack.core.adapters.get("legal")
+            await other.models.first.adapter_service.unload("legal")
+            await until(lambda: stack.core.adapters.get("legal") is None)
             await until(lambda: not decode.adapters)
         finally:
             await other.close()
@@ -327,14 +330,14 @@ async def test_metrics_show_adapters_and_forget_them(
         value = stack.registry.get_sample_value
         call = stack.stub.StreamGenerate(ask(stack, model="legal"))
         await decode.wait_for("attach")
-        assert value("diptych_adapters") == 1
+        assert value("diptych_adapters", {"model": bundled.card.name}) == 1
         assert value("diptych_adapter_requests_running", {"adapter": "legal"}) == 1
         labels = {"running_lora_adapters": "legal", "waiting_lora_adapters": "", "max_lora": "8"}
         await until(lambda: value("vllm:lora_requests_info", labels) is not None)
         call.cancel()
         await stack.until_idle()
         await operator.UnloadAdapter(admin.UnloadAdapterRequest(name="legal"))
-        assert value("diptych_adapters") == 0
+        assert value("diptych_adapters", {"model": bundled.card.name}) == 0
         assert value("diptych_adapter_requests_running", {"adapter": "legal"}) is None
 
 

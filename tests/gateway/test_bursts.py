@@ -15,7 +15,7 @@ from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import ids_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering, delivered
 
-CALLS = 3000
+CALLS = 2000
 CHANNELS = 6
 
 
@@ -67,7 +67,7 @@ async def test_every_call_of_a_burst_ends_ok_or_with_a_refusal_and_bystanders_go
         )
         for channel in channels:
             await channel.close()
-        await until(lambda: stack.gateway.gate.queue.running == 0)
+        await until(lambda: stack.core.gate.queue.running == 0)
     assert set(ends) <= {"OK", "RESOURCE_EXHAUSTED with a hint"}, ends
     assert ends["RESOURCE_EXHAUSTED with a hint"] == refused > 0
     assert "requests refused since the last such line" in caplog.text

@@ -45,14 +45,14 @@ def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:
 async def hung(stack: Stack) -> AsyncIterator[None]:
     """Occupy the only place with one request."""
     call = stack.stub.StreamGenerate(stack.request("Hello", request_id="first"))
-    await until(lambda: stack.gateway.gate.queue.running == 1)
+    await until(lambda: stack.core.gate.queue.running == 1)
     yield
     call.cancel()
 
 
 def measured(stack: Stack, tokens_per_s: float) -> None:
     """Set the measured prefill rate."""
-    rate = stack.gateway.gate.queue.rate
+    rate = stack.core.gate.queue.rate
     rate._units, rate._seconds = 1000 * tokens_per_s, 1000.0
 
 
@@ -69,7 +69,7 @@ async def crowded(stack: Stack) -> AsyncIterator[None]:
     """Fill the queue: one request runs and another waits."""
     async with hung(stack):
         waiting = stack.stub.StreamGenerate(stack.request("a b c " * 8))
-        await until(lambda: stack.gateway.gate.queue.waiting == 1)
+        await until(lambda: stack.core.gate.queue.waiting == 1)
         yield
         waiting.cancel()
 
@@ -304,7 +304,7 @@ async def test_retry_hint_is_the_wait_of_the_queue(bundled: ServedModel, redis_u
     workers = ScriptedPrefill(), ScriptedDecode()
     async with running(bundled, redis_url, *workers, **row.settings) as stack, crowded(stack):
         assert (await over_grpc(stack, row)).retry_s == FIRST_RETRY_S
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         measured(stack, queue.waiting_tokens / 4.0)
         assert (await over_grpc(stack, row)).retry_s == pytest.approx(4.0, abs=0.01)
 

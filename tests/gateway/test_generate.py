@@ -292,7 +292,7 @@ async def test_draining_worker_gets_no_new_request(
 
     workers = ScriptedPrefill(), ScriptedDecode(refuse), ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, *workers) as stack:
-        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 3)
+        await until(lambda: len(stack.core.worker_pool.registry.linked()) == 3)
         for _ in range(8):  # whichever comes first
             assert text_of(await collect(stack.stub.StreamGenerate(stack.request()))) == ANSWER
 
@@ -342,9 +342,9 @@ async def test_queue_keeps_priority_order_and_refuses_above_its_bound(
         running_call = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request())))
         (first,) = await decode.wait_for("attach")
         low = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request(priority=0))))
-        await until(lambda: stack.gateway.gate.queue.waiting == 1)
+        await until(lambda: stack.core.gate.queue.waiting == 1)
         high = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request("Hi", priority=5))))
-        await until(lambda: stack.gateway.gate.queue.waiting == 2)
+        await until(lambda: stack.core.gate.queue.waiting == 2)
         error = await failure(stack.stub.StreamGenerate(stack.request("one more than fits " * 4)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert reason_of(error) == "QUEUE_FULL"
@@ -388,7 +388,7 @@ async def test_router_sends_a_prompt_to_the_worker_with_its_prefix(
     owner, others = ScriptedDecode(answering(answer)), [ScriptedDecode(answering(answer)) for _ in range(3)]
     owner.keys = block_keys(namespace, ids, 16)
     async with running(bundled, redis_url, ScriptedPrefill(), owner, *others) as stack:
-        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 5)
+        await until(lambda: len(stack.core.worker_pool.registry.linked()) == 5)
         await until(lambda: bool(stack.gateway.mirror.prefix_hits(owner.keys)))
         for _ in range(4):
             await collect(stack.stub.StreamGenerate(stack.request(prompt)))
@@ -429,7 +429,7 @@ async def test_concurrent_streams_and_random_cancels_leave_nothing_behind(
 
         await asyncio.gather(*map(one, range(120)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.worker_pool.registry.linked())
+        assert not any(w.outstanding for w in stack.core.worker_pool.registry.linked())
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones(

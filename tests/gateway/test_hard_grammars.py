@@ -54,7 +54,7 @@ async def test_deadline_during_grammar_compilation_reaches_no_worker(
 
 async def test_dead_grammar_child_does_not_fail_the_request(bundled: ServedModel, redis_url: str) -> None:
     async def kill(stack: Stack) -> None:
-        child = stack.gateway.request_parser._grammars.child
+        child = stack.core.request_parser._grammars.child
         while True:
             if child.process is not None:
                 child.process.kill()

@@ -42,7 +42,7 @@ def sample(stack: Stack, name: str, **labels: str) -> float | None:
 
 async def reported(stack: Stack) -> None:
     """Wait until the decode worker has said what it computes itself."""
-    linked = stack.gateway.worker_pool.registry.linked
+    linked = stack.core.worker_pool.registry.linked
     await until(lambda: any(worker.load.max_local_prefill_tokens for worker in linked()))
 
 
@@ -95,7 +95,7 @@ async def test_short_prompts_are_served_without_a_prefill_worker(
 ) -> None:
     decode = LocalDecode(short=0, fallback=8)
     async with running(bundled, redis_url, decode, worker_wait_timeout=0.3) as stack:
-        await until(lambda: stack.gateway.worker_pool.registry.fallback_tokens == 8)
+        await until(lambda: stack.core.worker_pool.registry.fallback_tokens == 8)
         messages = await collect(stack.stub.StreamGenerate(stack.request()))
         assert ids_of(messages) == [100, 101, 102]
         (attach,) = await decode.wait_for("attach")

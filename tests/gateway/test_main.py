@@ -15,6 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.forms import FULL
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,15 +63,16 @@ def test_gateway_program_starts_serves_and_stops() -> None:
             ("--model", "{folder}"),
             "{folder} is empty: a model is a .gguf file or a folder with config.json",
         ),
-        (
+        pytest.param(
             "no model",
             ("--model", "{folder}/model.gguf"),
             "model.gguf is no GGUF file, though it is named so: a model is",
+            marks=FULL,
         ),
-        (None, ("--model", "{folder}/nothing"), "no model at"),
+        pytest.param(None, ("--model", "{folder}/nothing"), "no model at", marks=FULL),
         (None, ("--http-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: address already in use"),
         (None, ("--grpc-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: taken by another process"),
-        (None, ("--host", "0.0.0.0"), "refusing to listen on 0.0.0.0"),
+        pytest.param(None, ("--host", "0.0.0.0"), "refusing to listen on 0.0.0.0", marks=FULL),
     ],
 )
 def test_user_error_is_reported_in_one_line(

@@ -24,7 +24,7 @@ class Quarantining(ScriptedDecode):
 async def test_request_waits_until_its_kv_memory_fits(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(total_blocks=BLOCKS)
     async with running(bundled, redis_url, prefill, decode) as stack:
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         assert queue.kv.capacity == BLOCKS * BLOCK_SIZE
         calls = [stack.stub.StreamGenerate(stack.request(stopping=LONG)) for _ in range(2)]
         (first,) = await decode.wait_for("attach")
@@ -64,7 +64,7 @@ async def test_tenant_with_short_outputs_is_admitted_at_once(bundled: ServedMode
 async def test_quarantined_blocks_do_not_count_as_capacity(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), Quarantining(total_blocks=BLOCKS)
     async with running(bundled, redis_url, prefill, decode) as stack:
-        kv = stack.gateway.gate.queue.kv
+        kv = stack.core.gate.queue.kv
         for quarantined in (5, 0):
             decode.quarantined = quarantined
             await until(lambda: kv.capacity == (BLOCKS - decode.quarantined) * BLOCK_SIZE)

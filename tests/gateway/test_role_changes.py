@@ -53,9 +53,7 @@ async def refusal(admin: Any, worker: ScriptedWorker, role: pb.WorkerRole = DECO
 
 
 async def linked(stack: Stack, count: int) -> None:
-    await until(
-        lambda: sum(w.accepts_work and w.reported for w in stack.gateway.worker_pool.registry) == count
-    )
+    await until(lambda: sum(w.accepts_work and w.reported for w in stack.core.worker_pool.registry) == count)
 
 
 async def test_one_worker_changes_at_a_time_over_two_gateways(bundled: ServedModel, redis_url: str) -> None:
@@ -81,7 +79,7 @@ async def test_one_worker_changes_at_a_time_over_two_gateways(bundled: ServedMod
         successor = ScriptedDecode()
         successor.roles, successor.replaces = "prefill,decode", first.worker_id
         await successor.start(redis_url, running_gateway.DIGEST)
-        await until(lambda: stack.gateway.roles.done[Role.DECODE] == 1)
+        await until(lambda: stack.core.roles.done[Role.DECODE] == 1)
         await linked(beside, 4)
         request = pb.ChangeWorkerRoleRequest(worker_id=second.worker_id, role=DECODE)
         assert (await other_admin.ChangeWorkerRole(request)).changed
@@ -137,12 +135,12 @@ async def test_role_that_is_short_takes_a_worker_where_that_is_asked_for(
     for worker in (prefill, *decodes):
         worker.roles = "prefill,decode"
     async with running(bundled, redis_url, prefill, *decodes, auto_roles=asked) as stack:
-        stack.gateway.auto_roles._balancer._hold_s = 0.0
+        stack.core.auto_roles._balancer._hold_s = 0.0
         await linked(stack, 4)
         assert not any(worker.drains for worker in decodes)
         prefill.busy_share, prefill.waiting_tokens = 1.0, 50_000
-        await until(lambda: stack.gateway.auto_roles.wanted_count(Role.PREFILL) > 4)
-        assert stack.gateway.auto_roles.wanted_count(Role.DECODE) == 1
+        await until(lambda: stack.core.auto_roles.wanted_count(Role.PREFILL) > 4)
+        assert stack.core.auto_roles.wanted_count(Role.DECODE) == 1
         if asked:
             await until(lambda: any(worker.drains for worker in decodes))
         await asyncio.sleep(1.2)  # two looks more
@@ -154,7 +152,7 @@ async def test_without_redis_no_worker_changes(bundled: ServedModel, redis_url: 
     workers = fleet()
     async with running(bundled, redis_url, *workers) as stack, admin_of(stack) as admin:
         await linked(stack, 4)
-        stack.gateway.roles._lease = RoleLease("redis://127.0.0.1:1/0", running_gateway.DIGEST)
+        stack.core.roles._lease = RoleLease("redis://127.0.0.1:1/0", running_gateway.DIGEST)
         assert "the directory does not answer" in await refusal(admin, workers[0])
         assert workers[0].drains is None
 

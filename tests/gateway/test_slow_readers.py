@@ -67,7 +67,7 @@ async def test_stopped_reader_with_72_choices_does_not_block_others(
             others = [stack.stub.Generate(stack.request(), timeout=5) for _ in range(4)]
             for answer in await asyncio.gather(*others):
                 assert answer.usage.completion_tokens
-        await until(lambda: not stack.gateway.gate.queue.running)
+        await until(lambda: not stack.core.gate.queue.running)
         assert stack.gateway.calls.running == 1, "its places are back, and it is not read"
         call.cancel()
 
@@ -87,7 +87,7 @@ async def test_reader_that_takes_nothing_in_time_gets_slow_reader(
         call = await stopped_reader(channel, wordy(stack, request_id="stopped"))
         await decode.wait_for("cancel")
         await until(lambda: not stack.gateway.calls.running)
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         assert (queue.running, stack.gateway.unread_output.bytes, len(stack.gateway.live)) == (0, 0, 0)
         assert value(stack, "diptych_slow_readers_total", limit="write_s") == 1
         assert calls(stack, "ABORTED") == 1
@@ -165,14 +165,21 @@ async def test_end_by_the_client_of_an_unread_stream_has_its_status(
 ) -> None:
     async with gateway_of(bundled, redis_url) as (stack, channel, decode):
         decode.script = talking(finish=False, pause_s=0.002, per_step=5)
-        timeout = 1.0 if how == "DEADLINE_EXCEEDED" else 60.0
-        streams = [await stopped_reader(channel, wordy(stack), timeout=timeout) for _ in range(20)]
+        streams: list[Any] = []
+        timeout, early = 1.0 if how == "DEADLINE_EXCEEDED" else 60.0, 0
+        while len(streams) < 20:
+            try:
+                streams.append(await stopped_reader(channel, wordy(stack), timeout=timeout))
+            except grpc.aio.AioRpcError as error:  # a busy machine takes longer than that to begin
+                assert error.code().name == how  # noqa: PT017
+                timeout, early = 2 * timeout, early + 1
         for index, call in enumerate(streams):
             if how == "CANCELLED":
                 await asyncio.sleep(0.01 * (index % 5))
                 call.cancel()
-        await until(lambda: calls(stack, how) == 20)
+        await until(lambda: calls(stack, how) >= 20)
         await stack.until_idle()
+        assert calls(stack, how) <= 20 + early
         assert calls(stack, "INTERNAL") == 0
         assert not errors(caplog)
 

@@ -84,7 +84,7 @@ class Client:
             raise RuntimeError("the gateway does not serve yet")
         try:
             with calls.account(call):
-                await machine.program.generator.stream(request_of(self.plan), call)
+                await machine.program.router.stream(request_of(self.plan), call)
         except DiptychError as error:
             self.down.send(self._failed, error)
         except asyncio.CancelledError:

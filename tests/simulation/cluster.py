@@ -18,6 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
+from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
@@ -25,9 +26,11 @@ from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
 from tests.simulation.in_place import SharedPools
 from tests.simulation.network import Network
+from tests.simulation.ranks import SimulatedGroup
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
+from tests.simulation.tiers import Folder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 from tests.simulation.watched_pool import (
     WatchedPool,
@@ -74,6 +77,8 @@ class Machine:
     stop: asyncio.Event | None = None
     calls: Calls | None = None
     pool: WatchedPool | None = None
+    ranks: SimulatedGroup | None = None
+    runner: model.SimulatedRunner | None = None
     scratch: list[WatchedPool] = field(default_factory=list)
 
     @property
@@ -104,6 +109,7 @@ class Cluster:
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
+        self.folder = Folder()
         self.machines: dict[str, Machine] = {}
         self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
         self.hosts: list[Host] = []
@@ -144,7 +150,9 @@ class Cluster:
         self.loop.call_soon(self.kill, machine.host, "it ended")
 
     def kill(self, host: Host, why: str) -> None:
-        """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one."""
+        """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one, but
+        for a rank: rank 0 goes with it.
+        """
         if host.dead:
             return
         host.dead = True
@@ -153,15 +161,21 @@ class Cluster:
         self.network.servers = {a: s for a, s in self.network.servers.items() if s.host is not host}
         for callback in host.on_death:
             callback()
+        if "/" in host.name:
+            return
         self.restarting += 1
-        self._outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
+        self.outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
 
     def _restart(self, name: str) -> None:
         self.restarting -= 1
         self.note(name, "starts again")
         self.boot(name)
 
-    def _outside(self, delay: float, callback: Callable[..., None], *args: Any) -> None:
+    def chance(self) -> float:
+        """Return a number of [0, 1), by the scenario's seed."""
+        return self._random.random()
+
+    def outside(self, delay: float, callback: Callable[..., None], *args: Any) -> None:
         token = current_host.set(None)
         self.loop.call_later(delay, callback, *args)
         current_host.reset(token)
@@ -176,6 +190,15 @@ class Cluster:
         names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
         moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
         return 1000 + names.index(host.name) + 100 * moved
+
+    def process(self, name: str) -> Host | None:
+        """Return the process of that name, a worker's rank 0 or another rank (`p0/1`), if it is alive."""
+        worker, _, rank = name.partition("/")
+        machine = self.alive(worker)
+        if machine is None or not rank:
+            return None if machine is None else machine.host
+        hosts = [] if machine.ranks is None else machine.ranks.hosts
+        return next((host for host in hosts if host.name == name and not host.dead), None)
 
     def alive(self, name: str) -> Machine | None:
         machine = self.machines.get(name)
@@ -193,9 +216,9 @@ class Cluster:
                 "local_prefill": self.scenario.local_prefill,
             }
         )
-        gateway = Gateway(settings, served_model(), model.DIGEST)
+        gateway = Gateway(settings, [LoadedModel(served_model(), model.DIGEST)])
         if self.scenario.network % 2:  # predicts short outputs: more requests are admitted than memory holds
-            gateway.gate.queue.kv.learn(DEFAULT_TENANT, 1)
+            gateway.models.first.gate.queue.kv.learn(DEFAULT_TENANT, 1)
         machine.stop = asyncio.Event()
         await gateway.start()
         machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time, Access(None))
@@ -248,13 +271,21 @@ class Cluster:
             self.deaths_by_poison += not (machine.stop is not None and machine.stop.is_set())
             self.kill(machine.host, "poison")
 
+        count = self.scenario.ranks.get(machine.role, 1)
+        if count > 1:
+            machine.ranks = SimulatedGroup(self, machine, count)
+        machine.runner = model.SimulatedRunner(
+            lambda sequence: self._check_write(machine, sequence),
+            poisoned,
+            mixes_chunks=self.scenario.mixed_steps,
+            ranks=count,
+        )
+        laid = (model.WINDOW_LAYOUT, model.DIGEST, "fp32", model.WINDOW_FINGERPRINT)
         return model.SimulatedEngine(
-            model.SimulatedRunner(
-                lambda sequence: self._check_write(machine, sequence),
-                poisoned,
-                mixes_chunks=self.scenario.mixed_steps,
-            ),
+            machine.runner,
             model._Model(),
+            *(laid if self.scenario.window else ()),
+            group=machine.ranks,
         )
 
     # ---- pools ---------------------------------------------------------------------------------------
@@ -287,6 +318,10 @@ class Cluster:
         rows = len(args[0]) if args else 1
         slowness = 1.0 if host is None else host.slowness
         duration = self.scenario.step_s * slowness * (0.7 + 0.1 * rows) * self._random.uniform(0.8, 1.3)
+        machine = next((m for m in self.machines.values() if m.host is host), None)
+        if machine is not None and machine.ranks is not None and machine.runner is not None:
+            self._compute_in_ranks(machine.ranks, machine.runner, duration, done, lambda: func(*args))
+            return done
         early = self._random.random() < EARLY_SHARE
         computed = [func(*args)] if early else []
 
@@ -297,6 +332,19 @@ class Cluster:
 
         loop.call_later(duration, finish)
         return done
+
+    def _compute_in_ranks(
+        self,
+        group: SimulatedGroup,
+        runner: model.SimulatedRunner,
+        duration: float,
+        done: asyncio.Future[Any],
+        compute: Callable[[], Any],
+    ) -> None:
+        """Run a step of a group: what each rank writes is known now, and written when it gets to it."""
+        result = compute()
+        writes = runner.take_writes() or [lambda: None] * group.size
+        group.write(writes, duration, lambda: done.cancelled() or done.set_result(result))
 
     # ---- checks --------------------------------------------------------------------------------------
 
@@ -321,6 +369,8 @@ class Cluster:
     def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
         try:
             if machine.pool is not None:
+                if machine.host.dead:
+                    return  # a rank that outlives its rank 0 writes to blocks that nobody reads any more
                 if is_granted(machine.receiver, machine.host, sequence):
                     return  # a prompt that this worker computes itself
                 check_own_write(machine.pool, sequence)
@@ -339,12 +389,13 @@ class Cluster:
             if (
                 machine.host.dead
                 or machine.host.stopped
+                or (machine.ranks is not None and machine.ranks.hangs)
                 or program is None
                 or (machine.role == "decode" and machine.pool is None)
             ):
                 continue
             if machine.role == "gateway":
-                queue = program.gate.queue
+                queue = program.models.first.gate.queue
                 counts = {
                     "live requests": len(program.live),
                     "running": queue.running,

@@ -21,7 +21,7 @@ from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetric
 from kvtransfer.transports import registry, shared_memory
 from kvtransfer.transports.pool_memory import PoolMemory
 from prefill_worker.scratch_memory import ScratchPlan
-from tests.simulation import model
+from tests.simulation import model, tiers
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
 from tests.simulation.sockets import SimulatedSocket
@@ -37,6 +37,8 @@ _METRICS = {
     "PrefillMetrics": PrefillMetrics(new_registry()),
 }
 _make_receiver = registry.make_receiver
+_NO_FILE = -1
+"""Descriptor of a pool's file: simulated processes map pools without one."""
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ class _Errors(logging.Handler):
 
 def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
     chance = random.Random(f"chance {cluster.scenario.network}")
-    network = cluster.network
+    network, threads = cluster.network, tiers.Threads(cluster)
     found: dict[str, Any] = {
         "time.monotonic": cluster.loop.time,
         "os.getpid": _pid,
@@ -89,6 +91,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
+        "decode_worker.worker.rank_statuses": lambda group: (),
+        "prefill_worker.worker.rank_statuses": lambda group: (),
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "decode_worker.drafters.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
@@ -98,13 +102,17 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "gateway.program.read_configured": lambda given, max_rank: (
             list(model.ADAPTERS.values()) if cluster.scenario.max_loras else []
         ),
+        "diptych.worker_process.kv_tiers.ThreadPoolExecutor": threads.executor,
+        "diptych.worker_process.tier_loads.ThreadPoolExecutor": threads.executor,
+        "diptych.worker_process.kv_tiers.threading": SimpleNamespace(Event=threads.event),
+        "diptych.worker_process.kv_tiers.RESCAN_S": tiers.RESCAN_S,
         "decode_worker.choices.sample": model.sample,
         "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports, record: None,
-        "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
-        "gateway.program.OpenAIRoutes": lambda *args, **options: None,
-        "gateway.program.KServeServicer": lambda *args, **options: SimpleNamespace(
+        "gateway.listeners.AdminServicer": SimpleNamespace(start=_nothing_started),
+        "gateway.listeners.OpenAIRoutes": lambda *args, **options: None,
+        "gateway.listeners.KServeServicer": lambda *args, **options: SimpleNamespace(
             register=lambda server: None
         ),
     }
@@ -115,6 +123,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "diptych.worker_process.server",
     ):
         found[f"{module}.incarnation"] = _incarnation
+    for module in ("decode_worker.worker", "prefill_worker.worker"):
+        found[f"{module}.make_stack"] = tiers.stack_maker(cluster)
     for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
         found[f"{module}.new_registry"] = CollectorRegistry
     for module, name in (
@@ -123,7 +133,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ("prefill_worker.worker", "PrefillMetrics"),
     ):
         found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
-    for module in ("gateway.program", "diptych.worker_process.server"):
+    for module in ("gateway.listeners", "diptych.worker_process.server"):
         found |= {
             f"{module}.make_server": lambda **options: Server(network, _host()),
             f"{module}.bind": _binder(cluster),
@@ -160,7 +170,7 @@ def _pid() -> int:
 
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    return PoolMemory(KVMemory(layout, num_blocks), None)
+    return PoolMemory(KVMemory(layout, num_blocks), _NO_FILE)
 
 
 def _small_scratch(configured: int, transports: Sequence[str], *_: object) -> ScratchPlan:

@@ -71,9 +71,11 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in _weight_files(folder) if path.exists())
 
 
-def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
+def open_folder(folder: Path, precision: Precision, *, behind_too: bool = False) -> OpenCheckpoint:
     """Open a model folder. Raises UnsupportedModel or BadModelFile, as its reader does; only safetensors are
     read, never a pickle.
+
+    With `behind_too` the layers behind the model's, which draft (`Family.layers_behind`), count as layers.
     """
     config = read_config(folder)
     modelopt = _json_object(folder / "hf_quant_config.json")
@@ -88,11 +90,15 @@ def open_folder(folder: Path, precision: Precision) -> OpenCheckpoint:
     dtypes = tensors.dtypes()
     refuse_quantised(modelopt, dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
-    shape = shape_from_config(config, tied=tied)
     behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0
+    if behind_too:
+        config["num_hidden_layers"] += behind
+    shape = shape_from_config(config, tied=tied)
     places = _Places(family, shape, behind)
-    names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors, places)
-    refuse_unexpected_tensors(filter(places.only_shape_decides, names), shape, _LAYER_PREFIX, family.layer)
+    if not behind_too:  # those layers have more tensors than the model's
+        names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors, places)
+        read_here = filter(places.only_shape_decides, names)
+        refuse_unexpected_tensors(read_here, shape, _LAYER_PREFIX, family.layer)
     matrices = _Matrices(tensors, scheme, precision, places, tied=tied)
 
     def read(name: str, cut: Cut = WHOLE) -> Matrix:

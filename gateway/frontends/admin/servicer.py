@@ -22,18 +22,17 @@ from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorke
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
-from gateway.adapter_service import AdapterService
-from gateway.adapters.adapter import Adapter
-from gateway.admission.queue import AdmissionQueue
 from gateway.call import Calls
+from gateway.frontends.admin.adapter_operations import AdapterOperations
 from gateway.frontends.admin.live_load import add_load
-from gateway.frontends.admin.worker_status import worker_status
+from gateway.frontends.admin.model_operations import ModelOperations, described
+from gateway.frontends.admin.worker_status import other_models, worker_status
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, plain
-from gateway.model.served_model import ModelCard
+from gateway.model_core import ModelCore
+from gateway.model_directory import ModelDirectory
+from gateway.model_service import ModelService
 from gateway.session.live_requests import LiveRequests
 from gateway.worker_pool.registry import Worker
-from gateway.worker_pool.role_changes import RoleChanges
-from gateway.worker_pool.worker_pool import WorkerPool
 
 FLUSH_TIMEOUT_S = 5.0
 DEFAULT_INTERVAL_S = 1.0
@@ -48,8 +47,6 @@ class Identity:
     """Facts about a gateway that do not change."""
 
     gateway_id: str
-    card: ModelCard
-    model_digest: str
     config_digest: str
     started_ns: int  # Unix time
 
@@ -58,26 +55,21 @@ class Operations:
     """RPCs of the service; one object serves all calls.
 
     Args:
-        adapters: operations on them.
-        roles: changes of the workers' roles.
+        models: operations on them.
         state: returns (ready, draining, directory connected) as they are now.
     """
 
     def __init__(
         self,
-        fleet: WorkerPool,
-        queue: AdmissionQueue,
+        models: ModelService,
         live: LiveRequests,
         metrics: GatewayMetrics,
         identity: Identity,
         state: Callable[[], tuple[bool, bool, bool]],
-        adapters: AdapterService,
-        roles: RoleChanges,
     ) -> None:
-        self._adapters = adapters
-        self._roles = roles
-        self._fleet = fleet
-        self._queue = queue
+        self.models = ModelOperations(models)
+        self.adapters = AdapterOperations(models.models)
+        self._models: ModelDirectory = models.models
         self._live = live
         self._metrics = metrics
         self._identity = identity
@@ -85,18 +77,19 @@ class Operations:
 
     async def server_info(self, _: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
         ready, draining, connected = self._state()
-        card = self._identity.card
+        first = self._models.first
         info = pb.GetServerInfoResponse(
             version=__version__,
             gateway_id=self._identity.gateway_id,
-            model=card.name,
-            model_digest=self._identity.model_digest,
+            model=first.name,
+            model_digest=first.digest,
             config_digest=self._identity.config_digest,
-            max_context_length=card.max_context,
-            kv_block_size=self._fleet.registry.block_size() or 0,
+            max_context_length=first.model.card.max_context,
+            kv_block_size=first.worker_pool.registry.block_size() or 0,
             ready=ready,
             draining=draining,
             directory_connected=connected,
+            models=described(self._models),
         )
         info.start_time.FromNanoseconds(self._identity.started_ns)
         return info
@@ -115,15 +108,18 @@ class Operations:
 
     def load(self) -> pb.WatchLoadResponse:
         """Return the gateway's load now."""
+        queues = [core.gate.queue for core in self._models.living]
         message = pb.WatchLoadResponse(
-            running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
+            running=sum(queue.running for queue in queues),
+            waiting=sum(queue.waiting for queue in queues),
+            workers=self._status(),
         )
         add_load(message, self._live, self._metrics)
         return message
 
     async def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Send the worker the order. If it is lost before it reads it, it takes nothing new either."""
-        worker = self._linked(self._find(request.worker_id))
+        worker = _linked(self._find(request.worker_id)[1])
         grace_s = None
         if request.HasField("grace"):
             grace_s = _seconds("grace", request.grace, 0.0, MAX_GRACE_S)
@@ -138,74 +134,57 @@ class Operations:
         grace_s = None
         if request.HasField("grace"):
             grace_s = _seconds("grace", request.grace, 0.0, MAX_GRACE_S)
-        worker = self._find(request.worker_id)
+        core, worker = self._find(request.worker_id)
         if worker.record.role == role:
             return pb.ChangeWorkerRoleResponse(changed=False)
-        await self._roles.change(self._linked(worker).record.worker_id, grace_s)
+        await core.roles.change(_linked(worker).record.worker_id, grace_s)
         return pb.ChangeWorkerRoleResponse(changed=True)
 
     async def flush_prefix_cache(self, request: pb.FlushPrefixCacheRequest) -> pb.FlushPrefixCacheResponse:
         """Flush the cache of one worker, or of all that are linked, and count the blocks."""
         if request.worker_id:
-            chosen = [self._linked(self._find(request.worker_id))]
+            core, worker = self._find(request.worker_id)
+            chosen = [(core, _linked(worker))]
         else:
-            chosen = list(self._fleet.registry.linked())
-        counts = await asyncio.gather(*(self._flush(worker) for worker in chosen))
+            chosen = [
+                (core, worker)
+                for core in self._models.living
+                for worker in core.worker_pool.registry.linked()
+            ]
+        counts = await asyncio.gather(*(_flush(core, worker) for core, worker in chosen))
         return pb.FlushPrefixCacheResponse(blocks=sum(counts))
 
-    async def load_adapter(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
-        """Serve an adapter once all linked workers have it."""
-        adapter = await self._adapters.load(request.name, request.path, replace=request.replace)
-        return pb.LoadAdapterResponse(adapter=self._adapter(adapter))
-
-    async def unload_adapter(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
-        """Serve an adapter no more, and answer when workers have forgotten it."""
-        await self._adapters.unload(request.name)
-        return pb.UnloadAdapterResponse()
-
-    async def list_adapters(self, _: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
-        served = [self._adapter(adapter) for adapter in self._adapters.served()]
-        leaving = [self._adapter(adapter, draining=True) for adapter in self._adapters.leaving()]
-        return pb.ListAdaptersResponse(adapters=[*served, *leaving])
-
-    def _adapter(self, adapter: Adapter, *, draining: bool = False) -> pb.Adapter:
-        return pb.Adapter(
-            name=adapter.name,
-            digest=adapter.digest.hex(),
-            path=adapter.path,
-            rank=adapter.rank,
-            workers=self._adapters.workers_with(adapter),
-            running=self._adapters.running(adapter),
-            draining=draining,
-            refusals=self._adapters.refusals(adapter),
-        )
-
-    async def _flush(self, worker: Worker) -> int:
-        number, answer = self._fleet.pending_flushes.add(worker.record.worker_id)
-        worker.link.send(worker.link.codec.build_flush(number))
-        try:
-            return await asyncio.wait_for(answer, FLUSH_TIMEOUT_S)
-        except TimeoutError:
-            raise NoReadyWorker(worker.record.role) from None
-
     def _status(self) -> list[pb.WorkerInfo]:
-        now = asyncio.get_running_loop().time()
-        slow = partial(self._fleet.ejections.reason, now=time.monotonic())
-        names = {adapter.digest: adapter.name for adapter in self._adapters.served()}
-        return worker_status(self._fleet.registry, self._fleet.other_models(), now, slow, names)
+        now, clock = asyncio.get_running_loop().time(), time.monotonic()
+        infos = other_models(self._models.first.worker_pool.other_models())
+        for core in self._models.living:
+            slow = partial(core.worker_pool.ejections.reason, now=clock)
+            names = {adapter.digest: adapter.name for adapter in core.adapters}
+            infos += worker_status(core.worker_pool.registry, now, slow, names, core.name)
+        return sorted(infos, key=lambda info: (info.role, info.worker_id))
 
-    def _find(self, worker_id: str) -> Worker:
+    def _find(self, worker_id: str) -> tuple[ModelCore, Worker]:
         if not worker_id:
             raise InvalidParameter("worker_id", "is required")
-        for worker in self._fleet.registry:
-            if worker.record.worker_id == worker_id:
-                return worker
+        for core in self._models.living:
+            if (worker := core.worker_pool.registry.get(worker_id)) is not None:
+                return core, worker
         raise UnknownWorker(worker_id)
 
-    def _linked(self, worker: Worker) -> Worker:
-        if not worker.link.up:
-            raise NoReadyWorker(worker.record.role)
-        return worker
+
+def _linked(worker: Worker) -> Worker:
+    if not worker.link.up:
+        raise NoReadyWorker(worker.record.role)
+    return worker
+
+
+async def _flush(core: ModelCore, worker: Worker) -> int:
+    number, answer = core.worker_pool.pending_flushes.add(worker.record.worker_id)
+    worker.link.send(worker.link.codec.build_flush(number))
+    try:
+        return await asyncio.wait_for(answer, FLUSH_TIMEOUT_S)
+    except TimeoutError:
+        raise NoReadyWorker(worker.record.role) from None
 
 
 def started_now() -> int:
@@ -270,17 +249,23 @@ def bodies(operations: Operations) -> dict[str, Body]:
         "DrainWorker": _about("worker_id", operations.drain_worker),
         "ChangeWorkerRole": _about("worker_id", operations.change_worker_role),
         "FlushPrefixCache": _about("worker_id", operations.flush_prefix_cache),
-        "LoadAdapter": _about("name", operations.load_adapter),
-        "UnloadAdapter": _about("name", operations.unload_adapter),
-        "ListAdapters": plain(operations.list_adapters),
+        "LoadAdapter": _about("name", operations.adapters.load_adapter),
+        "UnloadAdapter": _about("name", operations.adapters.unload_adapter),
+        "ListAdapters": plain(operations.adapters.list_adapters),
+        "LoadModel": _about("name", operations.models.load_model),
+        "UnloadModel": _about("name", operations.models.unload_model),
+        "ListServedModels": plain(operations.models.list_served_models),
+        "SetModelAlias": _about("alias", operations.models.set_model_alias, lambda alias: alias.name),
     }
 
 
-def _about(field: str, body: Callable[[Any], Awaitable[Message]]) -> Body:
-    """Make an RPC of a function, whose record has this field of the request as its target."""
+def _about(
+    field: str, body: Callable[[Any], Awaitable[Message]], name: Callable[[Any], str] = lambda value: value
+) -> Body:
+    """Make an RPC of a function, whose record has this field of the request, or its name, as its target."""
 
     def run(request: Any, call: GrpcCall) -> Awaitable[Message]:
-        call.target = getattr(request, field)
+        call.target = name(getattr(request, field))
         return body(request)
 
     return run

@@ -18,24 +18,30 @@ _ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
 
 def worker_status(
     workers: Iterable[Worker],
-    other_models: Iterable[WorkerRecord],
     now: float,
     slow: Callable[[str], str] = lambda _: "",
     adapters: Mapping[bytes, str] = MappingProxyType({}),
+    model: str = "",
 ) -> list[pb.WorkerInfo]:
-    """Return one entry a worker, prefill first, then by id.
+    """Return one entry a worker of a model, prefill first, then by id.
 
     Args:
         workers: those that the gateway wants to work with.
-        other_models: those of the directory that serve another model.
         now: on the event loop's clock, as `Link.last_seen`.
         slow: why a worker is ejected or on probation, or an empty text.
         adapters: names of adapters by digest.
+        model: its name.
     """
     known = list(workers)
     infos = [_info(worker, known, now, slow, adapters) for worker in known]
-    infos += [_other_model(record) for record in other_models]
+    for info in infos:
+        info.model = model
     return sorted(infos, key=lambda info: (info.role, info.worker_id))
+
+
+def other_models(records: Iterable[WorkerRecord]) -> list[pb.WorkerInfo]:
+    """Return one entry for each worker of the directory that serves none of the gateway's models."""
+    return [_other_model(record) for record in records]
 
 
 def _info(
@@ -93,6 +99,7 @@ def _other_model(record: WorkerRecord) -> pb.WorkerInfo:
         address=record.address,
         state=pb.WORKER_STATE_INCOMPATIBLE,
         detail="it serves another model than this gateway",
+        model=record.model_name,
     )
 
 

@@ -19,7 +19,6 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError, InvalidParameter, SlowReader
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
-from gateway.adapters.registry import AdapterRegistry
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
 from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
@@ -32,8 +31,8 @@ from gateway.frontends.kserve.request import (
     read_request,
     with_client_field,
 )
-from gateway.generate import Generator
-from gateway.request import field_checks
+from gateway.model_core import ModelCore
+from gateway.model_router import ModelRouter
 from gateway.request.validation import parse_message
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -47,15 +46,12 @@ class KServeServicer:
     """RPCs of the protocol; one object serves all calls.
 
     Args:
-        ready: returns whether a request that comes now has workers.
+        ready: returns whether a request that comes now has workers, of any model.
     """
 
-    def __init__(
-        self, calls: Calls, generator: Generator, adapters: AdapterRegistry, ready: Callable[[], bool]
-    ) -> None:
+    def __init__(self, calls: Calls, router: ModelRouter, ready: Callable[[], bool]) -> None:
         self._calls = calls
-        self._generator = generator
-        self._adapters = adapters
+        self._router = router
         self._ready = ready
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -84,14 +80,14 @@ class KServeServicer:
         return oip.ServerReadyResponse(ready=self._ready())
 
     async def _model_ready(self, request: oip.ModelReadyRequest, call: GrpcCall) -> Message:
-        self._check(request.name, request.version, call)
-        return oip.ModelReadyResponse(ready=self._ready())
+        core, _ = self._find(request.name, request.version, call)
+        return oip.ModelReadyResponse(ready=self._ready() and not core.why_not_ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
         return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, call: GrpcCall) -> Message:
-        name = self._check(request.name, request.version, call)
+        _, name = self._find(request.name, request.version, call)
         metadata = oip.ModelMetadataResponse(name=name, versions=[VERSION], platform="diptych")
         for name, datatype, size in _INPUTS:
             metadata.inputs.add(name=name, datatype=datatype, shape=[size])
@@ -103,19 +99,18 @@ class KServeServicer:
         asked = read_request(message, streaming=False)
         _limit_time(call, asked)
         try:
-            return answer.whole(await self._generator.collect(asked.request, call), asked)
+            return answer.whole(await self._router.collect(asked.request, call), asked)
         except DiptychError as error:
             raise with_client_field(error, asked.names) from error
 
-    def _check(self, name: str, wanted: str, call: GrpcCall) -> str:
-        """Return the name of the model, or of the adapter, that a call names."""
+    def _find(self, name: str, wanted: str, call: GrpcCall) -> tuple[ModelCore, str]:
+        """Return the model that a call names, and its name or that of its adapter."""
         if not name:
             raise InvalidParameter("name", "is required")
-        adapter = self._adapters.choose(name, "", call.caller)
-        if adapter is None:
-            field_checks.model_name(name, self._adapters.card)
+        core, own_name = self._router.models.describe(name, call.caller)
+        adapter = core.require_name(own_name, call.caller)
         check_version(name, wanted)
-        return self._adapters.card.name if adapter is None else adapter.name
+        return core, core.name if adapter is None else adapter.name
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""
@@ -158,9 +153,9 @@ class KServeServicer:
                 _limit_time(call, asked)
                 names = asked.names
                 if asked.stream:
-                    await self._generator.stream(asked.request, call)
+                    await self._router.stream(asked.request, call)
                 else:
-                    await call.write(await self._generator.collect(asked.request, call))
+                    await call.write(await self._router.collect(asked.request, call))
         except SlowReader as error:
             shared.end_unread(error)
         except DiptychError as error:

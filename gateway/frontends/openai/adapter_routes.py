@@ -3,6 +3,8 @@
     POST /v1/load_lora_adapter     {"lora_name": "legal", "lora_path": "/adapters/legal", "load_inplace":
     false} POST /v1/unload_lora_adapter   {"lora_name": "legal"}
 
+Where several models are served, `base_model_name` says to which one an adapter is applied.
+
 They need a key with the scope admin. Where no keys are required, every caller of a public port would be an
 operator, so that there they work on a loopback address only; the admin port has the same as RPCs.
 """
@@ -16,16 +18,16 @@ from typing import Final
 from aiohttp import web
 
 from diptych.runtime.errors import DiptychError, InvalidParameter, PermissionDenied
-from gateway.adapter_service import AdapterService
 from gateway.call import Calls
 from gateway.frontends.openai.http_call import HttpCall
 from gateway.frontends.openai.json_request import read_json
+from gateway.model_directory import ModelDirectory
 from gateway.request.json_values import parse_body
 
 LOAD: Final = "/v1/load_lora_adapter"
 UNLOAD: Final = "/v1/unload_lora_adapter"
-_NAME, _PATH, _REPLACE = "lora_name", "lora_path", "load_inplace"
-_NAMES: Final = {"name": _NAME, "path": _PATH}  # what the client calls the service's fields
+_NAME, _PATH, _REPLACE, _BASE = "lora_name", "lora_path", "load_inplace", "base_model_name"
+_NAMES: Final = {"name": _NAME, "path": _PATH, "model": _BASE}  # what the client calls the service's fields
 _KEY_NEEDED: Final = (
     "without API keys adapters are loaded over HTTP on a loopback address only: "
     "use the admin port (diptych lora load), or an --api-keys-file with a key of scope admin"
@@ -40,9 +42,9 @@ class AdapterRoutes:
         closed: refuse all of them: the port can be reached from elsewhere, and needs no key.
     """
 
-    def __init__(self, calls: Calls, service: AdapterService, *, closed: bool) -> None:
+    def __init__(self, calls: Calls, models: ModelDirectory, *, closed: bool) -> None:
         self._calls = calls
-        self._service = service
+        self._models = models
         self._closed = closed
         self.routes: Mapping[
             str, Mapping[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]
@@ -74,14 +76,15 @@ class AdapterRoutes:
         replace = members.get(_REPLACE, False)
         if not isinstance(replace, bool):
             raise InvalidParameter(_REPLACE, "must be true or false")
-        _refuse_others(members, {_NAME, _PATH, _REPLACE})
-        await self._service.load(name, path, replace=replace)
+        base = _text(members, _BASE) if _BASE in members else ""
+        _refuse_others(members, {_NAME, _PATH, _REPLACE, _BASE})
+        await self._models.for_adapter(base).adapter_service.load(name, path, replace=replace)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def _unload(self, members: dict[str, object]) -> str:
         name = _text(members, _NAME)
         _refuse_others(members, {_NAME, "lora_int_id"})  # an id of vLLM's own, which says nothing here
-        await self._service.unload(name)
+        await self._models.with_adapter(name).adapter_service.unload(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
 

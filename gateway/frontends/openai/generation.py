@@ -11,16 +11,16 @@ from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
 from gateway.frontends.openai.http_call import BodyCall, PromptCall
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.generate import Generator
+from gateway.model_router import ModelRouter
 from gateway.request.field_checks import request_id
 
 
 class Generation:
     """Runner of parsed bodies. One object serves all requests."""
 
-    def __init__(self, calls: Calls, generator: Generator) -> None:
+    def __init__(self, calls: Calls, router: ModelRouter) -> None:
         self._calls = calls
-        self._generator = generator
+        self._router = router
 
     async def run(self, call: BodyCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Return whole answers, one for each prompt; of a stream nothing, since `call` writes it.
@@ -34,9 +34,9 @@ class Generation:
         builder = asked.builders[0]
         call.names = builder.names
         if asked.stream:
-            await self._generator.stream(builder.request, call)
+            await self._router.stream(builder.request, call, assigned=True)
             return []
-        return [await self._generator.collect(builder.request, call)]
+        return [await self._router.collect(builder.request, call, assigned=True)]
 
     async def _several(self, call: BodyCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate for all prompts at once; the first that fails ends the others."""
@@ -61,9 +61,9 @@ class Generation:
             try:
                 with self._calls.account(part):
                     if asked.stream:
-                        await self._generator.stream(builder.request, part)
+                        await self._router.stream(builder.request, part, assigned=True)
                         return None
-                    return await self._generator.collect(builder.request, part)
+                    return await self._router.collect(builder.request, part, assigned=True)
             except DiptychError:
                 call.names = builder.names
                 raise

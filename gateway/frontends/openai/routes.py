@@ -24,16 +24,15 @@ from gateway.frontends.openai import cors
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.endpoints import MESSAGES, Endpoints, Read
+from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.generation import Generation
 from gateway.frontends.openai.http_call import EventStream, HttpCall, send_whole
 from gateway.frontends.openai.json_request import json_response, read_json, refuse
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.tokenizer_calls import COUNT_TOKENS, DETOKENIZE, TOKENIZE, TokenizerCalls
-from gateway.generate import Generator
-from gateway.model.served_model import ServedModel
+from gateway.model_router import ModelRouter
 from gateway.request.json_values import parse_body
-from gateway.tokenizer_service import TokenizerService
 
 _MODELS: Final = "/v1/models"
 
@@ -44,35 +43,33 @@ class OpenAIRoutes:
     """Handlers of all paths but the operators'. One object serves all requests.
 
     Args:
-        digest: of the model, for ``system_fingerprint``.
         adapters: loads and unloads adapters.
         operators: other paths for operators, by method.
+        fallback: answers what is refused for lack of workers or room.
         allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
 
     def __init__(
         self,
         calls: Calls,
-        generator: Generator,
-        text: TokenizerService,
-        model: ServedModel,
-        digest: str,
+        router: ModelRouter,
         allow_origins: Collection[str] = (),
         adapters: AdapterRoutes | None = None,
         *,
         operators: Mapping[str, Mapping[str, Respond]] | None = None,
         max_body_bytes: int = limits.MAX_BODY_BYTES,
+        fallback: Fallback | None = None,
     ) -> None:
+        self._fallback = fallback
         self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
-        self.generation = Generation(calls, generator)
+        self.generation = Generation(calls, router)
         self.batches: BatchRoutes | None = None
-        self._text = text
-        self._model = model
+        self._router = router
         self._started = int(time.time())
-        tokens = TokenizerCalls(calls, text)
-        self.readers = Endpoints(model, digest).by_path
+        tokens = TokenizerCalls(calls, router)
+        self.readers = Endpoints(router).by_path
         generating = {path: {"POST": partial(self._generate, read)} for path, read in self.readers.items()}
         self._routes: Mapping[str, Mapping[str, Respond]] = {
             **generating,
@@ -134,7 +131,17 @@ class OpenAIRoutes:
                 asked, answer = read(parse_body(data))
                 return await self._answer(request, call, asked, answer)
         except DiptychError as error:
-            return await call.fail(error)
+            other = await self._elsewhere(request, call, data, error)
+            return await call.fail(error) if other is None else other
+
+    async def _elsewhere(
+        self, request: web.BaseRequest, call: HttpCall, data: bytes, error: DiptychError
+    ) -> web.StreamResponse | None:
+        """Return the answer of the fallback to a request that was refused; None: there is none."""
+        path = _route_of(request)
+        if self._fallback is None or not self._fallback.takes(path, call, error):
+            return None
+        return await self._fallback.answer(request, call, path, data)
 
     async def _answer(
         self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
@@ -149,18 +156,15 @@ class OpenAIRoutes:
                 await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
-        return await send_whole(
-            request, await answer.whole(call.request_id, messages), call.id_header(answer.id_headers)
-        )
+        headers = {**call.id_header(answer.id_headers), **answer.version_header}
+        return await send_whole(request, await answer.whole(call.request_id, messages), headers)
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())
         try:
             with self._calls.account(call):
-                base, *adapters = (await self._text.list_models(pb.ListModelsRequest(), call)).models
-                names = (base.name, *self._model.card.served_aliases)
-                shown = [self._describe(base, name) for name in names]
-                shown += [self._describe(model, model.name) for model in adapters]
+                found = (await self._router.list_models(pb.ListModelsRequest(), call)).models
+                shown = [self._describe(model, name) for model in found for name in self._listed_names(model)]
                 return json_response({"object": "list", "data": shown})
         except DiptychError as error:
             return await call.fail(error)
@@ -171,10 +175,15 @@ class OpenAIRoutes:
         try:
             with self._calls.account(call):
                 call.names = {}
-                found = await self._text.get_model(pb.GetModelRequest(model=name), call)
+                found = await self._router.get_model(pb.GetModelRequest(model=name), call)
                 return json_response(self._describe(found.model, name))
         except DiptychError as error:
             return await call.fail(error)
+
+    def _listed_names(self, model: pb.Model) -> tuple[str, ...]:
+        """Return the names under which a model is listed: of one with chosen aliases all of them."""
+        core = None if model.parent else self._router.models.get(model.name)
+        return (model.name,) if core is None else (model.name, *core.model.card.served_aliases)
 
     def _describe(self, model: pb.Model, name: str) -> dict[str, object]:
         return {
@@ -183,6 +192,7 @@ class OpenAIRoutes:
             "created": self._started,
             "owned_by": "diptych",
             "parent": model.parent or None,
+            "digest": model.digest,
             "max_model_len": model.max_context_length,
             "input_modalities": list(model.capabilities.input_modalities),
             "tool_calls": model.capabilities.tool_calls or None,

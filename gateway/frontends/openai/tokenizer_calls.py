@@ -20,8 +20,8 @@ from gateway.frontends.openai.http_call import HttpCall, send_whole
 from gateway.frontends.openai.json_request import read_json
 from gateway.frontends.openai.request_builder import RequestBuilder
 from gateway.frontends.openai.tokenizer_bodies import DetokenizeBody, TokenizeBody
+from gateway.model_router import ModelRouter
 from gateway.request.json_values import parse_body
-from gateway.tokenizer_service import TokenizerService
 
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
@@ -34,9 +34,9 @@ _Answer = Callable[[dict[str, object], HttpCall], Awaitable[Sequence[str]]]
 class TokenizerCalls:
     """Handlers of the paths that tokenise."""
 
-    def __init__(self, calls: Calls, text: TokenizerService) -> None:
+    def __init__(self, calls: Calls, router: ModelRouter) -> None:
         self._calls = calls
-        self._text = text
+        self._router = router
 
     async def tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._respond(TOKENIZE, request, self._tokenized)
@@ -61,7 +61,7 @@ class TokenizerCalls:
 
     async def _tokenized(self, members: dict[str, object], call: HttpCall) -> Sequence[str]:
         body = validate_members(TokenizeBody, members)
-        asked = pb.TokenizeRequest(model=body.model or self._text.describe(call).name)
+        asked = pb.TokenizeRequest(model=body.model or self._router.default_name())
         asked.return_tokens = bool(body.return_token_strs)
         if body.add_special_tokens is not None:
             asked.add_special_tokens = body.add_special_tokens
@@ -75,7 +75,7 @@ class TokenizerCalls:
             put_template_options(body, builder)
             asked.chat.CopyFrom(builder.request.chat)
             call.names = builder.names
-        found = await self._text.tokenize(asked, call)
+        found = await self._router.tokenize(asked, call)
         turns = Yielder()
         head = {"count": len(found.token_ids), "max_model_len": found.max_context_length}
         pieces = [
@@ -94,14 +94,14 @@ class TokenizerCalls:
     async def _detokenized(self, members: dict[str, object], call: HttpCall) -> Sequence[str]:
         body = validate_members(DetokenizeBody, members)
         call.names = {"token_ids": "tokens"}
-        name = body.model or self._text.describe(call).name
+        name = body.model or self._router.default_name()
         asked = pb.DetokenizeRequest(model=name, token_ids=body.tokens, skip_special_tokens=False)
-        found = await self._text.detokenize(asked, call)
+        found = await self._router.detokenize(asked, call)
         return [json.dumps({"prompt": found.text})]
 
     async def _counted(self, members: dict[str, object], call: HttpCall) -> Sequence[str]:
         builder = read_count(members)
         call.names = builder.names
         asked = pb.TokenizeRequest(model=builder.request.model, chat=builder.request.chat)
-        found = await self._text.tokenize(asked, call)
+        found = await self._router.tokenize(asked, call)
         return [json.dumps({"input_tokens": len(found.token_ids)})]

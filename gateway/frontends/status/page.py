@@ -78,7 +78,7 @@ function show(status) {
   const now = performance.now(), load = status.load;
   const rate = name => before === null ? "–"
     : count(Math.max(0, Math.round((load[name] - before.load[name]) / (now - before.now) * 1000)));
-  at("model").textContent = status.model;
+  at("model").textContent = status.models.map(one => one.name).join(", ");
   at("facts").textContent = `version ${status.version} · gateway ${status.gateway_id} · configuration `
     + `${status.config_digest} · up since ${new Date(status.start_time).toLocaleString()}`;
   at("note").className = status.ready ? "" : "bad";
@@ -94,9 +94,9 @@ function show(status) {
     figure.append(number, name);
     return figure;
   }));
-  table("workers", [["worker"], ["role"], ["state"], ["running", "n"], ["waiting", "n"], ["to prefill", "n"],
-                    ["KV in use"], ["why"]],
-    load.workers.map(one => [one.worker_id, one.role, {text: one.state, kind: one.state},
+  table("workers", [["worker"], ["model"], ["role"], ["state"], ["running", "n"], ["waiting", "n"],
+                    ["to prefill", "n"], ["KV in use"], ["why"]],
+    load.workers.map(one => [one.worker_id, one.model, one.role, {text: one.state, kind: one.state},
       count(one.load.running), count(one.load.waiting), count(one.load.waiting_tokens),
       blocks(one.load), one.detail]));
   table("tenants", [["tenant"], ["queued", "n"], ["prefill", "n"], ["decode", "n"], ["tokens", "n"]],

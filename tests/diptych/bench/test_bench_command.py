@@ -8,6 +8,7 @@ import os
 import signal
 import ssl
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.diptych.bench.scripted_grpc import ScriptedService
 from tests.diptych.bench.scripted_http import ScriptedHttp
 from tests.diptych.bench.test_traces import MOONCAKE
 from tests.diptych.runtime.eventually import eventually
+from tests.forms import sampled
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,9 +132,16 @@ async def test_shows_a_client_certificate_over_https(tmp_path: Path, monkeypatch
     assert (stranger, known) == (1, 0), err
 
 
-@pytest.mark.parametrize("name", ["CA", "CLIENT_CERT"])
-@pytest.mark.parametrize("content", ["nonsense", None])
-@pytest.mark.parametrize("target", [("--base-url", "https://127.0.0.1:1"), ("--address", "127.0.0.1:1")])
+HTTPS, GRPC = ("--base-url", "https://127.0.0.1:1"), ("--address", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "target"),
+    sampled(
+        product(["CA", "CLIENT_CERT"], ["nonsense", None], [HTTPS, GRPC]),
+        [("CA", "nonsense", HTTPS), ("CLIENT_CERT", None, GRPC)],
+    ),
+)
 async def test_a_certificate_that_cannot_be_read_costs_one_line(
     name: str, content: str | None, target: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +170,13 @@ async def test_a_run_in_which_a_request_failed_is_told_and_is_no_success() -> No
     assert "failed requests: 1 × " in err
 
 
-@pytest.mark.parametrize("flag", ["--output-file", "--plot"])
-@pytest.mark.parametrize("path", ["/proc/nope/x", "."])
+@pytest.mark.parametrize(
+    ("flag", "path"),
+    sampled(
+        product(["--output-file", "--plot"], ["/proc/nope/x", "."]),
+        [("--output-file", "/proc/nope/x"), ("--plot", ".")],
+    ),
+)
 async def test_a_path_that_cannot_be_written_is_told_before_the_first_request(flag: str, path: str) -> None:
     service = ScriptedService()
     async with scripted_grpc.serving(service) as address:

@@ -165,9 +165,13 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
         ),
     ],
 )
-def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> None:
-    done = run("up", "--grpc-port=0", "--http-port=0", *option.split())
-    assert done.returncode == 1
+def test_up_says_in_one_line_why_it_cannot_start(
+    option: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within this process: it is over before anything starts."""
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["up", "--grpc-port=0", "--http-port=0", *option.split()])
+    assert done.exit_code == 1
     [line] = done.stderr.splitlines()
     assert problem in line
     assert "s3cret" not in line

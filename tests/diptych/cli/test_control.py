@@ -57,7 +57,7 @@ async def test_ask_restart_reports_that_up_ended_meanwhile() -> None:
         task.cancel()  # as the loop's end does
     assert not await asking
     await asyncio.wait([running])
-    assert said == ["decode-0 restarted in 1.0 s", "failed: `diptych up` ended before the restart did"]
+    assert said == ["decode-0 restarted in 1.0 s", "failed: `diptych up` ended before it was done"]
 
 
 async def test_control_socket_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_ask_restart_survives_an_end_before_the_command_is_read() -> None:
         connection.recv(1, socket.MSG_PEEK)
         connection.close()
         asking.join(10)
-    assert said == ["failed: `diptych up` ended before the restart did"]
+    assert said == ["failed: `diptych up` ended before it was done"]
 
 
 def test_ask_restart_tells_a_closed_output_from_a_missing_system() -> None:

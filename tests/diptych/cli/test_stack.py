@@ -143,3 +143,42 @@ def test_workers_lend_cores_unless_threads_are_chosen() -> None:
     fixed = specs(StackOptions(decode_threads=1), cores=4)
     assert flag(fixed["prefill-0"], "cores-fd") is None
     assert flag(fixed["decode-0"], "cores-fd") is None
+
+
+def test_every_model_has_workers_of_its_own() -> None:
+    options = StackOptions(
+        model="a=/m/a,b=/m/b", model_split="chat=a:90,b:10", decode_workers=2, gpu_memory_utilization=None
+    )
+    made = specs(options, cores=6)
+
+    workers = [name for name in made if name != "gateway"]
+    assert workers == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0", "prefill-1"]
+    models = {name: (flag(made[name], "model"), flag(made[name], "model-name")) for name in workers}
+    assert [name for name in workers if models[name] == ("/m/a", "a")] == [
+        "decode-0",
+        "decode-1",
+        "prefill-0",
+    ]
+    assert [name for name in workers if models[name] == ("/m/b", "b")] == [
+        "decode-2",
+        "decode-3",
+        "prefill-1",
+    ]
+    assert [made[name].model for name in workers] == [str(models[name][0]) for name in workers]
+    gateway = made["gateway"]
+    assert (flag(gateway, "model"), flag(gateway, "model-split")) == (options.model, "chat=a:90,b:10")
+    assert {flag(made[name], "threads") for name in workers} == {"1"}
+    homes = {str(flag(made[name], "home-cores")) for name in workers}
+    assert homes == {"0", "1", "2", "3", "4", "5"}, "each has a core of its own"
+    alone = specs(StackOptions(model="/m/a", decode_workers=2))["decode-0"]
+    shares = [float(str(flag(one, "gpu-memory-utilization"))) for one in (alone, made["decode-0"])]
+    assert abs(shares[0] - 2 * shares[1]) < 0.002
+
+
+def test_tiers_keep_one_block_for_all_layers_in_every_worker() -> None:
+    for name in ("prefill-0", "decode-0"):
+        assert flag(specs(StackOptions())[name], "window-blocks") is None
+        assert flag(specs(StackOptions(kv_tier="ram:1g"))[name], "window-blocks") == "off"
+        assert (
+            flag(specs(StackOptions(kv_tier="ram:1g", window_blocks="auto"))[name], "window-blocks") == "auto"
+        )

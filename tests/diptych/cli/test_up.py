@@ -19,6 +19,8 @@ import redis
 from diptych.client import CallFailed, Client, chat
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from tests.diptych.cli.specs import ROOT, alive, wait_until
+from tests.end_to_end import tiny_model
+from tests.forms import sampled
 
 QUESTION = chat("What is the capital of France?")
 START_S = 120
@@ -54,11 +56,11 @@ def diptych(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "diptych", *arguments]
 
 
-def start(folder: Path) -> System:
+def start(folder: Path, *flags: str) -> System:
     ready_file = folder / "ready.json"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            diptych("up", *FLAGS, f"--ready-file={ready_file}"),
+            diptych("up", *FLAGS, *flags, f"--ready-file={ready_file}"),
             cwd=ROOT,
             stdout=log,
             stderr=log,
@@ -199,7 +201,7 @@ def test_worker_killed_at_its_first_start_is_started_again_while_the_system_serv
         process.wait(60)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", sampled(["prefill", "decode"], ["decode"]))
 def test_worker_restarted_while_redis_takes_no_writes_joins(system: System, role: str) -> None:
     with redis.Redis.from_url(system.account["redis_url"]) as directory:
         directory.config_set("maxmemory", 1)
@@ -244,7 +246,8 @@ def is_ready(http_port: int) -> bool:
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
-    system = start(tmp_path)
+    model = tiny_model.write(tmp_path / "model")
+    system = start(tmp_path, f"--model={model}")
     pids = system.pids()
     system.process.send_signal(signal.SIGKILL)
     system.process.wait(30)

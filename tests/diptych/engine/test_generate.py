@@ -15,6 +15,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SamplingParams
+from tests.forms import sampled
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0)
@@ -47,9 +48,7 @@ def oracle_tokens(oracle: Any) -> Callable[[tuple[int, ...]], list[int]]:
     return continuation
 
 
-@pytest.mark.parametrize(
-    "name", ["chat", "one token", *(pytest.param(name, marks=pytest.mark.full) for name in ("plain", "code"))]
-)
+@pytest.mark.parametrize("name", sampled(PROMPTS, ["chat"]))
 def test_tokens_equal_transformers(
     name: str,
     bundled_model: Model,

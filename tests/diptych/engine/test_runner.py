@@ -213,6 +213,7 @@ def test_more_rows_of_logits_than_tokens_are_refused(model: Model, trailing: int
 
 def test_threads_are_set_in_the_thread_that_steps(torch_model: Model) -> None:
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
     seen: list[int] = []
 
     def work() -> None:

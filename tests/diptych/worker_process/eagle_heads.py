@@ -1,21 +1,31 @@
-"""EAGLE-3 heads for the tiny model of both_workers.py, and their drafts by the definition alone."""
+"""Heads over features for the tiny model of both_workers.py, and their drafts by the definition alone.
+
+They have three forms: "eagle3", "eagle", and "mtp", whose layer has attention over latents.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Literal, Protocol
 
 import torch
 
+from decode_worker.draft_tree import rank_paths
 from diptych.engine.batch import SequenceStep
-from diptych.engine.heads.eagle3 import Eagle3Head, HeadStep
+from diptych.engine.heads.eagle3 import Eagle3Head
 from diptych.engine.heads.eagle3_files import Eagle3Weights
+from diptych.engine.heads.feature_head import FeatureHead, HeadStep
+from diptych.engine.heads.layer_head import HeadInputs, LayerHead
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.models.shape import LatentShape
 from diptych.engine.runner import Runner
 from tests.diptych.worker_process.both_workers import BLOCK, MODELS, SHAPE
 from tests.diptych.worker_process.medusa_heads import COUNT, PROMPT, Text, drawn, model_row, plain
-from tests.kernels.cpu.tiny_models import shape_of
+from tests.kernels.cpu.tiny_models import shape_of, weights_of
 
+Form = Literal["eagle3", "eagle", "mtp"]
 MOST = 3
 """Drafted tokens of a sequence in a step (both_workers.py)."""
 LAYERS = (0, 1, 1)
@@ -61,21 +71,92 @@ def weights_for(draft_tokens: torch.Tensor, seed: int = 6) -> Eagle3Weights:
     )
 
 
-def head_with(weights: Eagle3Weights) -> Eagle3Head:
-    return Eagle3Head(HEAD, weights, SHAPE.vocab_size)
+class Made(Protocol):
+    """A head whose output matrix may be another one."""
+
+    def head(self, output: torch.Tensor | None = None) -> FeatureHead:
+        """Return the head, with the output matrix `[drafted tokens, hidden]` in place of its random one."""
+        ...
+
+    def read(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the rows `[rows, hidden]` that the output matrix reads of features that the head gave."""
+        ...
+
+    @property
+    def tokens(self) -> list[int]:
+        """The drafted tokens, one a row of the output matrix."""
+        ...
+
+
+class _Eagle3:
+    def __init__(self, draft_tokens: torch.Tensor) -> None:
+        self._weights = weights_for(draft_tokens)
+        self.tokens: list[int] = draft_tokens.tolist()
+
+    def head(self, output: torch.Tensor | None = None) -> FeatureHead:
+        weights = self._weights if output is None else replace(self._weights, lm_head=output)
+        return Eagle3Head(HEAD, weights, SHAPE.vocab_size)
+
+    def read(self, features: torch.Tensor) -> torch.Tensor:
+        features = features.double()
+        scale = (features.square().mean(-1, keepdim=True) + HEAD.rms_eps).rsqrt()
+        return features * scale * self._weights.norm.double()
+
+
+class _Layer:
+    """A head of a layer, with a norm of its own and latents where it is one of `mtp`."""
+
+    def __init__(self, *, mtp: bool) -> None:
+        latent = LatentShape(rank=20, plain=6, value=5) if mtp else None
+        shape = shape_of(
+            vocab_size=SHAPE.vocab_size,
+            hidden_size=SHAPE.hidden_size,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            intermediate_size=20,
+            max_context=256,
+            num_layers=1,
+            latent=latent,
+        )
+        weights = weights_of(shape, torch.float32, seed=6)
+        if not mtp:
+            weights = replace(weights, layers=(replace(weights.layers[0], input_norm=None),))
+        generator = torch.Generator().manual_seed(7)
+        hidden = SHAPE.hidden_size
+        norms = [1.0 + 0.2 * torch.randn(hidden, generator=generator) for _ in range(2)]
+        matrix = torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5
+        bias = None if mtp else torch.randn(hidden, generator=generator) * 0.1
+        self._inputs = HeadInputs(matrix, bias, *(norms if mtp else ()))
+        self._shape, self._weights, self._mtp = shape, weights, mtp
+        self.tokens = list(range(SHAPE.vocab_size))
+
+    def head(self, output: torch.Tensor | None = None) -> FeatureHead:
+        weights = self._weights if output is None else replace(self._weights, head=output)
+        return LayerHead(self._shape, weights, self._inputs, (SHAPE.num_layers,), normed=self._mtp)
+
+    def read(self, features: torch.Tensor) -> torch.Tensor:
+        return features.double()
+
+
+def made_for(form: Form, output: Text) -> Made:
+    """Return a random head of a form; one of EAGLE-3 drafts the tokens of `output` and half of all others."""
+    if form == "eagle3":
+        return _Eagle3(torch.tensor(sorted({*output, *range(0, SHAPE.vocab_size, 2)})))
+    return _Layer(mtp=form == "mtp")
 
 
 @cache
-def _runner() -> Runner:
+def _runner(layers: tuple[int, ...]) -> Runner:
     runner = Runner(MODELS["torch"](), 1)
-    assert runner.give_features(LAYERS) is None
+    assert runner.give_features(layers) is None
     return runner
 
 
 @cache
-def model_features(context: Text) -> torch.Tensor:
+def model_features(context: Text, layers: tuple[int, ...]) -> torch.Tensor:
     """Return the features of all tokens of `context`."""
-    runner = _runner()
+    runner = _runner(layers)
     layout = runner.model.kv_layout(BLOCK)
     blocks = layout.blocks_for(len(context))
     step = SequenceStep(KVMemory(layout, blocks), range(blocks), 0, context, wants_logits=True)
@@ -87,13 +168,14 @@ def model_features(context: Text) -> torch.Tensor:
 class Growing:
     """A draft after `output`, computed anew from the first token of the prompt on."""
 
-    def __init__(self, head: Eagle3Head, output: Text) -> None:
+    def __init__(self, head: FeatureHead, output: Text) -> None:
         self._head = head
         context = PROMPT + output
         layout = head.kv_layout(BLOCK)
-        blocks = layout.blocks_for(len(context) + MOST)
+        blocks = layout.blocks_for(len(context) + COUNT)
         self._memory, self._table = KVMemory(layout, blocks), range(blocks)
-        features = torch.cat([torch.zeros(1, len(LAYERS) * SHAPE.hidden_size), model_features(context)[:-1]])
+        of_model = model_features(context, tuple(head.layers))
+        features = torch.cat([torch.zeros_like(of_model[:1]), of_model[:-1]])
         features[len(PROMPT)] = 0.0  # the prompt's last feature stays with its worker
         self._lane = len(context)
         step = HeadStep(self._table, 0, context, head.fuse(features))
@@ -106,13 +188,13 @@ class Growing:
         self._lane += 1
 
 
-def heads_of(kind: str, temperature: float, seed: int) -> Eagle3Head:
+def heads_of(kind: str, temperature: float, seed: int, form: Form = "eagle3") -> FeatureHead:
     """Return a head that knows the model's text after PROMPT ("right"), none of it ("random"), or the first
     token of each draft ("first").
     """
     output = plain(temperature, seed)
-    weights = weights_for(torch.tensor(sorted({*output, *range(0, SHAPE.vocab_size, 2)})))
-    head = head_with(weights)
+    made = made_for(form, output)
+    head = made.head()
     if kind == "random":
         return head
     rows, tokens = list[torch.Tensor](), list[int]()
@@ -127,28 +209,41 @@ def heads_of(kind: str, temperature: float, seed: int) -> Eagle3Head:
         at += count + 1
         if kind == "first":
             at = at - 1  # any number of tokens may be there
-    norms = torch.cat(rows).double()
-    norms = norms * (norms.square().mean(-1, keepdim=True) + HEAD.rms_eps).rsqrt() * weights.norm.double()
-    known = weights.draft_tokens.tolist()
-    wanted = torch.zeros(len(rows), len(known), dtype=torch.double)
-    wanted[range(len(rows)), [known.index(token) for token in tokens]] = 1000.0
-    return head_with(replace(weights, lm_head=(torch.linalg.pinv(norms) @ wanted).T.float()))
+    wanted = torch.zeros(len(rows), len(made.tokens), dtype=torch.double)
+    wanted[range(len(rows)), [made.tokens.index(token) for token in tokens]] = 1000.0
+    return made.head((torch.linalg.pinv(made.read(torch.cat(rows))) @ wanted).T.float())
 
 
-def offline(head: Eagle3Head, temperature: float, seed: int) -> tuple[Text, int, int]:
-    """Return the output, and how many tokens are drafted and accepted."""
+def offline(head: FeatureHead, temperature: float, seed: int, branches: Text = ()) -> tuple[Text, int, int]:
+    """Return the output, and how many tokens are drafted and accepted, in chains or trees of `branches`."""
+    paths = rank_paths(branches or (1,) * MOST)
     output, drafted, accepted = plain(temperature, seed)[:1], 0, 0
     while len(output) < COUNT:
-        draft: Text = ()
+        nodes: dict[Text, int] = {}
         if len(output) > 1:
-            growing = Growing(head, output)
-            for _ in range(min(MOST, COUNT - len(output) - 1)):
-                draft += (drawn(head.logits(growing.feature), len(output) + len(draft), temperature, seed),)
-                growing.follow(draft[-1])
-        drafted += len(draft)
-        for token in (*draft, None):
+            nodes = _nodes(head, paths[: COUNT - len(output) - 1], output, temperature, seed)
+        drafted += len(nodes)
+        at: Text = ()
+        while True:
             output += (drawn(model_row(PROMPT + output)[0], len(output), temperature, seed),)
-            if output[-1] != token:
+            right = [path for path, token in nodes.items() if path[:-1] == at and token == output[-1]]
+            if not right:
                 break
-            accepted += 1
+            at, accepted = right[0], accepted + 1
     return output, drafted, accepted
+
+
+def _nodes(
+    head: FeatureHead, paths: Sequence[Text], output: Text, temperature: float, seed: int
+) -> dict[Text, int]:
+    """Return the drafted tokens by their paths of ranks, each computed as the end of a chain."""
+    nodes: dict[Text, int] = {}
+    for path in paths:
+        growing = Growing(head, output)
+        for depth in range(1, len(path)):
+            growing.follow(nodes[path[:depth]])
+        logits = head.logits(growing.feature)
+        first = drawn(logits, len(output) + len(path) - 1, temperature, seed)
+        likely = sorted(range(SHAPE.vocab_size), key=lambda token: (-float(logits[0, token]), token))
+        nodes[path] = [first, *(token for token in likely if token != first)][path[-1]]
+    return nodes

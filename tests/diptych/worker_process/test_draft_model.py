@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,11 +21,15 @@ from tests.diptych.worker_process.both_workers import BLOCK, draft_model, greedy
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
 from tests.diptych.worker_process.test_grammar_in_loops import GRAMMAR, alone, asked, grammars_of
 from tests.diptych.worker_process.test_launched_ahead import complaints
+from tests.forms import sampled
 
 PROMPT = (5, 9, 2, 33, 7, 18, 4, 40, 22, 1, 13)
 COUNT = 40
 GRAMMAR_TOKENS = 24
 KINDS = ("same", "random", "first")
+PLACES = sampled(
+    product(["shared_memory", "tcp"], ["native", "torch"]), [("shared_memory", "native"), ("tcp", "torch")]
+)
 MOST = 3
 """Drafted tokens of a sequence in a step (both_workers.py)."""
 
@@ -76,7 +81,7 @@ async def answered(made: Any, gateway: Gateway, message: work_pb2.Work, local: b
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(("transport", "backend"), PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_says(
     kind: str, transport: str, sampling: dict[str, Any], backend: str
@@ -99,7 +104,7 @@ async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_say
         assert output == greedy(PROMPT, COUNT)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(("transport", "backend"), PLACES)
 async def test_cached_prefixes_have_the_draft_models_keys_and_values(transport: str, backend: str) -> None:
     """A second turn reads the blocks that the first decoded; all drafts by the model itself stay right."""
     async with house(transport, draft="same", backend=backend, blocks=60, scratch=60) as made:

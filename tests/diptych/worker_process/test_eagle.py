@@ -1,42 +1,59 @@
-"""An EAGLE-3 head in both workers: the same tokens, whatever its drafts are worth."""
+"""Heads over features (EAGLE, EAGLE-3, MTP) in both workers: the same tokens, whatever drafts are worth."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from diptych.engine.heads.eagle3 import Eagle3Head
+from diptych.engine.heads.feature_head import HeadStep
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process import eagle_chunks
 from tests.diptych.worker_process import test_random_interleavings
-from tests.diptych.worker_process.both_workers import greedy, house
-from tests.diptych.worker_process.eagle_heads import heads_of, offline
+from tests.diptych.worker_process.both_workers import VOCABULARY, greedy, house
+from tests.diptych.worker_process.eagle_heads import Form, heads_of, offline
 from tests.diptych.worker_process.medusa_heads import COUNT, PROMPT, plain
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.diptych.worker_process.test_draft_model import answered
 from tests.diptych.worker_process.test_grammar_in_loops import GRAMMAR, alone, asked, grammars_of
 from tests.diptych.worker_process.test_launched_ahead import complaints
+from tests.forms import sampled
 
 SEEDED = {"temperature": 1.0, "seed": 11}
+BACKENDS, TRANSPORTS = ("native", "torch"), ("shared_memory", "tcp")
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", ["right", "random", "first"])
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(
+    ("form", "transport", "backend"),
+    sampled(
+        [
+            *(("eagle3", transport, backend) for transport in TRANSPORTS for backend in BACKENDS),
+            ("eagle", "tcp", "native"),
+            ("eagle", "shared_memory", "torch"),
+            ("mtp", "shared_memory", "native"),
+            ("mtp", "tcp", "torch"),
+        ],
+        [("eagle3", "shared_memory", "native"), ("eagle", "tcp", "native"), ("mtp", "tcp", "torch")],
+    ),
+)
 async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_says(
-    kind: str, transport: str, sampling: dict[str, Any], backend: str
+    kind: str, form: Form, transport: str, sampling: dict[str, Any], backend: str
 ) -> None:
     """The prompt goes in chunks: the last feature of one is read by the next."""
     temperature, seed = float(sampling.get("temperature", 0.0)), int(sampling.get("seed", 0))
-    head = heads_of(kind, temperature, seed)
+    head = heads_of(kind, temperature, seed, form)
     output, drafted, accepted = offline(head, temperature, seed)
     assert output == plain(temperature, seed)
     async with house(transport, eagle=head, backend=backend) as made:
@@ -55,8 +72,55 @@ async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_say
     assert kind == "random" or accepted > 0
 
 
-async def test_a_second_turn_reads_cached_blocks_with_those_of_the_head(backend: str) -> None:
-    head = heads_of("first", 0.0, 0)
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["right", "random", "first"])
+@pytest.mark.parametrize(
+    ("form", "transport", "backend"), [("eagle3", "tcp", "native"), ("eagle", "shared_memory", "torch")]
+)
+async def test_trees_draft_what_chains_of_each_branch_would(
+    kind: str, form: Form, transport: str, sampling: dict[str, Any], backend: str
+) -> None:
+    temperature, seed, branches = (
+        float(sampling.get("temperature", 0.0)),
+        int(sampling.get("seed", 0)),
+        (3, 2, 1),
+    )
+    head = heads_of(kind, temperature, seed, form)
+    output, drafted, accepted = offline(head, temperature, seed, branches)
+    assert output == plain(temperature, seed)
+    async with house(transport, eagle=head, backend=backend, branches=branches) as made:
+        gateway = Gateway(made)
+        heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT, sampling=sampling))
+        assert tuple(heard.tokens) == output
+        ended = made.decodes[0].ended[-1]
+        assert (ended.drafted, ended.accepted) == (drafted, accepted)
+        await gateway.close()
+        assert await made.empty() == []
+    assert drafted > 0
+    assert kind == "random" or accepted > 0
+
+
+async def test_control_features_of_another_parent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = heads_of("right", 0.0, 0, "eagle")
+    _, drafted, accepted = offline(head, 0.0, 0, (3, 2, 1))
+    step = head.step
+
+    def rolled(memory: KVMemory, steps: Sequence[HeadStep]) -> torch.Tensor:
+        return step(memory, [replace(one, features=one.features.roll(1, 0)) for one in steps])
+
+    monkeypatch.setattr(head, "step", rolled)
+    async with house("shared_memory", eagle=head, backend="native", branches=(3, 2, 1)) as made:
+        gateway = Gateway(made)
+        heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT))
+        assert tuple(heard.tokens) == greedy(PROMPT, COUNT)
+        ended = made.decodes[0].ended[-1]
+        assert (ended.drafted, ended.accepted) != (drafted, accepted)
+        await gateway.close()
+
+
+@pytest.mark.parametrize("form", ["eagle3", "mtp"])
+async def test_a_second_turn_reads_cached_blocks_with_those_of_the_head(form: Form, backend: str) -> None:
+    head = heads_of("first", 0.0, 0, form)
     async with house("tcp", eagle=head, backend=backend, blocks=60, scratch=60) as made:
         gateway = Gateway(made)
         first = await answered(made, gateway, work(("a", 1), PROMPT, COUNT))
@@ -107,23 +171,32 @@ async def test_requests_in_random_order_with_preemptions(
     assert sum(one.drafted for one in ended) > 0
 
 
-async def test_a_head_that_fails_costs_drafts_and_no_request(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["eagle3", "mtp"])
+async def test_a_head_that_fails_or_lies_costs_drafts_and_no_request(
+    form: Form, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails in the prompts of the prefill worker and in drafts."""
-    logits, calls = Eagle3Head.logits, iter(range(10_000))
+    """Fails in the prompts of the prefill worker and in drafts, whose logits are of another vocabulary, or
+    not finite, or do not come.
+    """
+    head = heads_of("random", 0.0, 0, form)
+    logits, calls = head.logits, iter(range(10_000))
 
-    def failing(self: Eagle3Head, features: torch.Tensor) -> torch.Tensor:
-        if next(calls) % 5 == 4:
-            raise RuntimeError("no head")
-        return logits(self, features) * torch.nan if next(calls) % 3 else logits(self, features)
+    def failing(features: torch.Tensor) -> torch.Tensor:
+        match next(calls) % 5:
+            case 4:
+                raise RuntimeError("no head")
+            case 3:
+                return torch.cat([logits(features)] * 2, dim=-1) + torch.arange(2 * VOCABULARY)
+            case 2:
+                return logits(features) * torch.nan
+        return logits(features)
 
     def broken(self: Any, chunks: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Eagle3Head, "logits", failing)
+    monkeypatch.setattr(head, "logits", failing)
     monkeypatch.setattr(eagle_chunks.EagleChunks, "_compute", broken)
-    async with house("shared_memory", eagle=heads_of("random", 0.0, 0), backend=backend) as made:
+    async with house("shared_memory", eagle=head, backend=backend) as made:
         gateway = Gateway(made)
         for number in range(3):
             prompt = (*PROMPT, number)
@@ -133,14 +206,15 @@ async def test_a_head_that_fails_costs_drafts_and_no_request(
         assert await made.empty() == []
 
 
+@pytest.mark.parametrize("form", ["eagle3", "eagle"])
 async def test_control_features_of_the_wrong_token_are_noticed(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    form: Form, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control of the offline count: features go with the token after theirs, in prompts, too."""
-    head = heads_of("right", 0.0, 0)
+    head = heads_of("right", 0.0, 0, form)
     _, drafted, accepted = offline(head, 0.0, 0)
-    fuse = Eagle3Head.fuse
-    monkeypatch.setattr(Eagle3Head, "fuse", lambda self, features: fuse(self, features.roll(1, 0)))
+    fuse = head.fuse
+    monkeypatch.setattr(head, "fuse", lambda features: fuse(features.roll(1, 0)))
     async with house("shared_memory", eagle=head, backend=backend) as made:
         gateway = Gateway(made)
         heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT))

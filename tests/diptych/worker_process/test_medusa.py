@@ -19,6 +19,7 @@ from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.diptych.worker_process.test_draft_model import answered
 from tests.diptych.worker_process.test_grammar_in_loops import GRAMMAR, alone, asked, grammars_of
 from tests.diptych.worker_process.test_launched_ahead import complaints
+from tests.forms import sampled
 
 KINDS = ("right", "random", "first")
 TREES = ((), (3, 2, 1))
@@ -37,7 +38,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("transport", "backend"),
-    [("shared_memory", "native"), ("tcp", "native"), ("shared_memory", "torch"), ("tcp", "device")],
+    sampled(
+        [("shared_memory", "native"), ("tcp", "native"), ("shared_memory", "torch"), ("tcp", "device")],
+        [("shared_memory", "native"), ("tcp", "device")],
+    ),
 )
 async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_says(
     kind: str, branches: tuple[int, ...], transport: str, sampling: dict[str, Any], backend: str

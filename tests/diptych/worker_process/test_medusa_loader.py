@@ -19,7 +19,7 @@ from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.eagle_loader import load_eagle
+from diptych.worker_process.eagle_loader import EagleFiles, load_eagle
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa
 from prefill_worker.config import PrefillSettings
@@ -90,7 +90,7 @@ async def test_the_decode_worker_loads_heads_and_a_prefill_worker_needs_none(
     deep, engine = await loaded(tiny, f"--speculative-model={heads}", "--speculative-tree=2,1,1,1")
     with pytest.raises(ImpossibleTree, match="--speculative-tree 2,1,1,1: a tree of depth 4 needs as many"):
         make_speculation(deep, engine, KVMemory(engine.layout, 4))
-    with pytest.raises(ImpossibleTree, match="trees are drafted by Medusa heads"):
+    with pytest.raises(ImpossibleTree, match="trees are drafted by Medusa and EAGLE heads"):
         make_speculation(settings, replace(engine, heads=None), KVMemory(engine.layout, 4))
 
 
@@ -99,7 +99,7 @@ def test_numbers_of_tokens_go_with_the_tree(capsys: pytest.CaptureFixture[str]) 
     assert DecodeSettings.from_argv(flags).step_tokens == 21
     assert DecodeSettings.from_argv([*flags, "--speculative-max-step-tokens=9"]).step_tokens == 9
     for bad, words in (
-        (["--speculative-tree=2,1"], "--speculative-tree 2,1 needs Medusa heads"),
+        (["--speculative-tree=2,1"], "--speculative-tree 2,1 needs heads"),
         ([flags[0], "--speculative-tree=2;1"], "branches at each depth"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -118,10 +118,10 @@ async def test_heads_that_do_not_fit_and_of_other_kinds_are_refused_at_the_start
         await loaded(tiny, f"--speculative-model={tmp_path / 'nothing'}")
     for number, (words, config) in enumerate(
         (
-            ("in the form of EAGLE-3's authors alone", {"speculators_model_type": "eagle3"}),
-            ("in the form of EAGLE-3's authors alone", {"model_type": "eagle"}),
+            ("in the forms of their authors alone", {"speculators_model_type": "eagle3"}),
+            ("in the forms of their authors alone", {"speculators_model_type": "eagle"}),
             ("this model|a head of", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 9}),
-            ("multi-token prediction layers", {"model_type": "deepseek_mtp"}),
+            ("from the model's own folder: say mtp", {"model_type": "deepseek_mtp"}),
             ("in another form than", {"model_type": "medusa"}),
         )
     ):
@@ -150,12 +150,13 @@ async def test_both_workers_load_an_eagle_head_whose_keys_and_values_are_a_segme
     assert speculation is not None
     assert speculation._most == 4
     assert given_draft(str(head), str(tiny)).text.startswith("an EAGLE-3 head of ")
-    tree = DecodeSettings.from_argv([f"--speculative-model={head}", "--speculative-tree=2,1"])
-    with pytest.raises(ImpossibleTree, match="trees are drafted by Medusa heads"):
-        make_speculation(tree, engine, KVMemory(engine.layout, 4))
+    tree = DecodeSettings.from_argv([f"--speculative-model={head}", "--speculative-tree=4,2,1"])
+    trees = make_speculation(tree, engine, KVMemory(engine.layout, 4))
+    assert trees is not None
+    assert trees._most == 20
     with pytest.raises(UnfitHeads, match="EAGLE heads are not computed with the torch-parts step"):
         load_eagle(
-            head,
+            EagleFiles("EAGLE-3", head, tiny),
             Runner(replace(model(), backend=Plain(model().backend), backend_name="torch-parts"), 1),
             "fp32",
         )

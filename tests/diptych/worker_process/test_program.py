@@ -11,6 +11,7 @@ from decode_worker.config import DecodeSettings
 from diptych.worker_process import engine_loader
 from prefill_worker.config import PrefillSettings
 from tests.end_to_end import tiny_model
+from tests.forms import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +26,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("module", "flags", "problem"),
     [
         ("prefill_worker", ("--model={folder}",), "is a folder with a GGUF file: pass the file, --model"),
-        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf is no GGUF file, though it is named"),
+        pytest.param(
+            "decode_worker",
+            ("--model={folder}/model.gguf",),
+            "model.gguf is no GGUF file, though it is named",
+            marks=FULL,
+        ),
         (
             "decode_worker",
             ("--max-model-len=8193",),
@@ -38,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         pytest.param(
             *("decode_worker", ("--device=cuda",), "device cuda: torch"),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+            marks=[FULL, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")],
         ),
     ],
 )

@@ -20,6 +20,7 @@ from tests.diptych.worker_process import test_random_choices, test_random_interl
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
 from tests.diptych.worker_process.test_launched_ahead import complaints
+from tests.forms import sampled
 
 PROMPT = (5, 9, 2)
 
@@ -182,6 +183,7 @@ def _scores(heard: Heard, *, exact: bool) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("backend", sampled(MODELS, ["native", "device"]))
 async def test_greedy_requests_in_random_order(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,6 +201,7 @@ async def test_greedy_requests_in_random_order(
     assert drafter.drafted > finished  # on a slow machine fewer finish, and these still have drafts
 
 
+@pytest.mark.parametrize("backend", sampled(MODELS, ["native", "device"]))
 async def test_sampled_choices_and_beams_in_random_order(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

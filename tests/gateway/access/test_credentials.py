@@ -131,12 +131,12 @@ async def test_request_is_visible_to_its_tenant_only(
             )
 
         running = start(acme)
-        await until(lambda: stack.gateway.gate.queue.running == 1)
+        await until(lambda: stack.core.gate.queue.running == 1)
         found = told(await failure(stack.stub.CancelRequest(cancel, metadata=bearer(other))))
         assert (found.code, found.reason) == (Code.PERMISSION_DENIED, "PERMISSION_DENIED")
         assert told(await failure(start(colleague))).code is Code.ALREADY_EXISTS
         second = start(other)
-        await until(lambda: stack.gateway.gate.queue.running == 2)
+        await until(lambda: stack.core.gate.queue.running == 2)
         assert (await stack.stub.CancelRequest(cancel, metadata=bearer(other))).was_running
         assert (await second).outputs[0].finish_reason == pb.FINISH_REASON_CANCELLED
         assert not running.done()
@@ -170,7 +170,7 @@ async def test_tenant_reaches_the_queue_and_the_cache_salt(
     decode = ScriptedDecode(answering(OUTPUT))
     offered: list[str] = []
     async with serving(bundled, redis_url, keys, decode) as stack:
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         enqueue = queue.enqueue
 
         def listening(*values: Any, **named: Any) -> Any:

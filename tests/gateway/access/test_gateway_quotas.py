@@ -88,13 +88,13 @@ async def test_concurrent_requests_are_limited(bundled: ServedModel, redis_url: 
     key = keys.add("acme", concurrent_requests=1)
     async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
         running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 1)
+        await until(lambda: stack.core.gate.queue.running == 1)
         found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(key))))
         assert (found.reason, found.retry_s) == ("QUOTA_EXCEEDED", 1.0)
         running.cancel()
         await stack.until_idle()
         again = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 1)
+        await until(lambda: stack.core.gate.queue.running == 1)
         again.cancel()
         await stack.until_idle()
 
@@ -163,13 +163,13 @@ async def test_several_prompts_are_admitted_together_or_refused(
     key = keys.add("acme", concurrent_requests=2, requests_per_minute=2)
     async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
         running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 1)
+        await until(lambda: stack.core.gate.queue.running == 1)
         two = completion(stack, prompt=["a", "b"])
         status, text, headers = await http(stack, "/v1/completions", key, two)
         assert (status, check_http(status, text, headers)["code"]) == (429, "quota_exceeded")
         # The one request that is left was not used up by it.
         last = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 2)
+        await until(lambda: stack.core.gate.queue.running == 2)
         for call in (running, last):
             call.cancel()
         await stack.until_idle()

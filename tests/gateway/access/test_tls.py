@@ -112,7 +112,7 @@ async def test_client_with_a_key_calls_over_tls(
         port = stack.gateway.http_port
         assert await http_status("127.0.0.1", port, "/ready", tls=True) == 200
         assert await http_status("127.0.0.1", port, "/ready") != 200
-        worker_id = stack.gateway.worker_pool.registry.linked()[0].record.worker_id
+        worker_id = stack.core.worker_pool.registry.linked()[0].record.worker_id
         for name, status in ((worker_id, 200), ("unknown", 503)):
             assert await http_status("127.0.0.1", port, f"/ready?worker={name}", tls=True) == status
         access = Access(operator, tls_credentials(files.roots))

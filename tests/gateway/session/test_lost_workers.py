@@ -41,7 +41,7 @@ async def worker_with_request(*workers: ScriptedWorker) -> ScriptedWorker:
 
 
 async def linked(stack: Stack, count: int) -> None:
-    await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == count)
+    await until(lambda: len(stack.core.worker_pool.registry.linked()) == count)
 
 
 @pytest.mark.parametrize("tokens_first", [0, 3])

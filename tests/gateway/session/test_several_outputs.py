@@ -84,7 +84,7 @@ async def test_each_choice_has_its_own_stream_and_end(
         messages = await collect(call)
         whole = await stack.stub.Generate(stack.request(sampling=pb.SamplingParams(n=3)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.worker_pool.registry.linked())
+        assert not any(w.outstanding for w in stack.core.worker_pool.registry.linked())
     assert texts(messages) == texts([whole]) == dict(enumerate(ANSWERS))
     ends = Counter(o.index for m in messages for o in m.outputs if o.finish_reason)
     assert ends == {0: 1, 1: 1, 2: 1}
@@ -376,7 +376,7 @@ async def test_choices_start_as_room_comes(
             for _ in "ab"
         ]
         first, second = await decode.wait_for("attach", 2)
-        queue = stack.gateway.gate.queue
+        queue = stack.core.gate.queue
         assert [list(first.choices), list(second.choices)] == [[0, 1], [0]]
         assert (queue.running, queue.sequences, queue.waiting) == (2, 3, 0)
         step(decode, second, [tokens_of(0, 0, answers[0])], [])
@@ -404,7 +404,7 @@ async def test_late_choice_without_a_worker_waits_for_one(
         (first,) = await decode.wait_for("attach")
         assert list(first.choices) == [0]
         step(decode, first, [tokens_of(0, 0, answers[0])], [])
-        await until(lambda: not stack.gateway.gate.queue.waiting_tokens)
+        await until(lambda: not stack.core.gate.queue.waiting_tokens)
         step(decode, first, [], [finished(first, 0)])
         await decode.wait_for("attach", 2)
         await decode.close()

@@ -19,7 +19,7 @@ async def test_request_waits_for_workers_of_a_starting_system(bundled: ServedMod
     workers = [ScriptedPrefill(), ScriptedDecode(answering(answer))]
     async with running(bundled, redis_url) as stack:
         call = stack.stub.StreamGenerate(stack.request(), timeout=30)
-        await until(lambda: len(stack.gateway.worker_pool.arrivals) == 1)
+        await until(lambda: len(stack.core.worker_pool.arrivals) == 1)
         for worker in workers:
             await worker.start(redis_url, DIGEST)
         assert ids_of(await collect(call)) == answer
@@ -39,7 +39,7 @@ async def test_request_waits_for_a_worker_that_was_there_a_moment_ago(
         await (prefill if role is ScriptedPrefill else decode).kill()
         await stack.until_ready(False)
         call = stack.stub.StreamGenerate(stack.request(), timeout=30)
-        await until(lambda: len(stack.gateway.worker_pool.arrivals) == 1)
+        await until(lambda: len(stack.core.worker_pool.arrivals) == 1)
         await back.start(redis_url, DIGEST)
         assert ids_of(await collect(call)) == answer
         await back.close()
@@ -56,7 +56,7 @@ async def test_wait_of_a_new_request_ends_with_its_deadline(bundled: ServedModel
 async def test_wait_of_a_new_request_ends_with_the_gateway(bundled: ServedModel, redis_url: str) -> None:
     async with running(bundled, redis_url) as stack:
         call = stack.stub.StreamGenerate(stack.request())
-        await until(lambda: len(stack.gateway.worker_pool.arrivals) == 1)
+        await until(lambda: len(stack.core.worker_pool.arrivals) == 1)
         await stack.gateway.drain()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(call)
@@ -70,7 +70,7 @@ async def test_request_that_waited_is_bounded_by_the_memory_of_the_workers_that_
     async with running(bundled, redis_url) as stack:
         too_long = stack.stub.StreamGenerate(stack.request(stopping=pb.StoppingCriteria(max_tokens=64)))
         open_ended = stack.stub.StreamGenerate(stack.request())
-        await until(lambda: len(stack.gateway.worker_pool.arrivals) == 2)
+        await until(lambda: len(stack.core.worker_pool.arrivals) == 2)
         for worker in small:
             await worker.start(redis_url, DIGEST)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -123,7 +123,7 @@ async def test_workers_of_another_model_are_not_linked(bundled: ServedModel, red
     await other.start(redis_url, "e" * 64)
     async with running(bundled, redis_url, ScriptedPrefill()) as stack:
         await until(lambda: len(stack.gateway.mirror.workers()) >= 2)
-        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 1)
+        await until(lambda: len(stack.core.worker_pool.registry.linked()) == 1)
         await asyncio.sleep(0.5)
         assert other.links == 0
         assert not stack.gateway.ready
@@ -158,7 +158,7 @@ async def test_stopped_or_killed_process_is_lost_within_seconds(
     ):
         await stack.until_ready()
         call = stack.stub.StreamGenerate(stack.request())
-        await until(lambda: any(w.outstanding for w in stack.gateway.worker_pool.registry.linked()))
+        await until(lambda: any(w.outstanding for w in stack.core.worker_pool.registry.linked()))
         await asyncio.sleep(0.2)
         os.kill(process.pid, how)
         started = time.monotonic()

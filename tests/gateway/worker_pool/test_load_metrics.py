@@ -27,8 +27,8 @@ def test_page_has_each_linked_worker_with_its_roles_gauges() -> None:
         worker("d", "decode", Load(4, 5, 0, 30, 40, 3, draining=True)),
     ]
     registry = CollectorRegistry()
-    registry.register(LoadMetrics(lambda: workers))
-    prefill, decode = '{role="prefill",worker_id="p"}', '{role="decode",worker_id="d"}'
+    registry.register(LoadMetrics(lambda: [("m", one) for one in workers]))
+    prefill, decode = '{model="m",role="prefill",worker_id="p"}', '{model="m",role="decode",worker_id="d"}'
     assert page(registry) == [
         f"diptych_worker_requests_running{prefill} 1.0",
         f"diptych_worker_requests_running{decode} 4.0",
@@ -48,8 +48,8 @@ def test_page_has_each_linked_worker_with_its_roles_gauges() -> None:
 
 def test_worker_without_a_report_has_zero_utilization() -> None:
     registry = CollectorRegistry()
-    registry.register(LoadMetrics(lambda: [worker("d", "decode", Load())]))
-    assert 'diptych_worker_kv_cache_utilization{role="decode",worker_id="d"} 0.0' in page(registry)
+    registry.register(LoadMetrics(lambda: [("m", worker("d", "decode", Load()))]))
+    assert 'diptych_worker_kv_cache_utilization{model="m",role="decode",worker_id="d"} 0.0' in page(registry)
 
 
 def test_second_collector_of_the_same_names_is_refused() -> None:

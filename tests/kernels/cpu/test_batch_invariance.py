@@ -16,6 +16,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
+from tests.forms import sampled
 from tests.kernels.cpu.tiny_models import (
     Pool,
     block_weights_of,
@@ -35,7 +36,6 @@ EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes", "codes"], str
     *((kind, name) for kind in ("bytes", "codes") for name in native.instruction_sets(native.BYTES)),
 ]
 PROMPT = 530
-FULL = pytest.mark.full
 
 
 @pytest.fixture(params=EVERY_SET, ids=str, scope="module")
@@ -78,7 +78,7 @@ def prefilled(
     return logits, stored(sequence.memory, sequence.table)
 
 
-@pytest.mark.parametrize("chunk", [7, 64, *(pytest.param(size, marks=FULL) for size in (1, 16, 512))])
+@pytest.mark.parametrize("chunk", sampled([7, 64, 1, 16, 512], [7]))
 def test_chunks_and_threads_change_no_bit(backend: NativeBackend, chunk: int) -> None:
     logits, kv = prefilled(backend, SHAPE, PROMPT, threads=1)
     for threads in (1, 2, 3):
@@ -89,7 +89,7 @@ def test_chunks_and_threads_change_no_bit(backend: NativeBackend, chunk: int) ->
         assert torch.equal(kv, other_kv)
 
 
-@pytest.mark.parametrize("batch", [3, 13, *(pytest.param(size, marks=FULL) for size in (2, 11, 16, 33))])
+@pytest.mark.parametrize("batch", sampled([3, 13, 2, 11, 16, 33], [13]))
 def test_neighbours_change_no_bit(backend: NativeBackend, batch: int) -> None:
     prompts = [tokens_of(20 + 3 * i, seed=i) for i in range(batch)]
     layout = layout_of(SHAPE, 16, dtype_of(backend))

@@ -14,6 +14,7 @@ from diptych.engine.weights import Weights
 from kernels.byte_codes import CodedBytes, as_bytes
 from kernels.byte_linear import quantise_matrix
 from kernels.cpu import library as native
+from tests.forms import sampled
 from tests.kernels.cpu.tiny_models import Pool, coded_weights_of, layout_of, shape_of, tokens_of
 
 SETS = native.instruction_sets(native.BYTES)
@@ -35,9 +36,9 @@ def in_bytes(weights: Weights) -> Weights:
 
 
 def steps(shape: ModelShape, weights: Weights, instructions: str, rows: int) -> list[torch.Tensor]:
-    """Compute a prompt of `rows` tokens, then one token more beside another prompt, on two threads."""
+    """Compute a prompt of `rows` tokens, then one token more beside another prompt, on one or two threads."""
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
-    backend.set_threads(2)
+    backend.set_threads(1 + rows % 2)
     pool = Pool(layout_of(shape, 16, torch.bfloat16), 12)
     a, b = pool.sequence(rows + 1), pool.sequence(20)
     tokens = tokens_of(rows + 1, shape.vocab_size)
@@ -47,7 +48,7 @@ def steps(shape: ModelShape, weights: Weights, instructions: str, rows: int) -> 
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 12, 13, 40])
+@pytest.mark.parametrize("rows", sampled([1, 2, 3, 4, 5, 12, 13, 40], [1, 4, 5, 12, 13]))
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("instructions", SETS)
 def test_codes_give_the_bits_of_their_bytes(instructions: str, name: str, rows: int) -> None:

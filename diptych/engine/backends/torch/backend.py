@@ -11,7 +11,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
-from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.backends.torch.row_groups import attention_of, group_tables
 from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
@@ -34,14 +34,11 @@ class TorchBackend:
         """
         self._device = torch.device(device)
         weights = on_device(weights, self._device)
-        self._scales = None if kv_scales is None else kv_scales.to(self._device)
         self._decoder = Decoder(shape, weights)
         self._adapters = TorchAdapters(self._device)
         self._shape = shape
-        self._rules = [
-            ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
-            for index, layer in enumerate(weights.layers)
-        ]
+        scales = None if kv_scales is None else kv_scales.to(self._device)
+        self._attention = attention_of(shape, [layer.sinks for layer in weights.layers], scales)
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in this process' torch calls from the calling thread."""
@@ -92,18 +89,12 @@ class TorchBackend:
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
-            groups: list[Chunk | Decodes] = group_rows(sequences)
+            tables = group_tables(sequences)
+            windows = sequences[0].memory.layout.windows
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                if (latent := self._shape.latent) is not None:
-                    mixed = q.new_zeros(*q.shape[:-1], latent.rank)
-                    for group in groups:
-                        group.attend_latents(layer, self._shape.score_scale, q, k, mixed)
-                    return mixed
-                mixed = torch.zeros_like(q)
-                for group in groups:
-                    group.attend(layer, self._rules[layer], q, k, v, mixed, self._scales)
-                return mixed
+                table, slot = (0, layer) if windows is None else windows.places[layer]
+                return self._attention.attend(tables[table], layer, q, k, v, slot)
 
             def wanted() -> bool:
                 if abort is None:
@@ -111,7 +102,7 @@ class TorchBackend:
                 if abort.all_aborted():
                     return False
                 if abort.words.any():
-                    groups[:] = group_rows(sequences, abort)
+                    tables[:] = group_tables(sequences, abort)
                 return True
 
             given = given_embeddings(sequences)

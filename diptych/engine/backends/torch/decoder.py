@@ -83,7 +83,8 @@ class Decoder:
         `tokens` and `positions` are int64 `[T]`, these `[3, T]` where images lie on grids. `wanted` is asked
         before every layer; None is returned once it says no. `adapters` are those of rows that have one.
         `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair; they are
-        not scaled. `taps` gets the residual stream before those layers that it names.
+        not scaled. `taps` gets the residual stream before those layers that it names; for the number behind
+        the last layer's, that behind the final norm.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
@@ -98,7 +99,16 @@ class Decoder:
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
             if (deep := rows_after(given, index, x_TH.shape[1])) is not None:
                 x_TH[deep[0].to(x_TH.device)] += deep[1].to(x_TH)
+        if taps is not None and len(self.layers) in taps:
+            taps[len(self.layers)] = self.norm(x_TH, self.final_norm, self.final_norm_bias)
         return self.norm(x_TH[last], self.final_norm, self.final_norm_bias)
+
+    def through_layer(
+        self, index: int, x_TH: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return the residual stream `[T, H]` behind layer `index`, of `x_TH` before it."""
+        angles, growth = self.angles(positions), self.growth(positions)
+        return self._layer(index, self.layers[index], x_TH, angles, growth, attend, None)
 
     def scaled(self, embedded_TH: torch.Tensor) -> torch.Tensor:
         """Return embeddings as they enter the residual."""

@@ -162,8 +162,13 @@ SEEDS = {
 
 def oracle_of(name: str, seed: int | None = None) -> Any:
     """Return a random model, whose routers choose clearly."""
-    torch.manual_seed(SEEDS.get(name, 1) if seed is None else seed)
     config = {**CONFIGS, **OTHER_CONFIGS}[name]
+    return random_oracle(config, SEEDS.get(name, 1) if seed is None else seed)
+
+
+def random_oracle(config: PreTrainedConfig, seed: int) -> Any:
+    """Return a random model of `config`, as `oracle_of` does."""
+    torch.manual_seed(seed)
     oracle = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         .eval()

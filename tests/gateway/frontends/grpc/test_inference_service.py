@@ -20,7 +20,7 @@ from gateway.access.access import DEFAULT_TENANT
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.otlp_collector import OtlpCollector
-from tests.gateway.running_gateway import Stack, collect, reason_of, running, until, valkey
+from tests.gateway.running_gateway import DIGEST, Stack, collect, reason_of, running, until, valkey
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 SERVICE = "diptych.v1.InferenceService"
@@ -146,7 +146,8 @@ async def test_metrics_count_requests(bundled: ServedModel, redis_url: str) -> N
     )
     assert f"gen_ai_server_time_to_first_token_seconds_count{{{labels}}} 1.0" in page
     assert "diptych_output_tokens_total 3.0" in page
-    assert 'diptych_workers_ready{role="decode"} 1.0' in page
+    assert f'diptych_workers_ready{{model="{name}",role="decode"}} 1.0' in page
+    assert f'diptych_model_info{{digest="{DIGEST}",model="{name}"}} 1.0' in page
     assert 'diptych_route_decisions_total{policy="cost",reason="only_choice"} 1.0' in page
     assert f'rpc_method="{SERVICE}/StreamGenerate",rpc_response_status_code="OK"' in page
 
@@ -156,8 +157,9 @@ async def test_metrics_have_the_load_of_the_workers_that_are_linked(
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(total_blocks=40)
     async with running(bundled, redis_url, prefill, decode) as stack:
-        of_prefill = f'{{role="prefill",worker_id="{prefill.worker_id}"}}'
-        of_decode = f'{{role="decode",worker_id="{decode.worker_id}"}}'
+        model = f'model="{bundled.card.name}"'
+        of_prefill = f'{{{model},role="prefill",worker_id="{prefill.worker_id}"}}'
+        of_decode = f'{{{model},role="decode",worker_id="{decode.worker_id}"}}'
         _, page = await asyncio.to_thread(http, stack, "/metrics")
         assert f"diptych_worker_requests_waiting{of_prefill} 0.0" in page
         assert f"diptych_worker_kv_cache_blocks{of_decode} 40.0" in page

@@ -268,7 +268,7 @@ async def test_overload_says_when_to_come_back(bundled: ServedModel, redis_url: 
         first = asyncio.ensure_future(client.completions.create(**body))  # type: ignore[call-overload]
         await decode.wait_for("attach")
         second = asyncio.ensure_future(client.completions.create(**body))  # type: ignore[call-overload]
-        await until(lambda: stack.gateway.gate.queue.waiting == 1)
+        await until(lambda: stack.core.gate.queue.waiting == 1)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.completions.create(**body)  # type: ignore[call-overload]
         assert refused.value.code == "queue_full"

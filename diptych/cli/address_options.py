@@ -1,0 +1,39 @@
+"""Options and checks of commands that talk to a running gateway."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import typer
+
+from gateway.config import GRPC_PORT, admin_port_beside
+
+ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
+Text = TypeVar("Text", str, list[str], None)
+
+
+def target(address: str) -> str:
+    """gRPC would take a URL for a host name, and say so in its own words."""
+    if address.startswith(("http://", "https://", "grpc://", "grpcs://")):
+        raise typer.BadParameter("is host:port, without a scheme; DIPTYCH_CA_FILE turns TLS on")
+    return address
+
+
+def utf8(given: Text) -> Text:
+    """gRPC sends text in UTF-8; what else the shell passed on is refused by the option's name."""
+    try:
+        "".join(given or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("is not UTF-8") from None
+    return given
+
+
+AdminAddress = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="DIPTYCH_ADMIN_ADDRESS",
+        callback=target,
+        help="host:port of a gateway's admin port.",
+    ),
+]
