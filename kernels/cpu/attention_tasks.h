@@ -64,7 +64,7 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first, const H
     Pieces<Stored> pieces = {{blocks, sight.first / size, (sight.last - 1) / size + 1},
                              next, task.reads_alone() && first == 0};
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same<Stored, bf16>::value) {
+    if constexpr (std::is_same<typename Kind::Stored, bf16>::value) {
         if (size % kLanes == 0) return attend_in_pairs<Pairs>(pieces, sight, rules, query, scratch, out);
     }
 #endif
