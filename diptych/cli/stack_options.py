@@ -221,7 +221,7 @@ class StackOptions:
     kv_events_topic: Annotated[str | None, _option("Topic of these events.", "KV cache")] = None
     kv_cache_dtype: Annotated[
         str | None,
-        _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
+        _option("Type of cached keys and values: auto, fp8 on GPUs, or int8 on CPUs.", "KV cache"),
     ] = None
     window_blocks: Annotated[
         str | None,

@@ -7,9 +7,10 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
        the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
        and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
        of one row, on some CPUs of up to four (kernels/byte_codes.py)
-gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
-       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
-       groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS, IQ4_NL,
+       MXFP4), codes of four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0;
+       inputs of products in groups of 32, with 8 bits or 16; the rest as in int8
+       (kernels/quantised_linear.py)
 packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
        (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
        (kernels/scaled_matrix.py); the rest as in bf16
@@ -18,7 +19,8 @@ fp8    on GPUs: matrices of the layers in E4M3 with a scale for each output, inp
 w8a8   as fp8, in int8: what `--quantization int8` is on GPUs
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
-a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
+a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py); on CPUs also in `int8`, with a
+scale for each token and head inside the block (kernels/int8_cache.py). The scales of FP8 are the
 checkpoint's (`k_scale` and `v_scale`, one a layer or one a head) where it has them, else 1: E4M3 is a
 floating-point format, so that a scale moves its range, 2**-9 to 448, and not its precision. Nothing is
 calibrated when a model is loaded: two workers with one model's files have the same scales.
@@ -32,10 +34,10 @@ from typing import Literal
 import torch
 
 from diptych.engine.models.shape import ModelShape
-from kernels import fp8_cache
+from kernels import fp8_cache, int8_cache
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed", "fp8", "w8a8"]
-KVCacheDtype = Literal["auto", "fp8"]
+KVCacheDtype = Literal["auto", "fp8", "int8"]
 
 PLAIN: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -106,6 +108,8 @@ def choose_precision(
 
 def kept_dtype(choice: KVCacheDtype, precision: Precision) -> torch.dtype:
     """Return the torch dtype of keys and values in their blocks."""
+    if choice == "int8":
+        return int8_cache.DTYPE
     return fp8_cache.DTYPE if choice == "fp8" else stored_dtype(precision)
 
 

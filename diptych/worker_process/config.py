@@ -95,9 +95,9 @@ class WorkerSettings(RoleSettings):
         "--tensor-parallel; 0 takes --tensor-parallel.",
         section="Parallelism",
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
         "auto",
-        "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
+        "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs, int8 for CPUs.",
         section="KV cache",
     )
     kv_tier: str = setting(
@@ -275,12 +275,14 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--backend triton needs a GPU, {here}"
     if settings.backend != "triton" and settings.dtype == "fp16":
         yield f"--dtype fp16 is computed on GPUs only, {here}"
+    if settings.backend == "triton" and settings.kv_cache_dtype == "int8":
+        yield "--kv-cache-dtype int8: the Triton step does not keep keys and values so, the CPU steps do"
     if settings.backend != "triton" and settings.quantization == "fp8":
         yield f"--quantization fp8 is computed on GPUs only, {here}"
     if settings.kv_cache_dtype == "fp8" and settings.backend in ("auto", "native"):
         yield (
-            "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
-            "a GPU keeps them in fp8, and so does --backend torch, slowly"
+            "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype "
+            "or in int8; a GPU keeps them in fp8, and so does --backend torch, slowly"
         )
 
 
@@ -292,6 +294,8 @@ def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):
         yield f"--backend {settings.backend} computes on CPUs, {here}"
+    if settings.kv_cache_dtype == "int8":
+        yield f"--kv-cache-dtype int8 is kept by CPUs only, {here}: there it is fp8"
     if settings.quantization == "gguf":
         yield f"--quantization gguf is computed on CPUs only, {here}: auto keeps a file's codes there"
     tokens = settings.block_size

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 22
+#define DIPTYCH_ABI_VERSION 23
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -35,6 +35,15 @@ enum DiptychFormat : int32_t {
     DIPTYCH_Q5_K = 9,
     DIPTYCH_Q6_K = 10,
     DIPTYCH_IQ4_XS = 11,
+    // In GGUF's blocks of 32 again, whose codes are places in a table.
+    DIPTYCH_IQ4_NL = 12,
+    DIPTYCH_MXFP4 = 13,
+};
+
+// Numbers of keys and values in their blocks.
+enum DiptychKv : int32_t {
+    DIPTYCH_KV_OWN = 0,   // the model's dtype, bf16 where matrices are quantised
+    DIPTYCH_KV_INT8 = 1,  // int8, each token's of a head times a scale: kernels/int8_cache.py has the arrangement
 };
 
 enum DiptychStatus : int32_t {
@@ -173,6 +182,7 @@ struct DiptychBatch {
     const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
     int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
                                    // else 0
+    int32_t kept;                  // DiptychKv: of all memories
     const int32_t *turns;          // [sum of counts] row of the rotary tables for each token; null: its position
     const int32_t *ends;           // [sum of counts] the first position that a token does not see, at most the end of
                                    // its chunk; null: the one after its own

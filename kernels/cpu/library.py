@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -132,6 +132,7 @@ class Batch(Structure):
         ("greedy", c_void_p),
         ("adapters", c_void_p),
         ("block_stride", c_int64),
+        ("kept", c_int32),
         ("turns", c_void_p),
         ("ends", c_void_p),
         ("parents", c_void_p),
@@ -174,6 +175,8 @@ class Change(Structure):
 FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
 DENSE, Q4_0, Q4_1, Q8_0, I8, I8_CODED = 0, 1, 2, 3, 4, 5
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS = 6, 7, 8, 9, 10, 11
+IQ4_NL, MXFP4 = 12, 13
+KV_OWN, KV_INT8 = 0, 1
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER, SHARED_GATE_UP, SHARED_DOWN = 0, 1, 2, 3, 4, 5, 6, 7
 CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2

@@ -1,6 +1,7 @@
 #include "model_parts.h"
 
 #include "expert_routing.h"
+#include "kquants.h"
 #include "model_share.h"
 
 namespace diptych {
@@ -37,13 +38,13 @@ Expected expected_parts(const DiptychModel &model, int32_t which, bool expert) {
 }
 
 bool in_blocks(int32_t format) {
-    return (format >= DIPTYCH_Q4_0 && format <= DIPTYCH_Q8_0) || (format >= DIPTYCH_Q2_K && format <= DIPTYCH_IQ4_XS);
+    return (format >= DIPTYCH_Q4_0 && format <= DIPTYCH_Q8_0) || is_kquant(format) || has_table(format);
 }
 
 // Whether the parts of a matrix may have the formats that they have. One block of columns has one format.
 bool formats_join(const DiptychMatrix *parts, int32_t count, int32_t which) {
     for (int32_t p = 0; p < count; p++) {
-        if (parts[p].format >= DIPTYCH_Q2_K && parts[p].columns % 256 != 0) return false;
+        if (is_kquant(parts[p].format) && parts[p].columns % kSuper != 0) return false;
         if (parts[p].format == parts[0].format) continue;
         if (which != DIPTYCH_QKV || !in_blocks(parts[0].format)) return false;
         for (int32_t before = 0; before < p; before++) {

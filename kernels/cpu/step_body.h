@@ -53,8 +53,15 @@ struct WholeSums {
     static void end(StepState &, int) {}
 };
 
+// Calls f(a number of the type in which this step's keys and values are kept).
+template <class Kind, class F>
+void with_kept(const StepState &step, F f) {
+    if (step.batch.kept == DIPTYCH_KV_INT8) return f(int8_t{});
+    f(typename Kind::Stored{});
+}
+
 // Writes the keys and values of all rows.
-template <class Kind>
+template <class Kept, class Kind>
 void write_kv(StepState &step, const Layer &layer, int index) {
     ThreadTeam &team = step.model->team;
     RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
@@ -62,12 +69,12 @@ void write_kv(StepState &step, const Layer &layer, int index) {
     auto tickets = groups.tickets([&](int64_t begin, int64_t end) { return first(end) - first(begin); });
     for (auto run = team.take_run(tickets, 1); run.begin < run.end; run = team.take_run(tickets, 1)) {
         RowTile tile = step.places[static_cast<size_t>(run.begin)];
-        if (step.is_live(tile.first)) write_kv_rows<Kind>(step, layer, index, tile);
+        if (step.is_live(tile.first)) write_kv_rows<Kept>(step, layer, index, tile);
     }
     team.barrier();
 }
 
-template <class Kind>
+template <class Kept, class Kind>
 void run_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
     ThreadTeam &team = step.model->team;
     int kv_heads = step.model->shape.kv_heads;
@@ -84,8 +91,8 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
     int64_t longest = set.tiles.size() == set.rows.size() ? kRunTasks : 1;
     for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
         for (int64_t i = run.begin; i < run.end; i++) {
-            BlockRange<typename Kind::Stored> next;
-            if (i + 1 < run.end) next = task(i + 1).template range<typename Kind::Stored>(step);
+            BlockRange<Kept> next;
+            if (i + 1 < run.end) next = task(i + 1).template range<Kept>(step);
             if (step.is_live(task(i).row(0))) attend_task<Kind>(step, task(i), next, scratch);
         }
     }
@@ -189,8 +196,10 @@ void run_layers(StepState &step, int rank) {
             },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
-        write_kv<Kind>(step, layer, index);
-        run_attention<Kind>(step, set, layer, index, rank);
+        with_kept<Kind>(step, [&](auto kept) {
+            write_kv<decltype(kept), Kind>(step, layer, index);
+            run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
+        });
         update = Sums::add_attention(step, set, layer, index, rank);
         update = Sums::run_feed_forward(step, set, layer, index, update, rank);
     }

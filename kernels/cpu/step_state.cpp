@@ -26,6 +26,9 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
         return at(s, std::to_string(end) + " tokens, rotary tables reach " + std::to_string(model.positions));
     }
     if (batch.memories[s] == 0) return at(s, "has no memory");
+    if (batch.kept == DIPTYCH_KV_INT8 && (batch.memories[s] | static_cast<uint64_t>(batch.block_stride)) % 4 != 0) {
+        return at(s, "its scales do not lie at multiples of 4");
+    }
     int64_t blocks = (end + batch.block_size - 1) / batch.block_size;
     if (blocks > batch.table_lengths[s]) {
         return at(s, std::to_string(end) + " tokens do not fit into " + std::to_string(batch.table_lengths[s]) +
@@ -187,10 +190,11 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     if (threads < 1 || threads > 1024) return "threads must be 1 .. 1024";
     if (batch.sequences < 1) return "an empty batch";
     if (batch.block_size < 1) return "block_size must be at least 1";
+    if (batch.kept != DIPTYCH_KV_OWN && batch.kept != DIPTYCH_KV_INT8) return "no such numbers of keys and values";
     std::string misplaced = refused_layer_places(model, batch);
     if (!misplaced.empty()) return misplaced;
-    int64_t width = int64_t{model.block_kv_heads} * model.shape.head_dim;
-    int64_t own = 2 * width * batch.block_size * block_layers(model, batch);
+    int64_t head = head_elements(batch.kept, model.shape.head_dim, batch.block_size);
+    int64_t own = 2 * head * model.block_kv_heads * block_layers(model, batch);
     if (batch.block_stride != 0 ? batch.block_stride < own : batch.layer_places != nullptr) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
     if (!missing.empty()) return missing;

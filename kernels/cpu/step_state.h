@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "topk.h"
+#include "kv_layout.h"
 #include "model.h"
+#include "topk.h"
 
 namespace diptych {
 
@@ -119,8 +120,8 @@ struct StepState {
     float *shrunk_row(int64_t place) const { return static_cast<float *>(shrunk.get()) + place * shrunk_stride; }
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
-    int64_t block_elements() const {  // of keys, or of values, of one layer in one block
-        return static_cast<int64_t>(model->block_kv_heads) * model->shape.head_dim * batch.block_size;
+    int64_t head_elements() const {  // of keys, or of values, of one head in one block
+        return diptych::head_elements(batch.kept, model->shape.head_dim, batch.block_size);
     }
     // The table of a layer, by the number of a block in its sequence; of a windowed one, of those that are there.
     const int32_t *table(int32_t layer, int32_t sequence) const {
@@ -130,6 +131,7 @@ struct StepState {
     int64_t layer_elements(int32_t layer) const {  // from the beginning of a block to a layer's keys
         return 2 * block_elements() * (batch.layer_places == nullptr ? layer : batch.layer_places[2 * layer + 1]);
     }
+    int64_t block_elements() const { return model->block_kv_heads * head_elements(); }  // of one layer
     int64_t block_stride() const {  // elements from one block to the next
         return batch.block_stride ? batch.block_stride : 2 * block_elements() * model->shape.layers;
     }

@@ -28,7 +28,7 @@ from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_colu
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.kquants import KQUANT_BYTES
-from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
+from kernels.quantised_linear import TABLES, BlockFormat, BlockMatrix, dequantise
 
 _ANGLES = ".attn_rot_embd"
 """Part of the names of tensors with the angles of a layer, which old converters left."""
@@ -44,9 +44,9 @@ def has_quantised_matrices(path: Path) -> bool:
 
 
 def has_kept_kquants(path: Path) -> bool:
-    """Return whether any matrix of the layers is a K-quant that can be kept. Raises BadModelFile."""
+    """Return whether any matrix of the layers is a K-quant, or has codes in a table. Raises BadModelFile."""
     layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
-    return any(kept_format(tensor.kind) in KQUANT_BYTES for tensor in layers)
+    return any(kept_format(tensor.kind) in {*KQUANT_BYTES, *TABLES} for tensor in layers)
 
 
 def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:

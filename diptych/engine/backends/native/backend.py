@@ -43,6 +43,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
 from diptych.engine.weights import Storage, Weights
+from kernels import int8_cache
 from kernels.cpu import library as native
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
@@ -71,6 +72,7 @@ class NativeBackend:
         dtype: torch.dtype,
         instruction_set: str | None = None,
         *,
+        kept: torch.dtype | None = None,
         packed: EmptyFile | None = None,
     ) -> None:
         """Pack `weights` (diptych/engine/weights), which may be freed afterwards; or take packed ones, or a
@@ -80,7 +82,7 @@ class NativeBackend:
         and instruction set takes; its content is whole when this returns.
 
         `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
-        with bfloat16).
+        with bfloat16); `kept` is that of keys and values where they are kept in int8.
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
@@ -88,12 +90,15 @@ class NativeBackend:
             raise NativeUnavailable(f"the native step does not compute {why}")
         if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
+        if kept not in (None, dtype, int8_cache.DTYPE):
+            raise NativeUnavailable(f"keys and values in {kept} are not computed natively")
         try:
             self._library = native.load()
         except native.LibraryMissing as error:
             raise NativeUnavailable(str(error)) from error
         self._shape = shape
         self._dtype = dtype
+        self._kept = dtype if kept is None else kept
         self._threads = 1
         self._guests_from = 0
         name = None if instruction_set is None else instruction_set.encode()
@@ -407,7 +412,7 @@ class NativeBackend:
             sequences,
             greedy,
             abort,
-            self._dtype,
+            self._kept,
             turns,
             ends,
             hidden_size=self._hidden_size,

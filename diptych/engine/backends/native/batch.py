@@ -68,9 +68,10 @@ def native_batch(
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
     see, by default those after their own.
 
-    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
-    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Keys and values begin
-    `view_offset` bytes within each block; `passing` rows enter and leave the layers of a stage.
+    `dtype` is that of keys and values. A byte is 1 where the row's likeliest token is wanted and not the
+    logits. With `hidden_size` there is memory for hidden rows of so many numbers, with `taps` for the inputs
+    of layers. Keys and values begin `view_offset` bytes within each block; `passing` rows enter and leave the
+    layers of a stage.
 
     Raises NativeError for memories that are not of the model's layout.
     """
@@ -111,6 +112,7 @@ def native_batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        kept=native.KV_INT8 if layout.has_scales else native.KV_OWN,
         windowed=windowed,
         taps=0 if taps is None else len(taps.layers),
         tapped=None if taps is None else taps.layers.buffer_info()[0],

@@ -27,6 +27,8 @@ _FORMATS: dict[BlockFormat, int] = {
     "q5_k": native.Q5_K,
     "q6_k": native.Q6_K,
     "iq4_xs": native.IQ4_XS,
+    "iq4_nl": native.IQ4_NL,
+    "mxfp4": native.MXFP4,
 }
 _ACTIVATIONS: dict[Activation, int] = {
     "silu": native.SILU,

@@ -11,9 +11,10 @@ import torch
 from diptych.engine.batch import AbortWords, SequenceStep, cut_to_window, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import LatentShape, ModelShape
+from kernels.kv_blocks import write_kv_rows
 from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
-from kernels.paged_decode import paged_decode, write_kv_rows
+from kernels.paged_decode import paged_decode
 
 
 @dataclass(frozen=True)
