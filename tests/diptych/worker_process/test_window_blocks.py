@@ -142,7 +142,7 @@ class WindowWalk(Walk):
     ("transport", "seed", "blocks", "backend"),
     [
         ("shared_memory", 1, 64, "torch"),
-        ("tcp", 2, 64, "torch"),
+        pytest.param("tcp", 2, 64, "torch", marks=pytest.mark.full),
         pytest.param("shared_memory", 3, 56, "native", marks=pytest.mark.full),
         pytest.param("tcp", 4, 56, "native", marks=pytest.mark.full),
     ],
