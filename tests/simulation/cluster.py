@@ -249,7 +249,7 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("prefill", machine.host.name)
-        engine = self._engine(machine, **model.prefill_parts(self.scenario.own_encoders))
+        engine = self._engine(machine, **model.image_parts(self.scenario.own_encoders, self.scenario.ranks))
         machine.program = PrefillWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]

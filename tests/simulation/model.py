@@ -11,7 +11,7 @@ A model with a window keeps the entries in windowed blocks as well, and reads th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -309,8 +309,10 @@ class SimulatedEngine:
     yield_cores = LoadedEngine.yield_cores
 
 
-def prefill_parts(own_encoder: bool) -> dict[str, Any]:
-    """Return the parts of a prefill worker's engine that others have not."""
+def image_parts(own_encoder: bool, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the engine of a prefill worker has for images; groups have nothing."""
+    if ranks:
+        return {}
     return {"images": SPEC, "encoder": SimulatedEncoder() if own_encoder else None}
 
 

@@ -352,7 +352,7 @@ def _encoder_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fa
 def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:
     """Put images into some prompts, as far as there is room."""
     rng = random.Random(f"images of requests {shape.network}")
-    if not shape.encoders and rng.random() < 0.7:
+    if shape.ranks or (not shape.encoders and rng.random() < 0.7):  # groups read no images
         return requests
     found = []
     for plan in requests:
