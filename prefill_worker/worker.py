@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.metrics import PrefillMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
@@ -20,15 +22,18 @@ from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.tier_stack import count_loaded, make_stack, watch_stack
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.embedding_client import OUTCOMES as EMBEDDING_OUTCOMES
 from kvtransfer.drivers.embedding_client import EmbeddingClient
 from kvtransfer.drivers.puller import DECLINED, OUTCOMES
+from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
@@ -59,21 +64,24 @@ class PrefillWorker:
         transports = registry.transports_for(settings.transport, engine.model.device)
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        device_type = device.type
+        chunk = settings.chunk_tokens(device_type)
+        if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
+            chunk = min(chunk, engine.model.shape.vocab_size)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
             transports,
             engine.layout,
             engine.model.shape.max_context,
             Memory.of(device),
+            chunk,
         )
         transports = self._scratch_plan.transports
-        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
+        self._pulls = engine.layout.windows is None and not (
+            registry.PULLS_FRAMES | registry.PULLS_MAPPED
+        ).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
-        device_type = device.type
         self._embeddings = EmbeddingCache(settings.image_cache_mib << 20)
-        chunk = settings.chunk_tokens(device_type)
-        if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
-            chunk = min(chunk, engine.model.shape.vocab_size)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -93,15 +101,26 @@ class PrefillWorker:
             transports=transports,
             device=engine.model.device,
             scratch=self._scratch if self._scratch_plan.blocks else None,
+            tiers=self._make_tiers,
             on_abort=self._loop.requests.on_abort,
             on_peer_lost=self._loop.requests.on_peer_lost,
             heartbeat=lambda: engine_heartbeat(self._loop),
-            cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
+            cache_changed=self._cache_changed,
             on_pull_end=self._count_pull,
             pull_mode=settings.pull_prefixes,
             ranks=engine.group,
             tls=settings.link_tls,
+            chunk_tokens=chunk,
         )
+        self._tiers: KvTiers | None = None
+        self._tier_stack: TierStack | None = None
+        if self._scratch_plan.blocks:
+            self._tier_stack = make_stack(
+                parse_tiers(settings.kv_tier),
+                engine.fingerprint,
+                engine.layout.bytes_per_block,
+                reads_shared=True,
+            )
         self._loop.requests.handoff = self._handoff
         self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
@@ -126,6 +145,8 @@ class PrefillWorker:
             await self._handoff.close()
             if self._encoders is not None:
                 await self._encoders.close()
+            if self._tiers is not None:
+                await asyncio.to_thread(self._tiers.close)
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
@@ -137,6 +158,7 @@ class PrefillWorker:
             metrics=self._metrics,
             registry=self._registry,
             owned_keys=self._handoff.cached_keys,
+            tiered_keys=lambda: [] if self._tiers is None else self._tiers.stack.keys(),
             memory_domain=self._memory_domain,
         )
 
@@ -186,6 +208,27 @@ class PrefillWorker:
         blocks = self._scratch_plan.blocks
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
 
+    def _make_tiers(self, scratch: Scratch, pool: BlockPool) -> KvTiers | None:
+        """Make what moves blocks between scratch and the tiers; from now on the directory names theirs."""
+        stack = self._tier_stack
+        if stack is None:
+            return None
+        self._tiers = KvTiers(
+            scratch.memory,
+            pool,
+            stack,
+            changed=lambda: None,
+            moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
+        )
+        self._tiers.start()
+        watch_stack(stack, self._metrics)
+        self._server.prefix_changed((), (), stack.keys())
+        return self._tiers
+
+    def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        tiered = [] if self._tiers is None else self._tiers.cache_changed(added, removed)
+        self._server.prefix_changed(added, removed, tiered)
+
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(
             running=self._loop.num_running,
@@ -196,6 +239,7 @@ class PrefillWorker:
             ranks=rank_statuses(self._engine.group),
             stages=0 if self._engine.group is None else self._engine.group.grid.stages,
             pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
+            tier_token_s=None if self._tiers is None else self._tiers.loads.token_s,
         )
 
     def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:
@@ -216,6 +260,8 @@ class PrefillWorker:
         ):
             if times.HasField(field):
                 metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
+        if request.granted is not None:
+            count_loaded(request.granted.loaded, metrics)
         if outcome == "committed" and request.granted is not None:
             transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)

@@ -90,6 +90,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
         "speculative-model": options.speculative_model,
         "max-loras": options.max_loras,
         "max-lora-rank": options.max_lora_rank,

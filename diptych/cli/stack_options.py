@@ -210,9 +210,26 @@ class StackOptions:
             "KV cache",
         ),
     ] = None
+    kv_events: Annotated[
+        str | None,
+        _option(
+            "Publish what prefix caches hold, with token ids, for routers of others: ipc://FILE, or "
+            "tcp://127.0.0.1:PORT?password-file=FILE.",
+            "KV cache",
+        ),
+    ] = None
+    kv_events_topic: Annotated[str | None, _option("Topic of these events.", "KV cache")] = None
     kv_cache_dtype: Annotated[
         str | None,
         _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
+    ] = None
+    window_blocks: Annotated[
+        str | None,
+        _option(
+            "Blocks behind a sliding window: auto frees them where it can, and without --kv-tier; off keeps "
+            "them.",
+            "KV cache",
+        ),
     ] = None
     transport: Annotated[
         str | None,

@@ -59,13 +59,15 @@ class WorkerPlace:
     model: NamedModel
     models: int = 1
     """Number of models of this machine."""
+    rank: int = 0
+    """Number among all workers: each publishes KV events at its own endpoint, as a decode worker."""
 
     def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
         """Return the flags that set a program of `role` in this place apart from others of its kind."""
         threads = options.prefill_threads if role == "prefill" else options.decode_threads
         own: dict[str, object] = {"threads": threads or self.threads, **_share(self.home, self.cores)}
         if role == "prefill":
-            return {**own, "prefill-chunk": options.prefill_chunk}
+            return {**own, "prefill-chunk": options.prefill_chunk, "kv-tier": options.kv_tier}
         return {
             **own,
             "speculative-tokens": options.speculative_tokens,
@@ -73,6 +75,9 @@ class WorkerPlace:
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,
+            "kv-events": options.kv_events,
+            "kv-events-topic": options.kv_events_topic,
+            "kv-events-rank": self.rank if options.kv_events else None,
             "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options, self.models),
         }
 
@@ -87,6 +92,7 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
+    first = len(plan.decode)
     prefill = [
         WorkerPlace(
             f"prefill-{index}",
@@ -96,6 +102,7 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
             cores,
             models[index // options.prefill_workers],
             len(models),
+            first + index,
         )
         for index, threads in enumerate(plan.prefill)
     ]
@@ -108,6 +115,7 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
             cores,
             models[index // options.decode_workers],
             len(models),
+            index,
         )
         for index, threads in enumerate(plan.decode)
     ]

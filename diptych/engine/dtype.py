@@ -47,6 +47,9 @@ PLAIN: dict[Precision, torch.dtype] = {
 ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed", "fp8", "w8a8")
 """Precisions of the Triton step whose matrices are quantised; all else is bfloat16."""
 
+IN_PARTS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "int8")
+"""Precisions of a model that is dealt to parts; in int8 each part's own numbers are rounded."""
+
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")
 ON_GPU: tuple[Precision, ...] = (*PLAIN, *ON_GPU_QUANTISED)
 
@@ -75,6 +78,7 @@ def choose_precision(
     file_bytes: int = 0,
     kquants: bool = False,
     packs: bool = False,
+    in_parts: bool = False,
 ) -> Precision:
     """Return what `auto` means: the fastest precision whose perplexity is within 1% of the file's own
     numbers'.
@@ -86,14 +90,17 @@ def choose_precision(
     lab.quality). K-quants are always computed in their blocks: int8 keeps none of their codes, and takes
     twice the file. A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
     it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
-    would only imitate the blocks. A GPU computes in bf16, of a quantised file that it `packs` with the file's
-    codes.
+    would only imitate the blocks. Blocks are not cut to parts: these are in int8, without codes. A GPU
+    computes in bf16, of a quantised file that it `packs` with the file's codes.
     """
     if on_gpu:
         return "packed" if packs else "bf16"
     if quantised_file and native:
         small = file_bytes <= _SMALL_FILE and not kquants
-        return "int8" if small and _BYTE_FEATURES.intersection(cpu_features) else "gguf"
+        if (small or in_parts) and _BYTE_FEATURES.intersection(cpu_features):
+            return "int8"
+        if not in_parts:
+            return "gguf"
     return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"
 
 

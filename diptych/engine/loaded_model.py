@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
-BackendName = Literal["torch", "torch-parts", "native", "triton"]
+BackendName = Literal["torch", "torch-parts", "native", "native-parts", "triton"]
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,17 @@ class WorkerMetrics(StepMetrics):
             ["transport"],
             registry=registry,
         )
+        self.tier_bytes = Gauge(
+            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
+        )
+        self.tier_blocks_loaded = Counter(
+            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
+        )
+        self.tier_entries_damaged = Gauge(
+            "diptych_kv_tier_entries_damaged",
+            "Entries of tiers that were not what had been stored, and were removed",
+            registry=registry,
+        )
 
     def create_transport_series(self, transports: Iterable[str]) -> None:
         """Create the series of `transports`, which this worker may use, and of failures without one."""
@@ -388,17 +399,6 @@ class DecodeMetrics(WorkerMetrics):
         )
         self.prefix_cache_hits = Counter(
             "diptych_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
-        )
-        self.tier_bytes = Gauge(
-            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
-        )
-        self.tier_blocks_loaded = Counter(
-            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
-        )
-        self.tier_entries_damaged = Gauge(
-            "diptych_kv_tier_entries_damaged",
-            "Entries of tiers that were not what had been stored, and were removed",
-            registry=registry,
         )
         self.preemptions = Counter(
             "diptych_preemptions", "Requests sent back because blocks ran out", registry=registry

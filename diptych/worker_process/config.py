@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.internal_tls import InternalTls
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
@@ -99,6 +100,18 @@ class WorkerSettings(RoleSettings):
         "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
         section="KV cache",
     )
+    kv_tier: str = setting(
+        "",
+        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
+        "redis://HOST:PORT/DB. Several, or separated by commas.",
+        section="KV cache",
+    )
+    window_blocks: Literal["auto", "off"] = setting(
+        "auto",
+        "Blocks of layers with a sliding window: auto frees those behind it, where that is computed; off "
+        "keeps all. The same for all workers.",
+        section="KV cache",
+    )
     speculative_model: str | None = setting(
         None,
         "Draft model of the same vocabulary, Medusa heads or an EAGLE head; or mtp, the model's own layers "
@@ -185,9 +198,20 @@ class WorkerSettings(RoleSettings):
         return False
 
     @property
+    def keeps_tiers(self) -> bool:
+        """True for a worker that keeps blocks in tiers, too."""
+        return bool(self.kv_tier)
+
+    @property
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False
+
+    @field_validator("kv_tier")
+    @classmethod
+    def _tiers_are_tiers(cls, value: str) -> str:
+        parse_tiers(value)
+        return value
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
@@ -216,12 +240,14 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend in ("native", "triton"):
-        yield f"--backend {settings.backend} does not compute with {flag}: only torch does"
-    if settings.quantization != "auto":
+    if settings.backend == "triton":
+        yield f"--backend triton does not compute with {flag}: native and torch do"
+    if settings.quantization not in ("auto", "int8"):
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.kv_tier:
+        yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.speculative_model is not None:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):

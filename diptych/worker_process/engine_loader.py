@@ -18,6 +18,7 @@ from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
@@ -42,7 +43,7 @@ from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_chunks import EagleChunks
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
-from diptych.worker_process.group.load import load_in_parts
+from diptych.worker_process.group.load import computes_natively, load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
@@ -99,6 +100,7 @@ class LoadedEngine:
     def record(self) -> EngineRecord:
         """See `ServedEngine.record`."""
         fingerprint, rows = self.fingerprint, self.embedding_fingerprint
+        windows = self.layout.windows
         return EngineRecord(
             model_digest=fingerprint.model_digest,
             dtype=fingerprint.dtype,
@@ -110,6 +112,8 @@ class LoadedEngine:
             draft_digest=fingerprint.draft_digest,
             image_rows="" if rows is None else rows.format,
             encodes=int(self.encoder is not None),
+            window_blocks=0 if windows is None else windows.tables,
+            window_places=0 if windows is None else windows.kept(fingerprint.block_size),
         )
 
     @property
@@ -205,6 +209,9 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    groups = _window_groups(settings, model, images=image_spec(path) is not None)
+    if groups is not None:
+        layout = replace(layout, windows=groups)
     heads = eagle = None
     if files.medusa is not None and settings.decodes:
         heads = load_medusa(files.medusa, runner, dtype)
@@ -295,6 +302,32 @@ def _draft(
     return LoadedDraft(model, runner, model_digest(path))
 
 
+def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
+    """Return the groups of layers that get blocks of their own; None where one block has all layers.
+
+    What it depends on is the same for all workers of a system, or refused when they link.
+    """
+    groups = window_groups(model.shape.windows)
+    if groups is None or settings.window_blocks == "off":
+        return None
+    whole = {
+        settings.group_flags: settings.in_parts,
+        f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
+        f"--kv-cache-dtype {settings.kv_cache_dtype}": settings.kv_cache_dtype != "auto",
+        f"the {model.backend_name} step": model.backend_name not in ("native", "torch"),
+        f"blocks on {model.device}": model.device.type != "cpu",
+        "a model that reads images": images,
+    }
+    if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
+        log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)
+        return None
+    if settings.keeps_tiers:
+        raise ImpossibleSettings(
+            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
+        )
+    return groups
+
+
 class ImpossibleSettings(StartupError):
     """Settings that do not go together on the device of this worker."""
 
@@ -309,27 +342,32 @@ def _check_reads_images(settings: WorkerSettings) -> None:
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
     on_gpu = device.type == "cuda" or settings.backend == "triton"
-    native = not settings.in_parts and settings.backend != "torch"
-    return precision_of(settings.engine_dtype, path, on_gpu=on_gpu, native=native)
+    in_parts = settings.in_parts
+    native = settings.backend != "torch" and (not in_parts or computes_natively(settings, path))
+    return precision_of(settings.engine_dtype, path, on_gpu=on_gpu, native=native, in_parts=in_parts)
 
 
 def precision_of(
-    chosen: Literal["auto"] | DType, path: Path, *, on_gpu: bool, native: bool = True
+    chosen: Literal["auto"] | DType, path: Path, *, on_gpu: bool, native: bool = True, in_parts: bool = False
 ) -> Precision:
     """Return the precision of the model at `path`, for --dtype or --quantization `chosen`.
 
-    `native`: the native step may compute it, where it works at all.
+    Args:
+        native: the native step may compute it, where it works at all.
+        in_parts: the model is dealt to parts or stages.
     """
     if chosen != "auto":
         return "w8a8" if on_gpu and chosen == "int8" else chosen
     return choose_precision(
-        quantised_file=is_quantised(path),
+        # Parts of a folder's codes are not read (diptych/engine/weights/reader.py).
+        quantised_file=is_quantised(path) and (not in_parts or path.is_file()),
         native=native and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=on_gpu,
         packs=on_gpu and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
+        in_parts=in_parts,
     )
 
 

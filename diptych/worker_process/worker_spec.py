@@ -63,6 +63,8 @@ class EngineRecord:
     draft_digest: str = ""
     image_rows: str = ""
     encodes: int = 0
+    window_blocks: int = 0
+    window_places: int = 0
 
 
 class ServedEngine(Protocol):

@@ -69,11 +69,11 @@ class Worker:
     @property
     def max_tokens(self) -> int:
         """Most tokens, prompt and output together, that one request may have here."""
-        return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
+        return min(self.record.pool_tokens, self.record.max_context)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its pool can hold, without the blocks that a writer may still write to."""
+        """Size of its pool in tokens a block, without the blocks that a writer may still write to."""
         return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
 
     def assign(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
@@ -108,8 +108,8 @@ class Worker:
         self.unreported.clear()
         self.unreported_local = 0
 
-    def prefill_candidate(self, cached_blocks: int) -> PrefillCandidate:
-        """Return it as a candidate for the router, with the request's cached blocks here."""
+    def prefill_candidate(self, held: Held, token_s: float) -> PrefillCandidate:
+        """Return it as a candidate for the router, with the request's blocks here; see `decode_candidate`."""
         waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
         outstanding = sum(work.tokens for work in self.outstanding.values())
         return PrefillCandidate(
@@ -117,8 +117,10 @@ class Worker:
             self.kv_format,
             max(waiting, outstanding),
             memory_domain=self.record.memory_domain,
-            cached_blocks=cached_blocks,
+            cached_blocks=held.cached,
             pull_cost=self.load.pull_cost,
+            tiered_blocks=held.tiered,
+            load_cost=self._load_cost(token_s),
         )
 
     def decode_candidate(self, held: Held, token_s: float) -> DecodeCandidate:
@@ -130,7 +132,6 @@ class Worker:
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
         promised = sum(-(-work.tokens // size) + len(work.choices) - 1 for work in unreported)
         sequences = self.load.running + self.load.waiting + sum(len(work.choices) for work in unreported)
-        load_s = self.load.tier_token_s
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,
@@ -141,7 +142,7 @@ class Worker:
             cached_blocks=held.cached,
             memory_domain=self.record.memory_domain,
             tiered_blocks=held.tiered,
-            load_cost=UNKNOWN_LOAD_COST if load_s is None else load_s / token_s,
+            load_cost=self._load_cost(token_s),
         )
 
     def encoder_candidate(self) -> EncoderCandidate:
@@ -151,6 +152,10 @@ class Worker:
         return EncoderCandidate(
             self.record.worker_id, self.record.image_rows, max(waiting, outstanding), self.accepts_work
         )
+
+    def _load_cost(self, token_s: float) -> float:
+        load_s = self.load.tier_token_s
+        return UNKNOWN_LOAD_COST if load_s is None else load_s / token_s
 
     def local_candidate(self, held: Held, token_s: float) -> LocalCandidate:
         """Return it as a candidate for prompts that it computes itself."""
@@ -283,6 +288,7 @@ class WorkerRegistry:
             max(len(prefill), 1),
             kv_tokens=sum(w.kv_tokens for w in decode),
             block_size=self.block_size() or 1,
+            window=next(((w.record.window_blocks, w.record.window_places) for w in decode), (0, 0)),
         )
 
     def token_limit(self) -> int | None:

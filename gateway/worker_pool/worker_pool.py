@@ -501,7 +501,7 @@ def _candidates(
     """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
     token_s = prefill_token_s(w.rates for w in prefill or decode)
     return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING).cached) for w in prefill],
+        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in prefill],
         [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
     )
 

@@ -54,7 +54,7 @@ HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, i
     const DiptychModel &model = *step.model;
     int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
     auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
-    return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, step.block_stride(),
+    return {step.table(layer, sequence), memory + step.layer_elements(layer) + head * kv_head, step.block_stride(),
             half, step.batch.block_size, model.shape.head_dim};
 }
 

@@ -128,6 +128,11 @@ void read_embedding(const DiptychModel &model, int32_t token, float *to) {
     model.embedding == nullptr ? read_head(model, token, to) : read_table(model, token, to);
 }
 
+void embed_token(const DiptychModel &model, int32_t token, float *to) {
+    read_embedding(model, token, to);
+    for (int32_t i = 0; i < model.shape.hidden; i++) to[i] *= model.shape.embedding_scale;
+}
+
 bool head_has_embedding(const DiptychModel &model) {
     const DiptychShape &shape = model.shape;
     if (shape.dtype == DIPTYCH_BYTES || model.head.data == nullptr || model.embedding == nullptr) return false;

@@ -100,9 +100,9 @@ void write_kv_rows(StepState &step, const Layer &layer, int layer_index, RowTile
     int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.lane % block_size;
     for (int r = 0; r < tile.rows; r++) norm_and_rotate_heads(step, layer, tile.first + r);
     int64_t half = step.block_elements();
-    int64_t block = step.tables[first.sequence][first.lane / block_size];
+    int64_t block = step.table(layer_index, first.sequence)[first.lane / block_size];
     auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
-                 step.block_stride() * block + 2 * half * layer_index;
+                 step.block_stride() * block + step.layer_elements(layer_index);
     const float *head = step.qkv_row(tile.first) + model.query_width();
     for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
         for (int r = 0; r < tile.rows; r++) {

@@ -39,6 +39,7 @@ class PeerLink(ClientLink):
         device: str = "",
         rank_pids: Sequence[int] = (),
         tls: InternalTls | None = None,
+        chunk_tokens: int = 0,
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
@@ -46,6 +47,7 @@ class PeerLink(ClientLink):
             device: UUID of the GPU that holds this worker's blocks, empty for host memory.
             rank_pids: processes of this worker that write blocks, beside this one.
             tls: certificates; None: the link is plain.
+            chunk_tokens: most tokens of a prompt that this worker computes at once.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -59,6 +61,7 @@ class PeerLink(ClientLink):
             host_id=host_id(),
             device=device,
             rank_pids=rank_pids,
+            chunk_tokens=chunk_tokens,
         )
         stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:

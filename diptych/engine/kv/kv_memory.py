@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.engine.kv.window_groups import WindowGroups
+
 LAYOUT_NAME = "block-major/k-transposed/1"
 LATENT_LAYOUT_NAME = "block-major/latent/1"
 SEGMENT_BYTES = 64
@@ -45,6 +47,8 @@ class KVLayout:
     """
     draft: KVLayout | None = None
     """Layout of the draft model's segment of each block; None: a block is this model's alone."""
+    windows: WindowGroups | None = None
+    """Groups of layers that lie in blocks of their own; None: a block has all layers."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -54,20 +58,38 @@ class KVLayout:
             raise ValueError("latents are kept once for all heads: num_kv_heads must be 1")
         if self.draft is not None and (self.draft.block_size, self.draft.draft) != (self.block_size, None):
             raise ValueError("the draft model's segment has blocks of as many tokens, and no further segment")
+        if self.windows is not None and (self.latent or self.draft is not None):
+            raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
 
     @property
     def name(self) -> str:
         """The arrangement inside a block; changes when its meaning changes."""
-        return LATENT_LAYOUT_NAME if self.latent else LAYOUT_NAME
+        name = LATENT_LAYOUT_NAME if self.latent else LAYOUT_NAME
+        return name if self.windows is None else f"{name}/window-{self.windows.window}/{self.windows.slots}"
+
+    @property
+    def block_layers(self) -> int:
+        """Layers whose keys and values lie in one block."""
+        return self.num_layers if self.windows is None else self.windows.slots
+
+    @property
+    def blocks_per_place(self) -> int:
+        """Blocks that `block_size` tokens take while all layers read them."""
+        return 1 if self.windows is None else self.windows.blocks_per_place
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
         """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`; of latents 1 instead of 2."""
-        return (self.num_layers, 1 if self.latent else 2, self.num_kv_heads, self.head_dim * self.block_size)
+        return (
+            self.block_layers,
+            1 if self.latent else 2,
+            self.num_kv_heads,
+            self.head_dim * self.block_size,
+        )
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, the draft model's included."""
+        """Bytes of one block over all its layers, the draft model's included."""
         if self.draft is None:
             return self.own_bytes
         return self.draft_offset + -(-self.draft.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
@@ -85,6 +107,15 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
+
+    def prompt_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a prompt of `num_tokens` tokens takes while it is computed in chunks of up to `chunk`,
+        those of its windowed layers included.
+        """
+        places = self.blocks_for(num_tokens)
+        if self.windows is None:
+            return places
+        return places + self.windows.ring_blocks(places, chunk, self.block_size)
 
 
 class KVMemory:

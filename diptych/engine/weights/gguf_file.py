@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision, plain_dtype
+from diptych.engine.dtype import IN_PARTS, PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import GgufFamily, Stored, stored_at
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
@@ -95,7 +95,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
         if cut != WHOLE:
-            if precision not in PLAIN:
+            if precision not in IN_PARTS:
                 raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
             if stored.make is not None or stored.plus:
                 return cut_from(read(name), name, cut)

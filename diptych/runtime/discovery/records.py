@@ -38,6 +38,8 @@ class WorkerRecord:
     ids of dead workers, by comma, in whose place it was started. `roles`: those, by comma, in which its
     supervisor can start it; empty where it keeps its role. `image_rows`: format of the embeddings of images
     that it makes or takes; empty for a model of text. `encodes`: 1 if it makes them.
+    A sequence takes a block for `block_size` tokens,
+    and `window_blocks` more for the last `window_places` such stretches.
     """
 
     worker_id: str
@@ -64,6 +66,16 @@ class WorkerRecord:
     roles: str = ""
     image_rows: str = ""
     encodes: int = 0
+    window_blocks: int = 0
+    window_places: int = 0
+
+    @property
+    def pool_tokens(self) -> int:
+        """Most tokens of one sequence that its pool holds."""
+        windowed = self.window_blocks * self.window_places
+        if self.total_blocks < self.window_places + windowed:
+            return self.total_blocks // (1 + self.window_blocks) * self.block_size
+        return (self.total_blocks - windowed) * self.block_size
 
     @property
     def kept(self) -> str:
@@ -136,6 +148,8 @@ def _record(data: dict[str, Any]) -> WorkerRecord:
     # A prefill worker has no blocks.
     if values["block_size"] < 1 or values["max_context"] < 1 or values["total_blocks"] < 0:
         raise ValueError("not a worker's lease: a size is out of range")
+    if min(values.get("window_blocks", 0), values.get("window_places", 0)) < 0:
+        raise ValueError("not a worker's lease: blocks of a window below 0")
     return WorkerRecord(**values)
 
 

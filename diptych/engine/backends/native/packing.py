@@ -141,6 +141,9 @@ class Packer:
         qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
         self.set_linear(index, native.QKV, *qkv)
         self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        self.set_vectors(index, layer)
+
+    def set_vectors(self, index: int, layer: LayerWeights) -> None:
         self.set_vector(index, native.INPUT_NORM, layer.input_norm)
         self.set_vector(index, native.POST_NORM, layer.post_norm)
         self.set_vector(index, native.ATTENTION_OUTPUT_NORM, layer.attention_out_norm)
@@ -183,6 +186,13 @@ class Packer:
         made = _native_parts(parts, torch.float32 if which == native.ROUTER else self._dtype)
         status = self._library.diptych_set_linear(
             self._model, layer, which, made.matrices, len(made.matrices)
+        )
+        self._check(status)
+
+    def set_part_linear(self, layer: int, part: int, which: int, *parts: Part) -> None:
+        made = _native_parts(parts, self._dtype)
+        status = self._library.diptych_set_part_linear(
+            self._model, layer, part, which, made.matrices, len(made.matrices)
         )
         self._check(status)
 
