@@ -80,7 +80,7 @@ class Prefill:
 
 @asynccontextmanager
 async def linked(
-    encoder: Encoder, fingerprint: EmbeddingFingerprint = FINGERPRINT
+    encoder: Encoder, fingerprint: EmbeddingFingerprint = FINGERPRINT, times: LeaseTimes | None = None
 ) -> AsyncIterator[tuple[EmbeddingClient, Prefill, EncoderAddress, EmbeddingServer]]:
     server = EmbeddingServer(
         WriterId("e", INCARNATION),
@@ -89,7 +89,7 @@ async def linked(
         on_taken=encoder.taken.append,
         on_lost=encoder.on_lost,
         heartbeat=encoder.beat,
-        times=FAST,
+        times=times,
     )
     edge = make_server(internal=True)
     add_links(edge, [server.service])
@@ -102,7 +102,7 @@ async def linked(
         on_rows=prefill.on_rows,
         on_failed=prefill.on_failed,
         on_outcome=prefill.outcomes.append,
-        times=FAST,
+        times=times,
     )
     try:
         yield client, prefill, where, server
@@ -155,7 +155,7 @@ async def test_an_attempt_that_is_not_there_is_denied() -> None:
 async def test_an_encode_worker_that_does_not_answer_is_lost(how: str) -> None:
     encoder = Encoder(answers=False)
     other = EmbeddingFingerprint("m" * 64, "llava", "bfloat16")
-    async with linked(encoder, other if how == "another dtype" else FINGERPRINT) as ends:
+    async with linked(encoder, other if how == "another dtype" else FINGERPRINT, FAST) as ends:
         client, prefill, where, _ = ends
         if how == "another process":
             where = EncoderAddress(where.address, INCARNATION + 1)
