@@ -38,9 +38,11 @@ class Encoder:
     asked: list[tuple[Key, bytes]] = field(default_factory=list)
     taken: list[Key] = field(default_factory=list)
     lost: int = 0
+    links: list[tuple[RowsLink, int]] = field(default_factory=list)
 
     def on_ask(self, link: RowsLink, key: Key, digest: bytes, generation: int) -> None:
         self.asked.append((key, digest))
+        self.links.append((link, generation))
         if key[0] == "unknown":
             link.deny(generation)
         elif self.answers:
@@ -176,13 +178,11 @@ async def test_an_encode_worker_that_does_not_answer_is_lost(how: str) -> None:
 async def test_what_comes_for_a_dropped_attempt_is_stale() -> None:
     encoder = Encoder(answers=False)
     async with linked(encoder) as (client, prefill, where, _):
-        links: list[tuple[RowsLink, int]] = []
-        encoder.on_ask = lambda link, key, digest, generation: links.append((link, generation))  # type: ignore[method-assign]
         client.ask(where, KEY, IMAGE)
-        await until(lambda: bool(links))
+        await until(lambda: bool(encoder.links))
         client.drop(KEY)
-        for link, generation in links:
+        for link, generation in encoder.links:
             link.send_rows(generation, IMAGE, ROWS)
-        await asyncio.sleep(0.3)
+        await until(lambda: "stale" in prefill.outcomes)
         assert not prefill.rows
         assert not prefill.failed
