@@ -38,9 +38,11 @@ class Encoder:
     asked: list[tuple[Key, bytes]] = field(default_factory=list)
     taken: list[Key] = field(default_factory=list)
     lost: int = 0
+    links: list[tuple[RowsLink, int]] = field(default_factory=list)
 
     def on_ask(self, link: RowsLink, key: Key, digest: bytes, generation: int) -> None:
         self.asked.append((key, digest))
+        self.links.append((link, generation))
         if key[0] == "unknown":
             link.deny(generation)
         elif self.answers:
@@ -80,7 +82,7 @@ class Prefill:
 
 @asynccontextmanager
 async def linked(
-    encoder: Encoder, fingerprint: EmbeddingFingerprint = FINGERPRINT
+    encoder: Encoder, fingerprint: EmbeddingFingerprint = FINGERPRINT, times: LeaseTimes | None = None
 ) -> AsyncIterator[tuple[EmbeddingClient, Prefill, EncoderAddress, EmbeddingServer]]:
     server = EmbeddingServer(
         WriterId("e", INCARNATION),
@@ -89,7 +91,7 @@ async def linked(
         on_taken=encoder.taken.append,
         on_lost=encoder.on_lost,
         heartbeat=encoder.beat,
-        times=FAST,
+        times=times,
     )
     edge = make_server(internal=True)
     add_links(edge, [server.service])
@@ -102,7 +104,7 @@ async def linked(
         on_rows=prefill.on_rows,
         on_failed=prefill.on_failed,
         on_outcome=prefill.outcomes.append,
-        times=FAST,
+        times=times,
     )
     try:
         yield client, prefill, where, server
@@ -155,7 +157,7 @@ async def test_an_attempt_that_is_not_there_is_denied() -> None:
 async def test_an_encode_worker_that_does_not_answer_is_lost(how: str) -> None:
     encoder = Encoder(answers=False)
     other = EmbeddingFingerprint("m" * 64, "llava", "bfloat16")
-    async with linked(encoder, other if how == "another dtype" else FINGERPRINT) as ends:
+    async with linked(encoder, other if how == "another dtype" else FINGERPRINT, FAST) as ends:
         client, prefill, where, _ = ends
         if how == "another process":
             where = EncoderAddress(where.address, INCARNATION + 1)
@@ -176,13 +178,11 @@ async def test_an_encode_worker_that_does_not_answer_is_lost(how: str) -> None:
 async def test_what_comes_for_a_dropped_attempt_is_stale() -> None:
     encoder = Encoder(answers=False)
     async with linked(encoder) as (client, prefill, where, _):
-        links: list[tuple[RowsLink, int]] = []
-        encoder.on_ask = lambda link, key, digest, generation: links.append((link, generation))  # type: ignore[method-assign]
         client.ask(where, KEY, IMAGE)
-        await until(lambda: bool(links))
+        await until(lambda: bool(encoder.links))
         client.drop(KEY)
-        for link, generation in links:
+        for link, generation in encoder.links:
             link.send_rows(generation, IMAGE, ROWS)
-        await asyncio.sleep(0.3)
+        await until(lambda: "stale" in prefill.outcomes)
         assert not prefill.rows
         assert not prefill.failed
