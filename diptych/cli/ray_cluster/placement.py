@@ -77,7 +77,9 @@ def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str)
     if not one_machine or len(nodes) > 1:
         _check_several_nodes(options, nodes)
     pin = {f"node:{here}": _PIN}
-    usable = [one for one in nodes if one.ip == here] if one_machine else list(nodes)
+    usable = [one for one in nodes if one.cpus > 0 and (one.ip == here or not one_machine)]
+    if not usable:
+        raise BadOptions("--ray: no node for the workers has CPUs to give out")
     groups = _groups(options)
     workers = [one for _, group in groups for one in group]
     device = _device(options, usable, len(workers))
