@@ -162,9 +162,7 @@ def _starts(
     }
 
 
-def _stack(
-    options: StackOptions, programs: RayPrograms, beside: Supervisor, shared: SharedSecrets
-) -> Stack:
+def _stack(options: StackOptions, programs: RayPrograms, beside: Supervisor, shared: SharedSecrets) -> Stack:
     """Return the system as its users reach it: on the node of the gateway where it listens to all."""
     report = programs.gateway()
     announced = report.running and report.running.announced

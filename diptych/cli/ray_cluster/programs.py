@@ -56,7 +56,9 @@ class RayPrograms:
             self._actors |= self._cluster.start_group(group, starts)
         for name in self._actors:
             self._lose(name)
-        self._watches = [asyncio.create_task(self._watch(name), name=f"watch {name}") for name in self._actors]
+        self._watches = [
+            asyncio.create_task(self._watch(name), name=f"watch {name}") for name in self._actors
+        ]
         deadline = time.monotonic() + ready_timeout_s
         while waiting := [name for name in self._actors if not self._serves(name)]:
             for name, report in self._reports.items():

@@ -66,9 +66,7 @@ def test_copying_transport_spreads_the_workers(transport: str) -> None:
         ({"transport": "shared_memory", "prefill_workers": 15}, 0.5, 1),
     ],
 )
-def test_cpus_are_shared_by_the_workers_of_a_node(
-    changes: dict[str, Any], cpus: float, threads: int
-) -> None:
+def test_cpus_are_shared_by_the_workers_of_a_node(changes: dict[str, Any], cpus: float, threads: int) -> None:
     placement = placed(**changes)
     shares = {resources["CPU"] for one in placement.groups for resources in one.bundles.values()}
     assert shares == {cpus}
