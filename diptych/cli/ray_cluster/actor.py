@@ -56,8 +56,8 @@ class ProgramStart:
 
 @dataclass(frozen=True)
 class Report:
-    """State of an actor's program. `number` grows with every change, `host` is where others reach the program,
-    and `failure` is why it does not start.
+    """State of an actor's program. `number` grows with every change, `host` is where others reach it, and
+    `failure` is why it does not start.
     """
 
     number: int

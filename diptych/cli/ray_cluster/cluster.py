@@ -11,7 +11,7 @@ from typing import Any
 
 from diptych.cli.preflight import BadOptions
 from diptych.cli.ray_cluster.actor import ProgramActor, ProgramStart, node_address
-from diptych.cli.ray_cluster.placement import LOCAL, Group, Node
+from diptych.cli.ray_cluster.placement import Group, Node
 
 _FOR_EVER = -1
 

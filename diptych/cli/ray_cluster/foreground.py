@@ -1,4 +1,4 @@
-"""Foreground of `diptych up --ray`: join or start the cluster, start, print where it serves, wait for the end.
+"""Foreground of `diptych up --ray`: join or start a cluster, start, print where it serves, wait for the end.
 
 The life of a system: options are checked, Valkey is started here unless --redis-url names a server, every
 program gets an actor, and once the gateway can route a request the addresses are printed. A signal ends the
@@ -25,7 +25,7 @@ from diptych.cli.ray_cluster.actor import ProgramStart
 from diptych.cli.ray_cluster.cluster import RayCluster, connected
 from diptych.cli.ray_cluster.placement import Placement, place
 from diptych.cli.ray_cluster.programs import RayPrograms
-from diptych.cli.ray_cluster.targets import write_targets
+from diptych.cli.ray_cluster.targets import remove_targets, write_targets
 from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
 from diptych.cli.stack_options import StackOptions
@@ -145,7 +145,7 @@ async def running_on_ray(
         if file is not None:
             file.remove()
         if targets_file is not None:
-            targets_file.unlink(missing_ok=True)
+            remove_targets(targets_file)
         await stop_programs(programs, stack, observe, timeouts.requests_s)
 
 

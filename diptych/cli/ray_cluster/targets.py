@@ -33,3 +33,8 @@ def write_targets(path: Path, programs: Iterable[tuple[Running, str]]) -> None:
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(json.dumps(targets(programs), indent=1))
     fresh.replace(path)
+
+
+def remove_targets(path: Path) -> None:
+    """Remove the file where it is."""
+    path.unlink(missing_ok=True)
