@@ -6,12 +6,13 @@ The only file that needs Ray in the process of `diptych up`; it imports Ray wher
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diptych.cli.preflight import BadOptions
 from diptych.cli.ray_cluster.actor import ProgramActor, ProgramStart, node_address
-from diptych.cli.ray_cluster.placement import Group, Node
+from diptych.cli.ray_cluster.placement import LOCAL, Group, Node
 
 _FOR_EVER = -1
 
@@ -30,6 +31,8 @@ def connected(address: str) -> Iterator[RayCluster]:
         raise BadOptions("--ray needs the package 'ray': pip install 'diptych[ray]'") from None
     if address.startswith("ray://"):
         raise BadOptions("--ray: the command itself runs on a node of the cluster, not as a Ray client")
+    if address == LOCAL:  # Ray's workers, and so our programs, would run behind all others, at niceness 15
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=address, log_to_driver=True)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -27,9 +27,9 @@ async def until_pid(actor: ProgramActor, other_than: int | None) -> Report:
         while True:
             report = await actor.report(seen)
             seen = report.number
-            if report.running is not None and report.running.announced is not None:
-                if report.running.pid != other_than:
-                    return report
+            one = report.running
+            if one is not None and one.announced is not None and one.pid != other_than:
+                return report
 
 
 async def test_actor_restarts_its_program_and_ends_it() -> None:
