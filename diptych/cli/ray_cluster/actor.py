@@ -27,14 +27,14 @@ _REPORT_S = 20.0
 
 @dataclass(frozen=True)
 class ProgramStart:
-    """What starts one program of a system, on any node: specifications have paths of the node itself."""
+    """Values that start one program of a system; its specification is made on its node, whose paths it has."""
 
     name: str
     options: StackOptions
     shared: SharedSecrets
     one_machine: bool
     environment: Mapping[str, str] = field(repr=False)
-    """Variables DIPTYCH_… of the command, which a program beside it would inherit."""
+    """Variables of the command that a program beside it would inherit: DIPTYCH_… and OTEL_…"""
     ready_timeout_s: float = 300.0
     grace_s: float = 10.0
 

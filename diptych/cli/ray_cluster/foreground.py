@@ -46,6 +46,7 @@ from diptych.runtime.settings import config_digest
 from diptych.runtime.settings_sources import VARIABLE_PREFIX
 
 _READY_S = 300.0
+_INHERITED = (VARIABLE_PREFIX, "OTEL_")
 
 
 def serve_on_ray(
@@ -153,7 +154,7 @@ def _starts(
     options: StackOptions, placement: Placement, shared: SharedSecrets, grace_s: float
 ) -> dict[str, ProgramStart]:
     """Return what starts each program, by name."""
-    environment = {name: text for name, text in os.environ.items() if name.startswith(VARIABLE_PREFIX)}
+    environment = {name: text for name, text in os.environ.items() if name.startswith(_INHERITED)}
     return {
         one.name: ProgramStart(
             one.name, options, shared, placement.one_machine, environment, _READY_S, grace_s

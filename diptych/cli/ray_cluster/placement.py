@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the programs of a system may run.
+    """Decision where the programs of a system may run.
 
     `options` are those of the system with the workers' threads decided. With `one_machine` all programs
     talk over loopback, on the node of the command; else workers listen on the address of their node.

@@ -64,6 +64,9 @@ class RayPrograms:
             for name, report in self._reports.items():
                 if report.failure:
                     raise ChildFailed(name, report.failure, report.last_lines)
+            for watch in self._watches:
+                if watch.done():
+                    watch.result()  # raises what ended it
             if time.monotonic() > deadline:
                 silent = [name for name in waiting if name not in self._reports]
                 why = "found no room in the cluster" if silent else "was not ready"
@@ -122,13 +125,14 @@ class RayPrograms:
 
     async def _end(self, names: Sequence[str]) -> None:
         """End actors: by their own `stop` where they answer, in any case for good."""
-        actors = {name: self._actors.pop(name) for name in names}
+        actors = {name: self._actors[name] for name in names}
         asked = [actor.stop.remote() for name, actor in actors.items() if name in self._reports]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s + _STOP_S):
                 await asyncio.gather(*asked, return_exceptions=True)
-        for actor in actors.values():
+        for name, actor in actors.items():
             self._cluster.kill(actor)
+            del self._actors[name]
 
     async def _watch(self, name: str) -> None:
         from ray.exceptions import RayError
