@@ -27,7 +27,7 @@ _REPORT_S = 20.0
 
 @dataclass(frozen=True)
 class ProgramStart:
-    """Values that start one program of a system; its specification is made on its node, whose paths it has."""
+    """Values that start one program of a system; its node makes the specification, with its own paths."""
 
     name: str
     options: StackOptions
