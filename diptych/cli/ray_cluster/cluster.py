@@ -86,9 +86,13 @@ class RayCluster:
             for index, name in enumerate(group.bundles)
         }
 
-    def start_alone(self, start: ProgramStart, resources: Mapping[str, float]) -> Any:
-        """Start an actor on any node that has the resources."""
-        return self._actor(start, resources)
+    def start_alone(self, start: ProgramStart, *, stays: bool) -> Any:
+        """Start an actor that takes no CPUs, on any node, or only on that of the command."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return self._actor(start, {}, **({"scheduling_strategy": here} if stays else {}))
 
     def kill(self, actor: Any) -> None:
         """End an actor for good, and its program with it."""

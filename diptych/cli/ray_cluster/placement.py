@@ -59,8 +59,8 @@ class Placement:
     options: StackOptions
     one_machine: bool
     groups: tuple[Group, ...]
-    gateway: Mapping[str, float]
-    """Resources of the gateway; none where any node will do."""
+    gateway_stays: bool
+    """Whether the gateway runs on the node of the command only: on loopback no other one reaches it."""
 
 
 def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str) -> Placement:
@@ -105,8 +105,7 @@ def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str)
         chosen,
         one_machine,
         tuple(Group(strategy, {one.name: bundles[one.name] for one in group}) for strategy, group in groups),
-        # On loopback only its own node reaches it.
-        pin if one_machine or is_loopback(options.host) else {},
+        one_machine or is_loopback(options.host),
     )
 
 

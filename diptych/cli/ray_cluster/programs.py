@@ -51,7 +51,7 @@ class RayPrograms:
         self, placement: Placement, starts: Mapping[str, ProgramStart], ready_timeout_s: float
     ) -> None:
         """Start all programs and wait until they serve. Raises ChildFailed for the first that cannot."""
-        self._actors[GATEWAY] = self._cluster.start_alone(starts[GATEWAY], placement.gateway)
+        self._actors[GATEWAY] = self._cluster.start_alone(starts[GATEWAY], stays=placement.gateway_stays)
         for group in placement.groups:
             self._actors |= self._cluster.start_group(group, starts)
         for name in self._actors:
