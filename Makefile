@@ -145,7 +145,7 @@ SEEDS ?= 10000
 simulate: install
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-# One of them: python -m tests.faults.kill_matrix, .pull_kills, .next_token, .stopped_writer, .group_kill, .corruptions, .disconnects
+# One of them: python -m tests.faults.kill_matrix, .pull_kills, .next_token, .stopped_writer, .encoder_kills, .group_kill, .corruptions, .disconnects
 faults: install
 	$(BIN)/python -m tests.faults $(ARGS)
 

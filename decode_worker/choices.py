@@ -117,9 +117,17 @@ class Choice(StepGroup):
         return len(self.rows[0].output_ids) + unknown < self.request.attempt.max_tokens
 
     def candidate(self, unknown: int = 0) -> Candidate:
-        growth, shared = self.request.blocks.demand(self.rows[0], unknown)
-        attempt = self.request.attempt
-        return Candidate(self.arrival_order, 1, growth, shared, attempt.reserve_worst_case, attempt.priority)
+        request, attempt = self.request, self.request.attempt
+        growth, shared = request.blocks.demand(self.rows[0], unknown)
+        return Candidate(
+            self.arrival_order,
+            1,
+            growth,
+            shared,
+            attempt.reserve_worst_case,
+            attempt.priority,
+            request.blocks.place_blocks,
+        )
 
     def _accept(self, sampled: Sampled, times: work_pb2.PhaseTimes | None = None) -> Outcome | None:
         """Append a token, send it, and end the choice if the token ends it."""

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from decode_worker.draft_tree import count_nodes, parse_branches
+from decode_worker.kv_events.endpoint import parse_endpoint
 from decode_worker.local_schedule import LocalBounds
-from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
@@ -28,11 +28,17 @@ class DecodeSettings(WorkerSettings):
     kv_blocks: Annotated[int, Field(ge=0)] = setting(
         0, "Blocks of the KV block pool; 0 takes as many as --kv-memory-mib holds.", section="KV cache"
     )
-    kv_tier: str = setting(
+    kv_events: str = setting(
         "",
-        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
-        "redis://HOST:PORT/DB. Several, or separated by commas.",
-        section="KV cache",
+        "Publish what the prefix cache holds, with token ids, for routers of others: ipc://FILE, or "
+        "tcp://127.0.0.1:PORT?password-file=FILE.",
+        section="KV events",
+    )
+    kv_events_topic: str = setting("kv-events", "Topic of these events.", section="KV events")
+    kv_events_rank: Annotated[int, Field(ge=0, le=1024)] = setting(
+        0,
+        "Number of this worker among those of its system: each has an endpoint of its own.",
+        section="KV events",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
         0.9, "Share of a GPU's memory that this worker may take, KV blocks included.", section="KV cache"
@@ -92,10 +98,11 @@ class DecodeSettings(WorkerSettings):
         parse_branches(value)
         return value
 
-    @field_validator("kv_tier")
+    @field_validator("kv_events")
     @classmethod
-    def _tiers_are_tiers(cls, value: str) -> str:
-        parse_tiers(value)
+    def _events_have_an_endpoint(cls, value: str) -> str:
+        if value:
+            parse_endpoint(value)
         return value
 
     @model_validator(mode="after")
@@ -103,8 +110,6 @@ class DecodeSettings(WorkerSettings):
         here = f"does not go with {self.group_flags}"
         if self.speculative_tokens and self.in_parts:
             raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
-        if self.kv_tier and self.in_parts:
-            raise ValueError(f"--kv-tier {self.kv_tier} {here}")
         return self
 
     @model_validator(mode="after")

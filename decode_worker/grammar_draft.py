@@ -1,13 +1,16 @@
 """A drafter without a model for outputs with a grammar: what the grammar leaves no choice about.
 
 Names of properties, fixed words and brackets are long runs of such text. Where a grammar lets white space
-come between two of them, a guess goes on: JSON as most models write it. The guess is only a draft.
+come between two of them, a guess goes on: JSON as this output has laid it out so far, at first as most models
+write it. The guess is only a draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
+from decode_worker.json_layout import JsonPlace, SeenText
 from decode_worker.sequence import DecodeSequence
 from diptych.worker_process.grammar_masks import GrammarState
 
@@ -28,6 +31,9 @@ _WITHIN_TEXT = b"a"
 class GrammarDraft:
     """A `Drafter`."""
 
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[DecodeSequence, SeenText] = WeakKeyDictionary()
+
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`."""
         return sequence.grammar is None
@@ -35,32 +41,50 @@ class GrammarDraft:
     def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
         return [
-            () if one.grammar is None else likely_tokens(one.grammar, one.output_ids[-1:], count)
+            () if one.grammar is None else self._draft(one, one.grammar, count)
             for one, count in zip(sequences, counts, strict=True)
         ]
 
+    def _draft(self, sequence: DecodeSequence, grammar: GrammarState, count: int) -> Sequence[int]:
+        if grammar.dormant:
+            self._seen[sequence] = SeenText(len(sequence.output_ids))
+            return ()
+        seen = self._seen.setdefault(sequence, SeenText())
+        seen.follow(sequence.output_ids, grammar)
+        return likely_tokens(grammar, sequence.output_ids[-1:], count, seen)
 
-def likely_tokens(grammar: GrammarState, last: Sequence[int], count: int) -> list[int]:
+
+def likely_tokens(
+    grammar: GrammarState, last: Sequence[int], count: int, seen: SeenText | None = None
+) -> list[int]:
     """Return at most `count` tokens that the grammar leaves no choice about, with usual JSON in between.
 
-    `last` is the token before.
+    `last` is the token before, the last one that `seen` has.
     """
     if grammar.dormant or grammar.stuck:
         return []
-    at, text, before = grammar.copy(), b"", grammar.spelled(last)
+    seen = seen or SeenText()
+    at, text, before, place = grammar.copy(), b"", grammar.spelled(last), seen.place
     for _ in range(count):  # each turn is a token at least
-        more = at.forced() or _usual(at, before + text)
+        more = at.forced() or _usual(at, before + text, seen, place)
         if not more:
             break
-        text += more
+        text, place = text + more, place.after(more)
         at.follow(at.tokenize(more))
         if at.stuck or at.complete:
             break
-    return grammar.tokenize(text)[:count] if text else []
+    return seen.tokens_of(text, grammar, count) if text else []
 
 
-def _usual(grammar: GrammarState, before: bytes) -> bytes:
-    if before[-1:] not in _USUAL or grammar.allows(grammar.tokenize(_WITHIN_TEXT)):
+def _usual(grammar: GrammarState, before: bytes, seen: SeenText, place: JsonPlace) -> bytes:
+    if grammar.allows(grammar.tokenize(_WITHIN_TEXT)):
         return b""
-    usual = (more for more in _USUAL[before[-1:]] if grammar.allows(grammar.tokenize(more)))
-    return next(usual, b"")
+    return next(
+        (more for more in _guesses(before, seen, place) if grammar.allows(grammar.tokenize(more))), b""
+    )
+
+
+def _guesses(before: bytes, seen: SeenText, place: JsonPlace) -> Iterator[bytes]:
+    """Yield what may come, the likeliest first: as it came before in this output, then as is usual."""
+    yield from seen.layouts(place)
+    yield from _USUAL.get(before[-1:], ())

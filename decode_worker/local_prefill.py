@@ -27,6 +27,7 @@ from decode_worker.local_schedule import ChunkBudget, LocalBounds, QueuedPrompt,
 from decode_worker.request import DecodeRequest, State
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.window_table import PromptWindow
 from diptych.engine.prompt_logprobs import CHUNK
 from diptych.engine.sampling import SampleFailure, SampleRow
 from diptych.runtime.failpoints import reach
@@ -34,7 +35,8 @@ from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
 from diptych.worker_process.prompt_chunk import Computed, PromptChunk
 from kvtransfer.drivers.local_writer import LocalListener
-from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key
+from kvtransfer.drivers.window_grant import split_grant
+from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key, SendGrant
 
 
 class Grants(Protocol):
@@ -101,6 +103,7 @@ class LocalPrompt:
         """The chunk that is being computed, if one is."""
         self.ref: GrantRef | None = None
         self.block_table: list[int] = []
+        self.window: PromptWindow | None = None
         self.cached = self.computed = self.steps = 0
         self.revoked = False
 
@@ -228,7 +231,8 @@ class LocalPrefills:
         if prompt is not None and prompt.ref is None:
             self._end(prompt)
 
-    def _granted(self, ref: GrantRef, block_ids: list[int], cached_tokens: int) -> None:
+    def _granted(self, grant: SendGrant) -> None:
+        ref, cached_tokens = grant.ref, grant.cached_tokens
         prompt = self._prompts.get(ref.key)
         if prompt is None or prompt.phase is not Phase.ASKED:
             self._grants.stop(ref)
@@ -236,7 +240,10 @@ class LocalPrefills:
         prompt.move(Phase.GRANTED)
         if prompt.request.adapter is not None:
             prompt.request.adapter.retain()  # a step may compute the prompt when its attempt has ended
-        prompt.ref, prompt.block_table = ref, block_ids
+        prompt.ref = ref
+        prompt.block_table, prompt.window = split_grant(
+            self._memory.layout, len(prompt.token_ids), grant.block_ids, cached_tokens, grant.window_pins
+        )
         prompt.cached = prompt.computed = cached_tokens
         if prompt.remaining > prompt.bound or prompt.request.attempt.needs_images(cached_tokens):
             self._stop(prompt, work_pb2.FAILURE_REASON_TOO_MANY_NEW, "blocks of its prefix were evicted")
@@ -282,6 +289,7 @@ class LocalPrefills:
             prompt.computed,
             tokens,
             request.adapter_slot,
+            window=prompt.window,
         )
 
     def take(self, prompt: LocalPrompt, picked: Sequence[Any] | SampleFailure) -> None:

@@ -7,6 +7,7 @@ import logging
 from decode_worker.config import DecodeSettings
 from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
+from diptych.engine.kv.kv_memory import KVLayout
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
@@ -24,17 +25,25 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     """
     graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
     pool = _allocate(settings, engine, graphs)
-    tokens, context = pool.memory.num_blocks * engine.layout.block_size, engine.model.shape.max_context
-    if tokens < context:
+    blocks, context = pool.memory.num_blocks, engine.model.shape.max_context
+    if blocks < engine.layout.prompt_blocks(context, 1):
         _log.warning(
             "the KV pool holds %d tokens, the model's context has %d: longer requests are refused",
-            tokens,
+            _tokens_in(engine.layout, blocks),
             context,
         )
     if engine.group is not None:
         engine.group.memories.share(pool.memory, pool.file())
     engine.runner.prepare_decode(pool.memory)
     return pool
+
+
+def _tokens_in(layout: KVLayout, blocks: int) -> int:
+    """Return the most tokens of one prompt that so many blocks hold."""
+    size = layout.block_size
+    kept = 0 if layout.windows is None else layout.windows.ring_blocks(blocks, 1, size)
+    places = max(blocks - kept, blocks // layout.blocks_per_place)
+    return places * size
 
 
 class PoolTooLarge(StartupError):

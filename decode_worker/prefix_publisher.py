@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from decode_worker.kv_events.journal import Journal
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.block_hash import block_keys
 from diptych.worker_process.attempt import Attempt
@@ -18,6 +19,8 @@ class PrefixPublisher:
         self._pool = pool
         self._block_size = block_size
         self._changed = changed
+        self.journal: Journal | None = None
+        """Told the tokens of blocks, where what the cache holds is exported."""
 
     def publish(
         self,
@@ -45,7 +48,10 @@ class PrefixPublisher:
         tokens = [*prompt[done * size : full * size], *output[start:end]]
         parent = keys[-1] if done else b""
         images, at = attempt.images, done * size
-        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent, images=images, start=at):
+        new = block_keys(attempt.cache_namespace, tokens, size, parent=parent, images=images, start=at)
+        if self.journal is not None:
+            self.journal.expect(new, tokens, attempt, parent)
+        for key in new:
             self._pool.insert(block_ids[len(keys)], key, parent)
             keys.append(key)
             parent = key

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.kv_tiers import Loaded
 from decode_worker.sequence import AttemptBlocks
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.adapter_store import AdapterUse
@@ -99,6 +99,12 @@ class DecodeRequest:
         """The end of the attempt: finished, if all of its step groups are."""
         return next((outcome for outcome in self.outcomes if outcome != "finished"), "finished")
 
+    def _count_loaded(self, loaded: Loaded) -> None:
+        """Enter what came from tiers here, unless the prefill worker, at the same time, took more."""
+        self.times.tier_blocks = max(self.times.tier_blocks, loaded.blocks.total())
+        waited = max(self.times.kv_load.ToNanoseconds(), int(loaded.seconds * 1e9))
+        self.times.kv_load.FromNanoseconds(waited)
+
     def times_now(self) -> work_pb2.PhaseTimes:
         """Return the phases so far: those of the prefill worker, of the handoff, and of this worker."""
         now = self.entered.get(State.ENDED) or time.monotonic()
@@ -108,8 +114,7 @@ class DecodeRequest:
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))
         if self.loaded is not None:
-            self.times.tier_blocks = self.loaded.blocks.total()
-            self.times.kv_load.FromNanoseconds(int(self.loaded.seconds * 1e9))
+            self._count_loaded(self.loaded)
         if running is not None:
             self.times.decode.FromNanoseconds(int((now - running) * 1e9))
         return self.times

@@ -15,14 +15,16 @@ from typing import Protocol
 from decode_worker.beams import Beams
 from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.kv_tiers import KvTiers, Loaded
 from decode_worker.local_prefill import LocalPrefills, new_tokens
+from decode_worker.max_blocks import max_blocks
 from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
-from decode_worker.sequence import AttemptBlocks, max_blocks
+from decode_worker.sequence import AttemptBlocks
 from decode_worker.step_group import RowOwner, StepGroup
 from diptych.engine.kv.block_pool import BlockMisuse, BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
@@ -30,6 +32,7 @@ from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore, AdapterUse
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.drivers.types import Ready
@@ -92,7 +95,13 @@ class RequestManager:
         self._groups: dict[DecodeRequest, list[StepGroup]] = {}
         self._arrivals = 0
         self.running: dict[int, StepGroup] = {}
-        self.prefixes = PrefixPublisher(pool, memory.layout.block_size, listeners.cache_changed)
+        layout = memory.layout
+        self.prefixes = PrefixPublisher(pool, layout.block_size, listeners.cache_changed)
+        self._match: Callable[[Sequence[bytes]], int] = (
+            pool.match
+            if layout.windows is None
+            else WindowPrefix(pool, layout.windows, layout.block_size).match
+        )
         self.draining = False
 
     def __len__(self) -> int:
@@ -144,6 +153,8 @@ class RequestManager:
         if attempt.cache_read:
             keys = block_keys(attempt.cache_namespace, tokens, size, images=attempt.images)
         announce = partial(self._announce, request, work.local_prefill, keys)
+        if self.tiers is not None and self.prefixes.journal is not None:
+            self.prefixes.journal.expect(keys, tokens, attempt)
         if self.tiers is None or not self.tiers.load(keys[: (len(tokens) - 1) // size], announce):
             announce()
 
@@ -168,7 +179,7 @@ class RequestManager:
     def _add_local(self, request: DecodeRequest, kind: work_pb2.LocalPrefill, keys: Sequence[bytes]) -> bool:
         """Queue a prompt that is to be computed here; fail its attempt if too many of its tokens are new."""
         tokens, size = len(request.attempt.token_ids), self._memory.layout.block_size
-        new = new_tokens(tokens, self._pool.match(keys), size)
+        new = new_tokens(tokens, self._match(keys[: (tokens - 1) // size]), size)
         if not request.attempt.needs_images(tokens - new) and self.local.add(request, kind, new):
             return True
         self._fail(request, work_pb2.FAILURE_REASON_TOO_MANY_NEW, "")
@@ -186,25 +197,26 @@ class RequestManager:
             self.local.ask()
 
     def _expect(self, request: DecodeRequest, keys: Sequence[bytes]) -> None:
-        attempt, size = request.attempt, self._memory.layout.block_size
-        tokens = attempt.token_ids
-        reserve = None
+        attempt, tokens = request.attempt, request.attempt.token_ids
+        reserve, windowed = None, 0
         if attempt.reserve_worst_case:
-            reserve, together = max_blocks(attempt, block_size=size, total_blocks=self._pool.total)
+            layout = self._memory.layout
+            most = max_blocks(attempt, layout=layout, total_blocks=self._pool.total)
+            reserve, windowed = most.blocks, most.windowed
             # The others come back, and ask when there is room for their worst case as well.
-            for group in self._active_groups(request)[together:]:
+            for group in self._active_groups(request)[most.groups :]:
                 self.preempt(group)
             request.gateway.flush()
         sequences = attempt.beam_width or len(self._active_groups(request))
         self.grants.expect(
-            PendingTransfer(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority)
+            PendingTransfer(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority, windowed)
         )
 
     def on_ready(self, ready: Ready) -> None:
         """Adopt the blocks of a verified handoff and send the first tokens, before any step."""
         request = self._requests.get(ready.key)
         if request is None:
-            self._pool.release(ready.block_ids)
+            self._pool.release(ready.held)
             self.grants.blocks_freed()
             return
         if request.compiling is not None and not self._compiled(request, ready):
@@ -213,7 +225,7 @@ class RequestManager:
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
         request.transport = ready.transport
-        request.blocks.adopt_prompt(ready.block_ids, ready.num_tokens)
+        request.blocks.adopt_prompt(ready.block_ids, ready.num_tokens, ready.window)
         if len(ready.first_tokens) < (1 if request.attempt.beam_width else len(request.attempt.choices)):
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")
         for group in self._active_groups(request):

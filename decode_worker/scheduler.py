@@ -35,6 +35,8 @@ class Candidate(NamedTuple):
     """True if its worst case was reserved at its grant: it grows on that, and is never the victim."""
     priority: int = 0
     """Higher is further in front."""
+    copies: int = 1
+    """Blocks that a copy of `shared` takes."""
 
 
 class StepPlan(NamedTuple):
@@ -95,7 +97,7 @@ def _feed(batch: Sequence[Candidate], free: int) -> tuple[tuple[int, ...], tuple
         if candidate.shared is not None:
             block, held = candidate.shared
             if holders.setdefault(block, held) > 1:
-                need, copied = need + 1, block
+                need, copied = need + candidate.copies, block
         if need > free:
             starved += need
             continue

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from decode_worker.prefix_publisher import PrefixPublisher
+from decode_worker.window_rows import WindowRows
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.window_table import PromptWindow, WindowTable
 from diptych.engine.sampling import SampleRow
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
@@ -62,6 +64,10 @@ class DecodeSequence:
     """Slot of the attempt's adapter; None: the base model."""
     shift: int = 0
     """Rotary positions of its output less their places (`Attempt.output_shift`)."""
+    window: WindowTable | None = None
+    """Blocks of the layers with a window, where these have blocks of their own; `block_ids` are those of the
+    others then.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -75,16 +81,22 @@ class DecodeSequence:
 
     def step(self, memory: KVMemory, follows: int | None) -> SequenceStep:
         """Return its share of a step over `memory`, after row `follows` of the step before, if given."""
+        start = self.num_tokens - 1 + int(follows is not None)
+        first, windows = 0, memory.layout.windows
+        if windows is not None:
+            first = windows.first_read(start, memory.layout.block_size)
         return SequenceStep(
             memory=memory,
             block_table=self.block_ids,
-            start=self.num_tokens - 1 + int(follows is not None),
+            start=start,
             token_ids=self.output_ids[-1:] + self.draft,
             wants_logits=True,
             trailing=1 + len(self.draft),
             follows=follows,
             adapter=self.adapter,
             shift=self.shift,
+            window_tables=() if self.window is None else self.window.cut(first),
+            window_first=first,
             parents=self._parents(),
         )
 
@@ -131,22 +143,39 @@ class AttemptBlocks:
         self._prefixes = prefixes
         self._on_freed = on_freed
         self._block_size = memory.layout.block_size
+        groups = memory.layout.windows
+        self._windows = None if groups is None else WindowRows(pool, memory, groups)
+        self.place_blocks = memory.layout.blocks_per_place
+        """Blocks that a sequence takes for a place."""
+        self._reserved = False
         self._prompt: list[int] = []
         self._prompt_keys: list[bytes] = []
         self._reserve: list[int] = []
         self._distrusted = pool.distrusted
 
-    def adopt_prompt(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Take the handoff's blocks: those of the prompt's `num_tokens` tokens, then the reserve."""
+    def adopt_prompt(
+        self, block_ids: Sequence[int], num_tokens: int, window: PromptWindow | None = None
+    ) -> None:
+        """Take the handoff's blocks: those of the prompt's `num_tokens` tokens, then the reserve; and the
+        windowed ones, of which those that are not read any more become free.
+        """
         held = self._memory.layout.blocks_for(num_tokens)
         self._prompt, self._reserve = list(block_ids[:held]), list(block_ids[held:])
+        self._reserved = bool(self._reserve)
         if self._trusted:
             self._prompt_keys = self._prefixes.publish(self._attempt, num_tokens, self._prompt)
+        if self._windows is not None and window is not None:
+            unread = self._windows.adopt(window, num_tokens)
+            if self._trusted:
+                self._windows.publish_prompt(self._prompt_keys)
+            self._give_back(unread)
 
     def start(self, sequence: DecodeSequence) -> None:
         """Let a sequence begin after the prompt."""
         self._pool.retain(self._prompt)
         sequence.block_ids, sequence.block_keys = list(self._prompt), list(self._prompt_keys)
+        if self._windows is not None:
+            self._windows.start(sequence)
         if self._memory.draft is not None:
             sequence.draft_computed = sequence.num_tokens
 
@@ -154,23 +183,30 @@ class AttemptBlocks:
         """Release the prompt once every sequence has begun: the only holder of a block may write to it."""
         self._pool.release(self._prompt)
         self._prompt = []
+        if self._windows is not None:
+            self._windows.release_prompt()
+            self._report_freed()  # what was not read any more when the prompt came
 
     def fork(self, parent: DecodeSequence, child: DecodeSequence) -> None:
         """Let `child`, which has the parent's tokens and one more, begin with the parent's blocks."""
         self._pool.retain(parent.block_ids)
         child.block_ids, child.block_keys = list(parent.block_ids), list(parent.block_keys)
+        if self._windows is not None:
+            self._windows.fork(parent, child)
 
     def demand(self, sequence: DecodeSequence, unknown: int = 0) -> tuple[int, tuple[int, int] | None]:
         """Return the number of blocks that a sequence's next token needs, and the shared block that it would
-        be written to, with its number of holders: `Candidate.growth` and `Candidate.shared`.
+        be written to, with its number of holders: `Candidate.growth` and `Candidate.shared`. Windowed blocks
+        of a place have the holders of its full one.
 
         `unknown` tokens before it are still being computed.
         """
         place = (sequence.num_tokens - 1 + unknown) // self._block_size
-        if self._reserve:
+        reserve = len(self._reserve)
+        if reserve >= self.place_blocks:
             return 0, None
         if place >= len(sequence.block_ids):
-            return 1, None
+            return self.place_blocks - reserve, None
         block = sequence.block_ids[place]
         held = self._pool.references(block)
         return 0, (block, held) if held > 1 else None
@@ -181,11 +217,11 @@ class AttemptBlocks:
         for sequence in sequences:
             place = (sequence.num_tokens - 1) // self._block_size
             if place >= len(sequence.block_ids):
-                need += 1
+                need += self.place_blocks
                 continue
             block = sequence.block_ids[place]
             if holders.setdefault(block, self._pool.references(block)) > 1:
-                need += 1
+                need += self.place_blocks
                 holders[block] -= 1
         return max(0, need - len(self._reserve))
 
@@ -194,24 +230,31 @@ class AttemptBlocks:
         place = (sequence.num_tokens - 1 + unknown) // self._block_size
         if place >= len(sequence.block_ids):
             sequence.block_ids.append(self._allocate())
+            if self._windows is not None:
+                self._windows.grow(sequence, place, self._allocate)
             return
         block = sequence.block_ids[place]
         if (fresh := self._writable(block)) is not None:
             self._memory.copy_block(block, fresh)
             sequence.block_ids[place] = fresh
+        if self._windows is not None:
+            self._windows.own(sequence, place, self._writable)
 
     def reserve_lanes(self, sequence: DecodeSequence, count: int, *, spare: int) -> int:
         """Return how many drafted tokens have lanes after the next token, at most `count`.
 
-        Takes blocks for them from the pool where it has more than `spare`; the reserve is for tokens that
-        come in any case.
+        Takes blocks for them from the pool where it has more than those of `spare` places; the reserve is for
+        tokens that come in any case.
         """
         size = self._block_size
         room = len(sequence.block_ids) * size - sequence.num_tokens
         if (missing := -(-(count - room) // size)) > 0:
-            taken = self._pool.allocate(min(missing, max(self._pool.available() - spare, 0)))
-            sequence.block_ids += taken
-            room += len(taken) * size
+            places = min(missing, max(self._pool.available() // self.place_blocks - spare, 0))
+            for _ in range(places):
+                if self._windows is not None:
+                    self._windows.grow(sequence, len(sequence.block_ids), self._from_pool)
+                sequence.block_ids.append(self._from_pool())
+            room += places * size
         return min(count, room)
 
     def compact_lanes(self, sequence: DecodeSequence, rows: Sequence[int]) -> None:
@@ -224,6 +267,8 @@ class AttemptBlocks:
         moves = [(first + row, first + place) for place, row in enumerate(rows) if row != place]
         if moves:
             self._memory.move_lanes(sequence.block_ids, moves)
+            if self._windows is not None:
+                self._windows.move_lanes(sequence, moves)
 
     def return_lanes(self, sequence: DecodeSequence) -> None:
         """Release the blocks behind that of the next token: drafts that were wrong, or none, had them."""
@@ -231,11 +276,13 @@ class AttemptBlocks:
         if len(sequence.block_ids) > needed:
             self._pool.release(sequence.block_ids[needed:])
             del sequence.block_ids[needed:]
-            if self._on_freed is not None:
-                self._on_freed()
+            if sequence.window is not None:
+                self._pool.release(sequence.window.take_from(needed))
+            self._report_freed()
 
     def publish(self, sequence: DecodeSequence) -> None:
-        """Enter the blocks that have become full into the prefix cache.
+        """Enter the blocks that have become full into the prefix cache, and give up windowed ones behind the
+        window.
 
         Those that the draft model has to compute first wait for that: a published block is never written. It
         is given up for a sequence that it no longer drafts for.
@@ -251,6 +298,9 @@ class AttemptBlocks:
             self._prefixes.publish(
                 self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys
             )
+        if self._windows is not None and (unread := self._windows.take_unread(sequence)):
+            self._give_back(unread)
+            self._report_freed()
 
     def distrust(self, sequences: Sequence[DecodeSequence] = ()) -> None:
         """Remove the blocks of the prompt and of `sequences` from the prefix cache: they may be wrong."""
@@ -262,6 +312,11 @@ class AttemptBlocks:
             if sequence.draft_computed is not None:
                 sequence.draft_computed = None
                 self.publish(sequence)  # what waited for the draft model
+            if sequence.window is not None:
+                if self._windows is not None and self._trusted:
+                    self._windows.publish(sequence)
+                self._pool.release(sequence.window.blocks())
+                sequence.window = None
             self._pool.release(sequence.block_ids)
             sequence.block_ids = []
 
@@ -270,6 +325,8 @@ class AttemptBlocks:
         self._pool.release(self._prompt)
         self._pool.release(self._reserve)
         self._prompt, self._reserve = [], []
+        if self._windows is not None:
+            self._windows.release_prompt()
 
     @property
     def _trusted(self) -> bool:
@@ -286,26 +343,23 @@ class AttemptBlocks:
         return self._reserve.pop()
 
     def _allocate(self) -> int:
-        if self._reserve:
-            return self._reserve.pop()
+        return self._reserve.pop() if self._reserve else self._from_pool()
+
+    def _from_pool(self) -> int:
         (block,) = self._pool.allocate(1)
         return block
 
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        """Give up windowed blocks that are not read any more: to the reserve, where the attempt has one."""
+        if self._reserved:
+            own = [block for block in blocks if self._is_own(block)]
+            self._reserve += own
+            blocks = [block for block in blocks if block not in own]
+        self._pool.release(blocks)
 
-def max_blocks(attempt: Attempt, *, block_size: int, total_blocks: int) -> tuple[int, int]:
-    """Return the most blocks that an attempt can need, and for how many of its step groups they are enough.
+    def _report_freed(self) -> None:
+        if self._on_freed is not None:
+            self._on_freed()
 
-    They are reserved for an attempt that was preempted too often to be at risk again. Sequences share the
-    full blocks of what is prefilled; from there on each needs its own. If all step groups together need more
-    than the pool has, it is as many as fit, but at least one. A beam search is one step group; it gets the
-    whole pool if its beams could need more, which they seldom do.
-    """
-    prefilled = len(attempt.prompt_ids) + len(attempt.delivered_ids)
-    shared = prefilled // block_size
-    own = -(-(len(attempt.prompt_ids) + attempt.max_tokens) // block_size) - shared
-    if attempt.beam_width:
-        return max(shared + own, min(shared + attempt.beam_width * own, total_blocks)), 1
-    count = len(attempt.choices)
-    if own > 0:
-        count = max(1, min(count, (total_blocks - shared) // own))
-    return shared + count * own, count
+    def _is_own(self, block: int) -> bool:
+        return self._pool.references(block) == 1 and not self._pool.is_cached(block)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decode_worker.adapter_gate import AdapterGate
 from decode_worker.config import DecodeSettings
 from decode_worker.drafters import make_speculation
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.kv_tiers import KvTiers
+from decode_worker.kv_events.journal import Journal
+from decode_worker.kv_events.publisher import make_publisher
 from decode_worker.pool_memory import make_pool
 from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.tier_stack import make_stack
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.kv_tier_specs import parse_tiers
@@ -26,13 +26,15 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.tier_stack import count_loaded, make_stack, watch_stack
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.server import HandoffServer
@@ -44,7 +46,7 @@ PREFILL_PHASES = {"queue": "prefill_queue", "kv_alloc_wait": "grant_wait", "pref
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; return the process's exit status."""
-    return await serve_worker(settings, stop, DecodeWorker)
+    return await serve_worker(settings, stop, DecodeWorker, load_engine)
 
 
 class DecodeWorker:
@@ -73,6 +75,7 @@ class DecodeWorker:
             speculation=make_speculation(settings, engine, memory.memory),
             draft_chunks=engine.draft_chunks,
         )
+        bounds = settings.local_bounds(engine.model.device.type)
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
             incarnation=incarnation(),
@@ -87,6 +90,7 @@ class DecodeWorker:
             heartbeat=lambda: engine_heartbeat(self._loop),
             gate=AdapterGate(self._loop.requests.adapter_of),
             tls=settings.link_tls,
+            local_chunk=bounds.idle_chunk,
         )
         self._adapters = AdapterStore(
             engine.runner, slots=settings.max_loras, max_rank=settings.max_lora_rank
@@ -94,9 +98,13 @@ class DecodeWorker:
         self._adapters.on_slot_free = self._handoff.blocks_freed
         self._loop.requests.adapters = self._adapters
         self._loop.requests.adapter_calls = AdapterCalls(self._adapters)
-        self._loop.connect(self._handoff, settings.local_bounds(engine.model.device.type))
+        self._loop.connect(self._handoff, bounds)
         self._loop.requests.grammars = Grammars(settings.model_path)
         self._group = engine.group
+        self._events = make_publisher(settings)
+        if self._events is not None:
+            journal = Journal(self._events.publish, memory.memory.layout.block_size)
+            self._loop.requests.prefixes.journal = journal
         self._tiers = self._make_tiers(settings, engine, memory.memory)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda order: self._server.drain(order))
@@ -108,12 +116,16 @@ class DecodeWorker:
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; return the exit status."""
         await self._handoff.start()
+        if self._tiers is not None:
+            self._tiers.start()
         try:
             return await self._server.run(stop)
         finally:
             await self._handoff.close()
             if self._tiers is not None:
                 await asyncio.to_thread(self._tiers.close)
+            if self._events is not None:
+                await asyncio.to_thread(self._events.close)
 
     def _make_tiers(self, settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> KvTiers | None:
         stack = make_stack(parse_tiers(settings.kv_tier), engine.fingerprint, memory.layout.bytes_per_block)
@@ -125,13 +137,10 @@ class DecodeWorker:
             self._pool,
             stack,
             changed=requests.blocks_changed,
-            left=lambda keys: self._server.prefix_changed((), keys),
+            moved=self._tiers_changed,
         )
         requests.tiers = tiers
-        for tier in stack.tiers:
-            self._metrics.tier_bytes.labels(tier.name).set_function(lambda tier=tier: tier.used)  # type: ignore[misc]
-            self._metrics.tier_blocks_loaded.labels(tier.name)
-        self._metrics.tier_entries_damaged.set_function(lambda: stack.damaged)
+        watch_stack(stack, self._metrics)
         return tiers
 
     def _spec(self) -> WorkerSpec:
@@ -169,7 +178,7 @@ class DecodeWorker:
             max_loras=self._adapters.max_loras,
             ranks=rank_statuses(self._group),
             stages=0 if self._group is None else self._group.grid.stages,
-            tier_token_s=None if self._tiers is None else self._tiers.token_s,
+            tier_token_s=None if self._tiers is None else self._tiers.loads.token_s,
         )
 
     def _utilization(self) -> float:
@@ -181,9 +190,15 @@ class DecodeWorker:
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
         tiered: list[bytes] = []
         if self._tiers is not None:
-            self._tiers.entered(added)
-            tiered = [key for key in removed if key in self._tiers.stack]
+            tiered = self._tiers.cache_changed(added, removed)
+        if (journal := self._loop.requests.prefixes.journal) is not None:
+            journal.changed(added, removed, tiered)
         self._server.prefix_changed(added, removed, tiered)
+
+    def _tiers_changed(self, tiered: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        if (journal := self._loop.requests.prefixes.journal) is not None:
+            journal.left_tiers(gone)
+        self._server.prefix_changed((), gone, tiered)
 
     def _ended(self, request: DecodeRequest) -> None:
         """Count and trace an attempt that has ended."""
@@ -195,8 +210,7 @@ class DecodeWorker:
         self._drafted += request.drafted
         self._accepted += request.accepted
         if request.loaded is not None:
-            for tier, blocks in request.loaded.blocks.items():
-                metrics.tier_blocks_loaded.labels(tier).inc(blocks)
+            count_loaded(request.loaded, metrics)
         if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if request.failed_for == work_pb2.FAILURE_REASON_TOO_MANY_NEW:

@@ -117,12 +117,13 @@ class ModelCore:
         self.tokens = ResumeTokens(
             settings.secret_bytes, self.digest, wall_clock=time.time, several=neighbours.several
         )
+        images = image_intake(self.model, settings)
         self.request_parser = RequestParser(
             self.model,
             shared.tokenizer_pool,
             self.tokens,
             time.monotonic,
-            image_intake(self.model, settings),
+            images,
             shared.grammars,
             lenient_json_schema=settings.lenient_json_schema,
         )
@@ -135,6 +136,7 @@ class ModelCore:
             shared.tokenizer_pool,
             token_limit=self.worker_pool.registry.token_limit,
             block_size=self.worker_pool.registry.block_size,
+            images=images,
         )
 
     @property

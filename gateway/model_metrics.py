@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.model_core import ModelCore
 from gateway.model_directory import ModelDirectory
 
@@ -64,6 +64,7 @@ def _by_role(models: Iterable[ModelCore]) -> tuple[Metric, ...]:
         for role in Role:
             labels = (role.value, core.name)
             ready.add_metric(labels, len(registry.serving(role)))
-            wanted.add_metric(labels, core.auto_roles.wanted_count(role))
-            changes.add_metric(labels, core.roles.done[role])
+            if role in TEXT_ROLES:
+                wanted.add_metric(labels, core.auto_roles.wanted_count(role))
+                changes.add_metric(labels, core.roles.done[role])
     return ready, wanted, changes

@@ -12,7 +12,7 @@ from diptych.runtime.errors import Cancelled, DeadlineExceeded
 from diptych.runtime.metrics import PROVIDER, GatewayMetrics
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.types import Cause, FinishReason, Role
+from gateway.attempt.types import TEXT_ROLES, Cause, FinishReason, Role
 from gateway.call import Call
 from gateway.responses import decode_s
 from gateway.session.choice_state import State
@@ -202,7 +202,7 @@ def create_series(metrics: GatewayMetrics) -> None:
     for cause in Cause:
         if cause is not Cause.TOO_MANY_NEW:  # no attempt is counted after it
             metrics.retries.labels(cause.value)
-    for role in Role:
+    for role in TEXT_ROLES:
         metrics.prompts_computed.labels(role.value)
     for policy in POLICIES:
         for reason in (*REASONS, LOCAL, FALLBACK):

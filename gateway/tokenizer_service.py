@@ -18,7 +18,8 @@ from gateway.adapters.adapter import Adapter
 from gateway.adapters.registry import AdapterRegistry
 from gateway.call import Call
 from gateway.cooperative_yield import PORTION, Yielder, slices
-from gateway.model.images import IMAGE, TEXT
+from gateway.images.intake import ImageIntake
+from gateway.model.images import IMAGE, TEXT, PreparedImage
 from gateway.model.served_model import ModelCard, ServedModel
 from gateway.request import field_checks
 from gateway.request.structured_output import STRUCTURED_OUTPUTS
@@ -35,6 +36,7 @@ class TokenizerService:
         digest: of the model's files.
         token_limit: returns the workers' current bound of prompt and output together; None without workers.
         block_size: returns the tokens per KV block of the workers, likewise.
+        images: what takes the images of conversations; without it they are refused.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TokenizerService:
         *,
         token_limit: Callable[[], int | None],
         block_size: Callable[[], int | None],
+        images: ImageIntake | None = None,
     ) -> None:
         self._model = model
         self._digest = digest
@@ -55,9 +58,14 @@ class TokenizerService:
         self._pool = pool
         self._token_limit = token_limit
         self._block_size = block_size
+        self._images = images
 
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
-        work = partial(tokenize, request, self._model, adapter=self._adapter(request.model, call) is not None)
+        adapter = self._adapter(request.model, call) is not None
+        images: tuple[PreparedImage, ...] = ()
+        if self._images is not None and request.WhichOneof("prompt") == "chat":
+            images = await self._images.prepare(request.chat, call.caller.tenant)
+        work = partial(tokenize, request, self._model, adapter=adapter, images=images)
         found = await self._pool.run(request, call.caller.tenant, work)
         return await tokenize_response(found, self._model.card.max_context)
 
@@ -143,10 +151,16 @@ class Tokenized(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
-def tokenize(request: pb.TokenizeRequest, model: ServedModel, *, adapter: bool = False) -> Tokenized:
+def tokenize(
+    request: pb.TokenizeRequest,
+    model: ServedModel,
+    *,
+    adapter: bool = False,
+    images: tuple[PreparedImage, ...] = (),
+) -> Tokenized:
     """Return the ids that a generation request with the same prompt would run on.
 
-    ``adapter``: it names one, which has its base model's tokenizer.
+    ``adapter``: it names one, which has its base model's tokenizer. ``images``: the conversation's, in order.
     """
     if not adapter:
         field_checks.model_name(request.model, model.card)
@@ -159,7 +173,8 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel, *, adapter: bool =
         raise UnsupportedFeature("add_special_tokens", "the chat template writes its own special tokens")
     if request.return_offsets:
         raise UnsupportedFeature("return_offsets", "a chat prompt has no text to give positions in")
-    ids = model.tokenizer.encode_parts(chat_parts(request.chat, model, chat_tools(request.chat, model)))
+    parts = chat_parts(request.chat, model, chat_tools(request.chat, model), images)
+    ids = model.tokenizer.encode_parts(parts)
     tokens = [model.tokenizer.token_text(token_id) for token_id in ids] if request.return_tokens else []
     return Tokenized(ids, tokens, [])
 

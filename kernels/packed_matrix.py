@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kernels import kquants
 from kernels.kquants import KQUANT_BYTES, KQuantFormat
-from kernels.quantised_linear import BlockMatrix, block_of, codes_of
+from kernels.quantised_linear import BlockMatrix, block_of, codes_of, table_codes_of
 
 Code = Literal["int4", "table4", "int8", "fp8"]
 """Whole numbers of four bits, places in a table of sixteen, whole numbers of eight bits, E4M3."""
@@ -176,11 +176,11 @@ def from_blocks(matrix: BlockMatrix) -> PackedMatrix | None:
     """Return a GGUF file's blocks as packed codes with the same numbers.
 
     Codes of up to four bits are kept in four, of five to eight in eight. None for columns that are not
-    whole blocks.
+    whole blocks, and for MXFP4, which files have for experts alone.
     """
     rows, columns = matrix.shape
     numbers, size = block_of(matrix.format)
-    if columns % numbers:
+    if columns % numbers or matrix.format == "mxfp4":
         return None
     if matrix.format in KQUANT_BYTES:
         return _from_kquants(matrix, matrix.format, rows, columns)
@@ -188,6 +188,11 @@ def from_blocks(matrix: BlockMatrix) -> PackedMatrix | None:
     if matrix.format == "q8_0":
         codes = (blocks[..., 2:].view(torch.int8).int() + 128).to(torch.uint8).flatten(1)
         return pack("int8", codes, _halves(blocks[..., :2]), numbers, zero=128)
+    if matrix.format == "iq4_nl":
+        scale, halves = table_codes_of(matrix)
+        codes = torch.cat([halves & 15, halves >> 4], dim=-1).flatten(1)
+        table = torch.tensor(kquants.TABLE, dtype=torch.float32)
+        return pack("table4", codes, scale.squeeze(-1).half(), numbers, table=table)
     _, _, halves = codes_of(matrix)
     codes = torch.cat([halves & 15, halves >> 4], dim=-1).flatten(1)
     found = pack("int4", codes, _halves(blocks[..., :2]), numbers, zero=8)

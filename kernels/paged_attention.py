@@ -1,16 +1,14 @@
 """Attention over keys and values in paged blocks, and the write of both.
 
-`blocks` is a whole KV memory `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`: keys as
-`[head_dim, block_size]` (transposed), values as `[block_size, head_dim]`. Position p of a sequence lies in
-block `table[p // block_size]`, lane `p % block_size`. Both functions work in place on any subset of blocks in
-any order.
+`blocks` is a whole KV memory (kv_blocks.py). Position p of a sequence lies in block `table[p // block_size]`,
+lane `p % block_size`. Both functions work in place on any subset of blocks in any order.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.fp8_cache import quantise
+from kernels.kv_blocks import block_tokens, load_keys, load_values, write_kv_rows
 from kernels.score_rule import capped, softmax_with_sinks
 
 
@@ -28,14 +26,10 @@ def write_kv(
 
     `table` is int64 and covers the last position. `scales` are those of a cache in FP8 (fp8_cache.py).
     """
-    if scales is not None:
-        keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
-    tokens, kv_heads, head_dim = keys.shape
-    block_size = blocks.shape[-1] // head_dim
-    positions = torch.arange(start, start + tokens, device=table.device)
+    block_size = block_tokens(blocks, keys.shape[-1])
+    positions = torch.arange(start, start + len(keys), device=table.device)
     ids, lanes = table[positions // block_size], positions % block_size
-    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
-    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
+    write_kv_rows(blocks, layer, ids, lanes, keys, values, scales)
 
 
 def paged_attention(
@@ -67,18 +61,16 @@ def paged_attention(
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
-    block_size = blocks.shape[-1] // head_dim
+    block_size = block_tokens(blocks, head_dim)
     end = start + tokens
     first_block = 0 if window is None else max(0, start - window + 1) // block_size
     ids = table[first_block : -(-end // block_size)]
     first = first_block * block_size
     count = end - first
-    keys = blocks[ids, layer, 0].view(-1, kv_heads, head_dim, block_size)
-    keys = keys.permute(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)[..., :count].float()
-    values = blocks[ids, layer, 1].view(-1, kv_heads, block_size, head_dim)
-    values = values.permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :count].float()
-    if scales is not None:
-        keys, values = keys * scales[layer, 0, :, None, None], values * scales[layer, 1, :, None, None]
+    keys = load_keys(blocks, layer, ids, head_dim, scales)
+    keys = keys.permute(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)[..., :count]
+    values = load_values(blocks, layer, ids, head_dim, scales)
+    values = values.permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :count]
 
     group = heads // kv_heads
     grouped = query.float().view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)

@@ -7,30 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.fp8_cache import quantise
+from kernels.kv_blocks import block_tokens, load_keys, load_values
 from kernels.score_rule import capped, softmax_with_sinks
-
-
-def write_kv_rows(
-    blocks: torch.Tensor,
-    layer: int,
-    ids: torch.Tensor,
-    lanes: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> None:
-    """Store `keys` and `values [rows, kv_heads, head_dim]` at block `ids[row]`, lane `lanes[row]` (int64
-    both).
-
-    `scales` are those of a cache in FP8 (fp8_cache.py).
-    """
-    if scales is not None:
-        keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
-    _, kv_heads, head_dim = keys.shape
-    block_size = blocks.shape[-1] // head_dim
-    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
-    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
 
 
 def paged_decode(
@@ -54,18 +32,15 @@ def paged_decode(
     """
     rows, heads, head_dim = query.shape
     count, kv_heads = tables.shape[1], blocks.shape[-2]
-    block_size = blocks.shape[-1] // head_dim
+    block_size = block_tokens(blocks, head_dim)
     seen = torch.arange(count * block_size, device=query.device)
     hidden = seen >= lengths.unsqueeze(1)
     if window is not None:
         hidden |= seen < lengths.unsqueeze(1) - window
-    keys = blocks[tables, layer, 0].view(rows, count, kv_heads, head_dim, block_size)
-    keys = keys.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, head_dim, count * block_size).float()
-    values = blocks[tables, layer, 1].view(rows, count, kv_heads, block_size, head_dim)
-    values = values.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, count * block_size, head_dim).float()
-    if scales is not None:
-        keys = (keys.view(rows, kv_heads, -1) * scales[layer, 0, :, None]).view(keys.shape)
-        values = values * scales[layer, 1, :, None, None]
+    keys = load_keys(blocks, layer, tables, head_dim, scales)
+    keys = keys.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, head_dim, count * block_size)
+    values = load_values(blocks, layer, tables, head_dim, scales)
+    values = values.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, count * block_size, head_dim)
     # Weight zero is not enough where a lane holds NaN: such values must go.
     values.masked_fill_(hidden[:, None, :, None], 0.0)
 

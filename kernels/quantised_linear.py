@@ -10,7 +10,7 @@ et al. 2022). The groups that hold these get 16 bits a number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch.nn import functional
@@ -21,18 +21,27 @@ from kernels.kquants import KQUANT_BYTES, SUPER, KQuantFormat
 GROUP = 32
 """Numbers along the depth that share a scale."""
 
-GroupFormat = Literal["q4_0", "q4_1", "q8_0"]
+GroupFormat = Literal["q4_0", "q4_1", "q8_0", "iq4_nl", "mxfp4"]
 BlockFormat = GroupFormat | KQuantFormat
 
-BLOCK_BYTES: dict[GroupFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+BLOCK_BYTES: dict[GroupFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34, "iq4_nl": 18, "mxfp4": 17}
 """Bytes of a block of 32; K-quants have blocks of 256 (kernels/kquants.py)."""
 
 
 def block_of(name: BlockFormat) -> tuple[int, int]:
     """Return numbers and bytes of a block."""
-    if name == "q4_0" or name == "q4_1" or name == "q8_0":
+    if name in BLOCK_BYTES:
         return GROUP, BLOCK_BYTES[name]
-    return SUPER, KQUANT_BYTES[name]
+    if name in KQUANT_BYTES:
+        return SUPER, KQUANT_BYTES[name]
+    raise ValueError(f"no blocks of {name}")
+
+
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+TABLES: Final[dict[BlockFormat, tuple[float, ...]]] = {"iq4_nl": kquants.TABLE, "mxfp4": _E2M1}
+"""Formats of blocks of 32 whose codes are places in a table; MXFP4's are numbers of E2M1 (OCP Microscaling
+Formats 1.0, 2023).
+"""
 
 
 FINE_ABOVE = 1.2
@@ -68,6 +77,10 @@ class BlockMatrix:
         """Size `(rows, columns)`."""
         return self.blocks.shape[0], self.columns
 
+    def rows(self, rows: slice | torch.Tensor) -> BlockMatrix:
+        """Return the chosen rows."""
+        return BlockMatrix(self.format, self.columns, self.blocks[rows])
+
     def contiguous(self) -> BlockMatrix:
         """Return the matrix with its bytes row after row."""
         return BlockMatrix(self.format, self.columns, self.blocks.contiguous())
@@ -93,6 +106,9 @@ def dequantise(matrix: BlockMatrix) -> torch.Tensor:
     elif matrix.format == "q8_0":
         blocks = _in_blocks(matrix)
         values = _halves_as_floats(blocks[..., :2]) * blocks[..., 2:].view(torch.int8).float()
+    elif (table := TABLES.get(matrix.format)) is not None:
+        scale, codes = table_codes_of(matrix)
+        values = scale * torch.tensor(table, dtype=torch.float32)[_halves(codes).long()]
     else:
         scale, least, codes = codes_of(matrix)
         # Q4_0 is defined by its offset: 8 is taken off as a whole number.
@@ -113,6 +129,18 @@ def codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     if matrix.format == "q4_1":
         return scale, _halves_as_floats(blocks[..., 2:4]), blocks[..., 4:]
     return scale, -8.0 * scale, blocks[..., 2:]
+
+
+def table_codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and codes of a matrix in iq4_nl or mxfp4, whose codes are places in a table.
+
+    Scales are float32 `[rows, groups, 1]`, codes those of the file, uint8 `[rows, groups, 16]`.
+    """
+    blocks = _in_blocks(matrix)
+    if matrix.format == "mxfp4":
+        powers = blocks[..., :1].int() - 127
+        return torch.ldexp(torch.ones(powers.shape), powers), blocks[..., 1:]
+    return _halves_as_floats(blocks[..., :2]), blocks[..., 2:]
 
 
 def _in_blocks(matrix: BlockMatrix) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gguf import GGUFReader
 
-from diptych.engine.dtype import ON_CPU, Precision
+from diptych.engine.dtype import ON_CPU, KVCacheDtype, Precision
 from diptych.engine.loaded_model import Model, load_model
 
 PRECISIONS: tuple[Precision, ...] = ON_CPU
@@ -16,6 +16,11 @@ PRECISIONS: tuple[Precision, ...] = ON_CPU
 def load_precision(path: Path, name: Precision) -> Model:
     """Load the model as a worker with `--dtype name` computes it. Raises as `load_model` does."""
     return load_model(path, name)
+
+
+def load_kept(path: Path, kept: KVCacheDtype) -> Model:
+    """Load the model in fp32 with keys and values in `kept`, in torch where the native step has them not."""
+    return load_model(path, "fp32", backend="torch" if kept == "fp8" else "auto", kv_cache=kept)
 
 
 def matrix_bytes(path: Path, name: str) -> int | None:

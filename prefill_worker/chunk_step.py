@@ -56,6 +56,7 @@ def _chunk(request: PrefillRequest, chunk: Chunk) -> PromptChunk:
         chunk.tokens,
         request.adapter_slot,
         () if request.images is None else request.images.rows(request.computed, chunk.tokens),
+        granted.window,
     )
 
 

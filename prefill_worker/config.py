@@ -44,10 +44,22 @@ class PrefillSettings(WorkerSettings):
         512, "MiB of pixels that may wait here for their prompts.", section="Images"
     )
 
+    image_encoder: bool = setting(
+        True,
+        "Load the model's image encoder, for requests that no encode worker takes; without it images need "
+        "encode workers.",
+        section="Images",
+    )
+
     @property
-    def encodes_images(self) -> bool:
-        """See `WorkerSettings.encodes_images`."""
+    def takes_images(self) -> bool:
+        """See `WorkerSettings.takes_images`."""
         return True
+
+    @property
+    def loads_encoder(self) -> bool:
+        """See `WorkerSettings.loads_encoder`."""
+        return self.image_encoder
 
     def chunk_tokens(self, device_type: str) -> int:
         """Return the most tokens of a step.

@@ -113,7 +113,9 @@ class EngineLoop:
         return sum(request.remaining for request in self.requests.all())
 
     def flush_prefix_cache(self) -> int:
-        """Forget the prefixes of own copies of blocks; return how many keys were forgotten."""
+        """Forget the prefixes of own copies of blocks, and images' embeddings; return how many keys went."""
+        if self.requests.fetching is not None:
+            self.requests.fetching.flush()
         return self.requests.handoff.flush_prefix_cache()
 
     def close(self) -> None:
@@ -192,7 +194,7 @@ class EngineLoop:
         for request in self.requests.all():
             by_state[request.state].append(request)
         keys = plan_asks(
-            [r.plan_entry for r in by_state[State.QUEUED] if r.compiled],
+            [r.plan_entry for r in by_state[State.QUEUED] if r.may_ask],
             [r.plan_entry for r in by_state[State.ASKED]],
             [r.plan_entry for r in by_state[State.GRANTED]],
             lookahead=LOOKAHEAD_STEPS * self._chunk,

@@ -12,10 +12,10 @@ import torch
 
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.engine.vision.encoder import ImageEncoder
-from diptych.worker.v1 import prefill_pb2
+from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.step_thread import StepThread
-from prefill_worker.image_store import BadImages, ImageStore
+from prefill_worker.image_store import ImageStore
 from prefill_worker.request import PrefillRequest, State
 from prefill_worker.request_images import ImageState, RequestImages
 
@@ -38,7 +38,7 @@ class ImageEncoding:
         self._threads = threads
         self._on_image = on_image
 
-    def receive(self, part: prefill_pb2.ImagePart, gateway: Hashable) -> None:
+    def receive(self, part: work_pb2.ImagePart, gateway: Hashable) -> None:
         """See `ImageStore.receive`."""
         self._store.receive(part, gateway)
 
@@ -58,13 +58,7 @@ class ImageEncoding:
         if not attempt.images:
             return None
         spec = self._encoder.spec
-        pixels = self._store.take(attempt, spec)
-        for span in attempt.images:
-            shape = pixels[span.digest].shape
-            if span.first_row + span.rows > spec.rows_of(shape):
-                raise BadImages("an image has fewer rows than its tokens")
-            if span.columns != spec.columns_of(shape):
-                raise BadImages("an image's grid is another one than its tokens'")
+        pixels = self._store.take(attempt.key, attempt.images, attempt.cache_namespace, spec)
         states = {digest: ImageState(digest, tiles) for digest, tiles in pixels.items()}
         for digest, state in states.items():
             self._take_cached(digest, state)

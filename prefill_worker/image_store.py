@@ -7,16 +7,15 @@ cancelled, or whose gateway is lost, before its dispatch leaves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from diptych.image_spec import ImageSpec
-from diptych.runtime.image_rows import keyed_digest, pixels_digest
-from diptych.worker.v1 import prefill_pb2
-from diptych.worker_process.attempt import Attempt
+from diptych.runtime.image_rows import ImageRows, keyed_digest, pixels_digest
+from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.protocol.messages import Key
 
@@ -52,7 +51,7 @@ class ImageStore:
         """Memory of what has come and was not dispatched."""
         return self._bytes
 
-    def receive(self, part: prefill_pb2.ImagePart, gateway: Hashable) -> None:
+    def receive(self, part: work_pb2.ImagePart, gateway: Hashable) -> None:
         """Add a part. What exceeds the bound, or its image's own size, is dropped."""
         key = key_of(part.id)
         images = self._attempts.setdefault(key, {})
@@ -63,24 +62,36 @@ class ImageStore:
         image.data += part.data
         self._bytes += len(part.data)
 
-    def take(self, attempt: Attempt, spec: ImageSpec) -> dict[bytes, torch.Tensor]:
-        """Return the pixels `[tiles, channels, height, width]` of a dispatched attempt, by digest; forget
-        them here.
+    def take(
+        self, key: Key, spans: Sequence[ImageRows], namespace: bytes, spec: ImageSpec
+    ) -> dict[bytes, torch.Tensor]:
+        """Return the pixels `[tiles, channels, height, width]` of an attempt with these spans, by digest;
+        forget them here.
 
-        Raises BadImages unless all images of its spans are there, whole and as `spec` wants them.
+        Args:
+            namespace: what its images' digests are keyed by.
+
+        Raises BadImages unless all images of its spans are there, whole, as `spec` wants them, and with the
+        rows and the grid that its spans have.
         """
-        images = self._attempts.get(attempt.key, {})
-        self.drop(attempt.key)
+        images = self._attempts.get(key, {})
+        self.drop(key)
         found: dict[bytes, torch.Tensor] = {}
-        for digest in dict.fromkeys(span.digest for span in attempt.images):
+        for digest in dict.fromkeys(span.digest for span in spans):
             image = images.get(digest)
             if image is None or len(image.data) != image.size:
                 raise BadImages("pixels of an image are missing")
             if not spec.rows_of(image.shape):
                 raise BadImages(f"the encoder takes no image of {image.shape} tiles, channels and pixels")
-            if keyed_digest(attempt.cache_namespace, pixels_digest(image.shape, image.data)) != digest:
+            if keyed_digest(namespace, pixels_digest(image.shape, image.data)) != digest:
                 raise BadImages("pixels of an image are not those of its digest")
             found[digest] = torch.frombuffer(image.data, dtype=torch.uint8).view(image.shape)
+        for span in spans:
+            shape = found[span.digest].shape
+            if span.first_row + span.rows > spec.rows_of(shape):
+                raise BadImages("an image has fewer rows than its tokens")
+            if span.columns != spec.columns_of(shape):
+                raise BadImages("an image's grid is another one than its tokens'")
         return found
 
     def drop(self, key: Key) -> None:

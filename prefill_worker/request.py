@@ -124,6 +124,11 @@ class PrefillRequest:
         return self.attempt.grammar is None or self.grammar is not None
 
     @property
+    def may_ask(self) -> bool:
+        """True if it has what it needs beside blocks: its grammar, and rows that an encode worker makes."""
+        return self.compiled and (self.images is None or not self.images.awaited)
+
+    @property
     def computable(self) -> bool:
         """True if a step may compute a chunk of it."""
         ready = self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
@@ -152,6 +157,11 @@ class PrefillRequest:
         return self.granted.pull_s if self.granted is not None else 0.0
 
     @property
+    def load_s(self) -> float:
+        """Seconds for which it waited for blocks from tiers, between its ask and its grant."""
+        return self.granted.loaded.seconds if self.granted is not None else 0.0
+
+    @property
     def plan_entry(self) -> Prompt:
         attempt = self.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
@@ -166,7 +176,7 @@ class PrefillRequest:
         times = work_pb2.PhaseTimes(prefill_steps=self.steps)
         times.prefill_queue.FromNanoseconds(_ns((asked or now) - self.entered[State.QUEUED]))
         if asked is not None:
-            times.grant_wait.FromNanoseconds(_ns((granted or now) - asked - self.pull_s))
+            times.grant_wait.FromNanoseconds(_ns((granted or now) - asked - self.pull_s - self.load_s))
         if self.pull_s:
             times.kv_pull.FromNanoseconds(_ns(self.pull_s))
         if granted is not None:
@@ -175,6 +185,9 @@ class PrefillRequest:
             times.kv_send.FromNanoseconds(_ns(now - self.computed_at))
         if self.granted is not None:
             times.cached_tokens = self.granted.computed_tokens
+            if tier_blocks := self.granted.loaded.blocks.total():
+                times.tier_blocks = tier_blocks
+                times.kv_load.FromNanoseconds(_ns(self.load_s))
         return times
 
 

@@ -20,7 +20,7 @@ class ImageState:
 
     digest: bytes
     tiles: torch.Tensor | None
-    """Uint8 `[tiles, channels, height, width]`; None once the image is encoded."""
+    """Uint8 `[tiles, channels, height, width]`; None once encoded, or where another worker encodes."""
     done: list[torch.Tensor] = field(default_factory=list)
     """Embeddings of the first tiles."""
     rows: torch.Tensor | None = None
@@ -54,6 +54,8 @@ class RequestImages:
     states: Mapping[bytes, ImageState]
     whole: bool = False
     """Rows of an image see one another: no chunk ends among them."""
+    awaited: set[bytes] = field(default_factory=set)
+    """Digests of images whose rows are to come from an encode worker."""
 
     def unbroken(self, computed: int) -> tuple[tuple[int, int], ...]:
         """Return begin and end of the stretches after the first `computed` tokens within which no chunk may
@@ -67,16 +69,19 @@ class RequestImages:
 
     def ready(self, computed: int) -> bool:
         """Return whether all images are encoded that have rows after the first `computed` tokens."""
-        return self.next_to_encode(computed) is None
+        return not self.missing(computed)
+
+    def missing(self, computed: int) -> list[bytes]:
+        """Return the digests of images that are needed after `computed` tokens and not encoded, in order."""
+        needed = dict.fromkeys(span.digest for span in self.spans if span.end > computed)
+        return [digest for digest in needed if self.states[digest].rows is None]
 
     def next_to_encode(self, computed: int) -> ImageState | None:
-        """Return the first image that is needed after `computed` tokens and not encoded; None if there is
-        none.
+        """Return the first image that is needed after `computed` tokens, not encoded, and here as pixels;
+        None if there is none.
         """
-        for span in self.spans:
-            if span.end > computed and self.states[span.digest].rows is None:
-                return self.states[span.digest]
-        return None
+        waiting = (self.states[digest] for digest in self.missing(computed))
+        return next((image for image in waiting if image.tiles is not None), None)
 
     def rows(self, start: int, tokens: int) -> list[EmbeddingRows]:
         """Return the embeddings of a chunk of `tokens` tokens from position `start` on.

@@ -25,6 +25,7 @@ from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.image_store import BadImages
 from prefill_worker.kv_sender import Outcome, run_handoff
 from prefill_worker.request import PrefillRequest, State, Stop
@@ -40,6 +41,7 @@ class RequestManager:
     grammars: Grammars
     adapters: AdapterStore
     adapter_calls: AdapterCalls
+    fetching: ImageFetching | None = None
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class RequestManager:
             gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
             return
         try:
-            images = self._open_images(attempt)
+            images = self._open_images(attempt, dispatch)
         except BadImages as error:
             log.error("attempt %s: %s", attempt.key, error)
             reason = work_pb2.FAILURE_REASON_COMPUTE_FAILED
@@ -108,6 +110,8 @@ class RequestManager:
             images=images,
         )
         gateway.keys[attempt.key] = None
+        if self.fetching is not None and images is not None and dispatch.HasField("encoder"):
+            self.fetching.begin(attempt.key, images, dispatch.encoder)
         reach("prefill.queued")
         if attempt.grammar is not None:
             compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
@@ -125,18 +129,20 @@ class RequestManager:
             request.grammar = compiling.result()
         self._wake()
 
-    def receive_image(self, part: prefill_pb2.ImagePart, gateway: GatewayStream) -> None:
+    def receive_image(self, part: work_pb2.ImagePart, gateway: GatewayStream) -> None:
         """Take pixels of an attempt that is to be dispatched. A model of text has no use for them."""
         if self._images is not None:
             self._images.receive(part, gateway)
 
-    def _open_images(self, attempt: Attempt) -> RequestImages | None:
+    def _open_images(self, attempt: Attempt, dispatch: prefill_pb2.Dispatch) -> RequestImages | None:
         """Return the images of a dispatched attempt. Raises BadImages."""
-        if self._images is not None:
-            return self._images.open(attempt)
-        if attempt.images:
-            raise BadImages("this model reads text only")
-        return None
+        if not attempt.images:
+            return None
+        if dispatch.HasField("encoder") and self.fetching is not None:
+            return self.fetching.open(attempt)
+        if self._images is None:
+            raise BadImages("this worker encodes no images")
+        return self._images.open(attempt)
 
     def _drop_images(self, key: Key) -> None:
         if self._images is not None:
@@ -175,6 +181,15 @@ class RequestManager:
         for key in keys:
             if request := self._requests.get(key):
                 self.stop(request, Stop(failure))
+
+    def rows_arrived(self) -> None:
+        """Look again which prompts can go on."""
+        self._wake()
+
+    def rows_failed(self, key: Key, failure: work_pb2.Failure) -> None:
+        """Stop an attempt that does not get the rows of its images."""
+        if request := self._requests.get(key):
+            self.stop(request, Stop(failure))
 
     def expire(self, now: float) -> None:
         """Stop requests past their deadline. The gateway does so too; this holds when it is slow or gone."""
@@ -224,6 +239,8 @@ class RequestManager:
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
+        if self.fetching is not None:
+            self.fetching.granted(request.key, request.computed)
         if request.adapter is not None and request.adapter.may_place():
             request.adapter.place()  # else `place_adapters`, when a slot is free
         if request.stop is not None:  # cancelled while it asked, too late for that
@@ -279,6 +296,8 @@ class RequestManager:
         """End a request and send its terminal message; a cancelled one has none."""
         request.move(State.ENDED)
         del self._requests[request.key]
+        if self.fetching is not None:
+            self.fetching.drop(request.key)
         self._tasks.pop(request.key, None)
         request.gateway.keys.pop(request.key, None)
         self.release_adapter(request)

@@ -56,19 +56,25 @@ class Memory:
 
 
 def plan_scratch(
-    configured: int, transports: Sequence[str], layout: KVLayout, max_context: int, memory: Memory
+    configured: int,
+    transports: Sequence[str],
+    layout: KVLayout,
+    max_context: int,
+    memory: Memory,
+    chunk: int = 0,
 ) -> ScratchPlan:
     """Return the plan of scratch for prompts of up to `max_context` tokens.
 
     Args:
         configured: --scratch-blocks; 0 takes what memory has room for.
+        chunk: most tokens of a prompt that are computed at once.
 
     Raises ScratchDoesNotFit.
     """
     in_place = tuple(t for t in transports if t in IN_PLACE)
     if len(in_place) == len(transports):
         return ScratchPlan(0, in_place)
-    context = layout.blocks_for(max_context)
+    context = layout.prompt_blocks(max_context, chunk)
     if configured:
         _check_configured(configured, context, layout, max_context, memory)
         return ScratchPlan(configured, tuple(transports))

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.metrics import PrefillMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
@@ -16,22 +18,29 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
+from diptych.worker_process.kv_tiers import KvTiers
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.tier_stack import count_loaded, make_stack, watch_stack
 from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
+from kvtransfer.drivers.embedding_client import OUTCOMES as EMBEDDING_OUTCOMES
+from kvtransfer.drivers.embedding_client import EmbeddingClient
 from kvtransfer.drivers.puller import DECLINED, OUTCOMES
+from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.image_encoding import ImageEncoding
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.image_store import ImageStore
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
@@ -40,7 +49,7 @@ from prefill_worker.scratch_memory import Memory, plan_scratch
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; return the process's exit status."""
-    return await serve_worker(settings, stop, PrefillWorker)
+    return await serve_worker(settings, stop, PrefillWorker, load_engine)
 
 
 class PrefillWorker:
@@ -55,20 +64,24 @@ class PrefillWorker:
         transports = registry.transports_for(settings.transport, engine.model.device)
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        device_type = device.type
+        chunk = settings.chunk_tokens(device_type)
+        if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
+            chunk = min(chunk, engine.model.shape.vocab_size)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
             transports,
             engine.layout,
             engine.model.shape.max_context,
             Memory.of(device),
+            chunk,
         )
         transports = self._scratch_plan.transports
-        self._pulls = not (registry.PULLS_FRAMES | registry.PULLS_MAPPED).isdisjoint(transports)
+        self._pulls = engine.layout.windows is None and not (
+            registry.PULLS_FRAMES | registry.PULLS_MAPPED
+        ).isdisjoint(transports)
         self._metrics.create_transport_series(transports)
-        device_type = device.type
-        chunk = settings.chunk_tokens(device_type)
-        if engine.encoder is not None:  # a native step has at most as many embeddings of its own as ids
-            chunk = min(chunk, engine.model.shape.vocab_size)
+        self._embeddings = EmbeddingCache(settings.image_cache_mib << 20)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -88,16 +101,28 @@ class PrefillWorker:
             transports=transports,
             device=engine.model.device,
             scratch=self._scratch if self._scratch_plan.blocks else None,
+            tiers=self._make_tiers,
             on_abort=self._loop.requests.on_abort,
             on_peer_lost=self._loop.requests.on_peer_lost,
             heartbeat=lambda: engine_heartbeat(self._loop),
-            cache_changed=lambda added, removed: self._server.prefix_changed(added, removed),
+            cache_changed=self._cache_changed,
             on_pull_end=self._count_pull,
             pull_mode=settings.pull_prefixes,
             ranks=engine.group,
             tls=settings.link_tls,
+            chunk_tokens=chunk,
         )
+        self._tiers: KvTiers | None = None
+        self._tier_stack: TierStack | None = None
+        if self._scratch_plan.blocks:
+            self._tier_stack = make_stack(
+                parse_tiers(settings.kv_tier),
+                engine.fingerprint,
+                engine.layout.bytes_per_block,
+                reads_shared=True,
+            )
         self._loop.requests.handoff = self._handoff
+        self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
         for outcome in OUTCOMES:
             self._metrics.pulls.labels(outcome)
@@ -118,6 +143,10 @@ class PrefillWorker:
             return await self._server.run(stop)
         finally:
             await self._handoff.close()
+            if self._tiers is not None:
+                await asyncio.to_thread(self._tiers.close)
+            if self._encoders is not None:
+                await self._encoders.close()
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(
@@ -129,6 +158,7 @@ class PrefillWorker:
             metrics=self._metrics,
             registry=self._registry,
             owned_keys=self._handoff.cached_keys,
+            tiered_keys=lambda: [] if self._tiers is None else self._tiers.stack.keys(),
             memory_domain=self._memory_domain,
         )
 
@@ -141,15 +171,63 @@ class PrefillWorker:
         return ImageEncoding(
             encoder,
             ImageStore(settings.image_buffer_mib << 20),
-            EmbeddingCache(settings.image_cache_mib << 20),
+            self._embeddings,
             threads=lambda: self._engine.runner.threads,
             on_image=lambda outcome: outcomes[outcome].inc(),
         )
+
+    def _fetch_rows(self) -> EmbeddingClient | None:
+        """Let prompts fetch rows of images from encode workers; None for a model of text."""
+        fingerprint, images = self._engine.embedding_fingerprint, self._engine.images
+        if fingerprint is None or images is None:
+            return None
+        requests, metrics = self._loop.requests, self._metrics
+        requests.fetching = ImageFetching(
+            self._embeddings,
+            whole=images.whole,
+            on_image=lambda outcome: metrics.images.labels(outcome).inc(),
+            on_rows=requests.rows_arrived,
+            on_failed=requests.rows_failed,
+        )
+        for outcome in EMBEDDING_OUTCOMES:
+            metrics.embedding_fetches.labels(outcome)
+        requests.fetching.source = client = EmbeddingClient(
+            WriterId(self._settings.worker_id, incarnation()),
+            fingerprint,
+            on_rows=requests.fetching.arrived,
+            on_failed=requests.fetching.failed,
+            on_outcome=lambda outcome: metrics.embedding_fetches.labels(outcome).inc(),
+            heartbeat=lambda: engine_heartbeat(self._loop),
+            device=self._engine.model.device,
+            tls=self._settings.link_tls,
+        )
+        return client
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """Make the worker's own pool, when the first copying transport is registered."""
         blocks = self._scratch_plan.blocks
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
+
+    def _make_tiers(self, scratch: Scratch, pool: BlockPool) -> KvTiers | None:
+        """Make what moves blocks between scratch and the tiers; from now on the directory names theirs."""
+        stack = self._tier_stack
+        if stack is None:
+            return None
+        self._tiers = KvTiers(
+            scratch.memory,
+            pool,
+            stack,
+            changed=lambda: None,
+            moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
+        )
+        self._tiers.start()
+        watch_stack(stack, self._metrics)
+        self._server.prefix_changed((), (), stack.keys())
+        return self._tiers
+
+    def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        tiered = [] if self._tiers is None else self._tiers.cache_changed(added, removed)
+        self._server.prefix_changed(added, removed, tiered)
 
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(
@@ -161,6 +239,7 @@ class PrefillWorker:
             ranks=rank_statuses(self._engine.group),
             stages=0 if self._engine.group is None else self._engine.group.grid.stages,
             pull_cost=self._handoff.pull_rates.expected_cost if self._pulls else None,
+            tier_token_s=None if self._tiers is None else self._tiers.loads.token_s,
         )
 
     def _count_pull(self, outcome: str, blocks: int, seconds: float) -> None:
@@ -181,6 +260,8 @@ class PrefillWorker:
         ):
             if times.HasField(field):
                 metrics.phases[phase].observe(getattr(times, field).ToNanoseconds() / 1e9)
+        if request.granted is not None:
+            count_loaded(request.granted.loaded, metrics)
         if outcome == "committed" and request.granted is not None:
             transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)

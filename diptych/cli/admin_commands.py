@@ -26,7 +26,11 @@ _NO_ADMIN_PORT = (
     "; it is no admin port: a gateway's is its gRPC port + 1 unless --admin-port says otherwise, "
     f"{admin_port_beside(GRPC_PORT, None)} by default"
 )
-_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
+_ROLES = {
+    pb.WORKER_ROLE_PREFILL: "prefill",
+    pb.WORKER_ROLE_DECODE: "decode",
+    pb.WORKER_ROLE_ENCODE: "encode",
+}
 
 
 def list_workers(address: str) -> int:

@@ -101,7 +101,7 @@ def up(
     """Run everything on this machine: Valkey, a gateway, prefill and decode workers. Ctrl-C stops all.
 
     Each flag is also a variable (--grpc-port is DIPTYCH_GRPC_PORT) and a key of the --config file, which may
-    have sections gateway, prefill and decode. The key of the block hashes is random; DIPTYCH_SECRET
+    have sections gateway, prefill, decode and encode. The key of the block hashes is random; DIPTYCH_SECRET
     (hexadecimal) sets it.
     """
     from diptych.cli.foreground import serve  # rich and asyncio where they are needed: --help stays quick
@@ -154,6 +154,12 @@ def prefill(context: typer.Context) -> None:
 def decode(context: typer.Context) -> None:
     """Run one decode worker alone. `diptych decode --help` lists its flags."""
     _become(MODULES["decode"], context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_SERVE)
+def encode(context: typer.Context) -> None:
+    """Run one encode worker alone, for images. `diptych encode --help` lists its flags."""
+    _become(MODULES["encode"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_CHECK)

@@ -88,7 +88,7 @@ def given_model(model: str) -> Finding:
     # Imported here: torch takes a second, and doctor must be able to say that it cannot be imported.
     from diptych.engine.backends.native import supports as native
     from diptych.engine.backends.triton import supports as triton
-    from diptych.planner.model_costs import model_costs
+    from diptych.planner.model_costs import kv_bytes, model_costs
     from diptych.planner.model_shape import NotPlanned, read_shape
 
     try:
@@ -101,6 +101,9 @@ def given_model(model: str) -> Finding:
         f"{shape.family}, {shape.num_layers} layers, {costs.parameters / 1e9:.2f} billion parameters, "
         f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
     )
+    size += f", {costs.kv_bytes / 1024:.3g} KiB a token for keys and values"
+    if shape.latent is None:
+        size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
     if spec is not None:
         what = "square" if spec.unit else "tile"
         size += f"; images, {spec.rows_per_tile} tokens a {what} of {spec.tile[0]} x {spec.tile[1]} pixels"

@@ -27,17 +27,19 @@ from diptych.runtime.model_name import model_names
 from diptych.runtime.python_module import module_arguments
 from diptych.runtime.settings import ProgramSettings, StartupError
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
-from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.config import RoleSettings
 from gateway.adapter_service import read_configured
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from gateway.model.named_models import NamedModel, parse_models
 from kvtransfer.transports.prefault import available_memory
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
 
 _SETTINGS: Mapping[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "encode": EncodeSettings,
 }
 
 
@@ -208,7 +210,7 @@ def shutdown_timeouts(settings: Iterable[ProgramSettings]) -> ShutdownTimeouts:
         if isinstance(one, GatewaySettings):
             requests_s = max(requests_s, one.shutdown_timeout)
             longest_s = max(longest_s, one.lame_duck + one.shutdown_timeout)
-        elif isinstance(one, WorkerSettings):
+        elif isinstance(one, RoleSettings):
             longest_s = max(longest_s, one.worker_shutdown_timeout)
     return ShutdownTimeouts(requests_s, longest_s + _LEAVING_S)
 

@@ -3,7 +3,7 @@
     {"pid": 1, "redis_url": "redis://…", "secret": "…", "valkey": {"pid": 2, "port": 6379},
      "gateway": {"name": "gateway", "pid": 3, "restarts": 0, "grpc_port": 50051, "http_port": 8000,
                  "admin_port": 50052, "worker_id": "…"},
-     "prefill": [{…}], "decode": [{…}]}
+     "prefill": [{…}], "decode": [{…}], "encode": [{…}]}
 
 A process that is down at the moment has no pid or no ports (null or absent). The file appears once the
 system serves, is replaced in one step whenever a process ends or comes back, and goes at the end.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.cli.process_events import Event, Stale
-from diptych.cli.stack import SharedSecrets
+from diptych.cli.stack import ROLES, SharedSecrets
 from diptych.cli.supervisor import Running
 from diptych.runtime.discovery.records import record_from_json
 
@@ -89,7 +89,7 @@ def _temporary_beside(path: Path) -> tuple[int, str]:
 
 def account(shared: SharedSecrets, processes: Sequence[Running]) -> dict[str, Any]:
     """Return the content of the file."""
-    by_role: dict[str, list[dict[str, Any]]] = {"valkey": [], "gateway": [], "prefill": [], "decode": []}
+    by_role: dict[str, list[dict[str, Any]]] = {name: [] for name in ("valkey", *ROLES)}
     for one in processes:
         announced = {name: value for name, value in (one.announced or {}).items() if name != "record"}
         entry = {"name": one.name, "pid": one.pid, "restarts": one.restarts, **announced}
@@ -104,4 +104,5 @@ def account(shared: SharedSecrets, processes: Sequence[Running]) -> dict[str, An
         "gateway": by_role["gateway"][0],
         "prefill": by_role["prefill"],
         "decode": by_role["decode"],
+        "encode": by_role["encode"],
     }

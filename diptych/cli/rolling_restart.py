@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from diptych.cli.child import Announcement, ChildFailed
 from diptych.cli.up import Stack
 
-ORDER = ("valkey", "decode", "prefill", "gateway")
+ORDER = ("valkey", "decode", "prefill", "encode", "gateway")
 AWAIT_WORKERS_S = 30
 _PAUSE_S = 0.05
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
-from diptych.cli.worker_specs import WorkerPlace, role_changes, worker_places
+from diptych.cli.worker_specs import WorkerPlace, encode_threads, encoded_models, role_changes, worker_places
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
@@ -18,7 +18,12 @@ from gateway.config import admin_port_beside
 from gateway.model.named_models import NamedModel
 
 _HEALTH_TIMEOUT_S = 5.0
-MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+MODULES = {
+    "gateway": "gateway",
+    "prefill": "prefill_worker",
+    "decode": "decode_worker",
+    "encode": "prefill_worker.encoder",
+}
 ROLES = tuple(MODULES)
 
 # Flags that `diptych up` sets itself.
@@ -91,6 +96,7 @@ def program_specs(
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
         "speculative-model": options.speculative_model,
         "max-loras": options.max_loras,
         "max-lora-rank": options.max_lora_rank,
@@ -137,7 +143,22 @@ def program_specs(
             _worker(place, of_model(options, place.model), shared, on_workers)
             for place in worker_places(options, cores)
         ),
+        *(
+            _encoder(number, of_model(options, model), shared, cores)
+            for number, model in enumerate(encoded_models(options))
+        ),
     ]
+
+
+def _encoder(number: int, options: StackOptions, shared: SharedSecrets, cores: int) -> ChildSpec:
+    """Return an encode worker's specification."""
+    own: dict[str, object] = {
+        "host": LOOPBACK,
+        "device": options.device,
+        "threads": encode_threads(options, cores),
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
+    }
+    return replace(_spec(f"encode-{number}", "encode", options, shared, own), model=options.model)
 
 
 def _worker(

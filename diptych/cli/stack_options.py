@@ -40,6 +40,10 @@ class StackOptions:
 
     prefill_workers: Annotated[int, _option("Prefill workers of each model.", "Processes", min=1)] = 1
     decode_workers: Annotated[int, _option("Decode workers of each model.", "Processes", min=1)] = 1
+    encode_workers: Annotated[
+        int,
+        _option("Encode workers of each model with images; 0: prefill workers encode.", "Processes", min=0),
+    ] = 0
     auto_roles: Annotated[
         bool,
         typer.Option(
@@ -172,6 +176,7 @@ class StackOptions:
     ] = None
     prefill_threads: Annotated[int | None, _threads("prefill")] = None
     decode_threads: Annotated[int | None, _threads("decode")] = None
+    encode_threads: Annotated[int | None, _threads("encode")] = None
     block_size: Annotated[int | None, _option("Tokens per KV block.", "KV cache")] = None
     prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
     speculative_model: Annotated[
@@ -205,9 +210,26 @@ class StackOptions:
             "KV cache",
         ),
     ] = None
+    kv_events: Annotated[
+        str | None,
+        _option(
+            "Publish what prefix caches hold, with token ids, for routers of others: ipc://FILE, or "
+            "tcp://127.0.0.1:PORT?password-file=FILE.",
+            "KV cache",
+        ),
+    ] = None
+    kv_events_topic: Annotated[str | None, _option("Topic of these events.", "KV cache")] = None
     kv_cache_dtype: Annotated[
         str | None,
-        _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
+        _option("Type of cached keys and values: auto, fp8 on GPUs, or int8 on CPUs.", "KV cache"),
+    ] = None
+    window_blocks: Annotated[
+        str | None,
+        _option(
+            "Blocks behind a sliding window: auto frees them where it can, and without --kv-tier; off keeps "
+            "them.",
+            "KV cache",
+        ),
     ] = None
     transport: Annotated[
         str | None,

@@ -10,7 +10,11 @@ from diptych.runtime.message_json import message_members
 from diptych.v1 import admin_pb2 as pb
 
 _BAR: Final = 20  # characters
-_ROLES: Final = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
+_ROLES: Final = {
+    pb.WORKER_ROLE_PREFILL: "prefill",
+    pb.WORKER_ROLE_DECODE: "decode",
+    pb.WORKER_ROLE_ENCODE: "encode",
+}
 _STATES: Final = {
     pb.WORKER_STATE_READY: "ready",
     pb.WORKER_STATE_CONNECTING: "connecting",

@@ -15,7 +15,7 @@ from diptych.runtime.python_module import module_command
 
 _WAIT_S = 10
 """Seconds beyond a program's own shutdown before systemd kills it."""
-_STOP_S: Mapping[str, int] = {"gateway": 40, "prefill": 20, "decode": 20}
+_STOP_S: Mapping[str, int] = {"gateway": 40, "prefill": 20, "decode": 20, "encode": 20}
 _UNIT = """\
 # Made by `diptych units`. {environment} has the settings of all programs, as DIPTYCH_… variables;
 # {folder}/{role}.env may have those of this role.
@@ -59,14 +59,15 @@ WantedBy=multi-user.target
 def units(
     folder: Annotated[Path, typer.Argument(help="Gets the units, such as /etc/systemd/system.")],
     role: Annotated[
-        list[str] | None, typer.Option(help="gateway, prefill or decode; may be repeated; default: all.")
+        list[str] | None,
+        typer.Option(help="gateway, prefill, decode or encode; may be repeated; default: all."),
     ] = None,
     environment: Annotated[
         Path, typer.Option(help="File with the settings, which only its owner should read.")
     ] = Path("/etc/diptych/diptych.env"),
     user: Annotated[str, typer.Option(help="User that runs the programs.")] = "diptych",
 ) -> None:
-    """Write systemd units: diptych-gateway.service, diptych-prefill@.service and diptych-decode@.service.
+    """Write systemd units: diptych-gateway.service, and diptych-ROLE@.service for prefill, decode and encode.
 
     Workers are templates: `systemctl enable --now diptych-decode@0 diptych-decode@1` starts two.
     """

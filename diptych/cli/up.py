@@ -30,7 +30,7 @@ from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.settings import StartupError, config_digest
 from gateway.model.named_models import parse_models
 
-STOP_ORDER = ("gateway", "prefill", "decode")
+STOP_ORDER = ("gateway", "prefill", "encode", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROUTABLE_TIMEOUT_S = 30.0
 _ROUTABLE_PAUSE_S = 0.05

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from diptych.cli.child import Slot
 from diptych.cli.stack_options import StackOptions
+from diptych.image_spec import image_spec
 from diptych.runtime.discovery.records import Role
+from diptych.runtime.settings import StartupError, resolve_model
 from gateway.model.named_models import NamedModel, parse_models
 
 _GPU_UTILIZATION = 0.9
@@ -57,13 +59,15 @@ class WorkerPlace:
     model: NamedModel
     models: int = 1
     """Number of models of this machine."""
+    rank: int = 0
+    """Number among all workers: each publishes KV events at its own endpoint, as a decode worker."""
 
     def flags(self, role: Role, options: StackOptions) -> dict[str, object]:
         """Return the flags that set a program of `role` in this place apart from others of its kind."""
         threads = options.prefill_threads if role == "prefill" else options.decode_threads
         own: dict[str, object] = {"threads": threads or self.threads, **_share(self.home, self.cores)}
         if role == "prefill":
-            return {**own, "prefill-chunk": options.prefill_chunk}
+            return {**own, "prefill-chunk": options.prefill_chunk, "kv-tier": options.kv_tier}
         return {
             **own,
             "speculative-tokens": options.speculative_tokens,
@@ -71,6 +75,9 @@ class WorkerPlace:
             "kv-memory-mib": options.kv_memory_mib,
             "kv-blocks": options.kv_blocks,
             "kv-tier": options.kv_tier,
+            "kv-events": options.kv_events,
+            "kv-events-topic": options.kv_events_topic,
+            "kv-events-rank": self.rank if options.kv_events else None,
             "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options, self.models),
         }
 
@@ -85,6 +92,7 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
+    first = len(plan.decode)
     prefill = [
         WorkerPlace(
             f"prefill-{index}",
@@ -94,6 +102,7 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
             cores,
             models[index // options.prefill_workers],
             len(models),
+            first + index,
         )
         for index, threads in enumerate(plan.prefill)
     ]
@@ -106,10 +115,31 @@ def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
             cores,
             models[index // options.decode_workers],
             len(models),
+            index,
         )
         for index, threads in enumerate(plan.decode)
     ]
     return [*decode, *prefill]
+
+
+def encoded_models(options: StackOptions) -> list[NamedModel]:
+    """Return the model of each encode worker: of several models only those with images have some."""
+    models = parse_models(options.model)
+    encoded = [one for one in models if len(models) == 1 or _reads_images(one.path)]
+    return [model for model in encoded for _ in range(options.encode_workers)]
+
+
+def _reads_images(model: str) -> bool:
+    try:
+        return image_spec(resolve_model(model)) is not None
+    except (StartupError, ValueError):
+        return False  # its other workers say what is wrong with it
+
+
+def encode_threads(options: StackOptions, cores: int) -> int:
+    """Return the threads of each encode worker: its share of the cores, none of which is lent."""
+    workers = options.prefill_workers + options.decode_workers + options.encode_workers
+    return options.encode_threads or max(1, cores // (workers * len(parse_models(options.model))))
 
 
 def role_changes(options: StackOptions) -> str:

@@ -39,7 +39,7 @@ class Timings:
     local_prefill: bool = False
     """True if the decode worker computed the prompt itself, in one attempt at least."""
     tier_blocks: int = 0
-    """KV blocks of the prompt that came from the decode worker's tiers."""
+    """KV blocks of the prompt that came from a worker's tiers."""
     kv_load: float = 0.0
     """Seconds that the request waited for them, in `queue`."""
 

@@ -7,7 +7,7 @@ many. Nothing else tells them apart.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -64,6 +64,12 @@ class SequenceStep:
     """Rotary positions of the tokens less their places `start`, `start + 1`, ...: 0 or less."""
     grid: npt.NDArray[np.int64] | None = None
     """Rotary positions `[3, tokens]` by time, height and width, where they are no places shifted alike."""
+    window_tables: Sequence[Sequence[int]] = ()
+    """Blocks of the layers with a window, where these lie in blocks of their own (`KVLayout.windows`): for
+    each table one a place, from `window_first` on. `block_table` is that of the other layers then.
+    """
+    window_first: int = 0
+    """Place of the first of them: no token of this step reads what lies before."""
     parents: Sequence[int] | None = None
     """Places in `token_ids` of the ones that these follow in a tree; -1: the last one before the step.
 
@@ -85,6 +91,14 @@ class SequenceStep:
         if self.parents is None:
             return np.arange(first, first + len(self.token_ids))
         return np.array(depths(self.parents), dtype=np.int64) + first
+
+
+def cut_to_window(step: SequenceStep, table: int) -> SequenceStep:
+    """Return a step as the layers of windowed table `table` (from 1 on) see it: one of a sequence that begins
+    at the place `window_first`, as nothing before it is read.
+    """
+    begin = step.window_first * step.memory.layout.block_size
+    return replace(step, block_table=step.window_tables[table - 1], start=step.start - begin)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -213,10 +227,29 @@ def check_batch(
                 raise BatchError(f"row {row}: embeddings of tokens that the chunk does not have")
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")
+        if (why := _window_fault(step, blocks)) is not None:
+            raise BatchError(f"row {row}: {why}")
         if step.parents is not None and not _is_tree(step.parents, len(step.token_ids)):
             raise BatchError(f"row {row}: the parents of its tokens make no tree")
         if step.adapter is not None and step.adapter not in adapter_slots:
             raise BatchError(f"row {row}: there is no adapter in slot {step.adapter}")
+
+
+def _window_fault(step: SequenceStep, blocks: int) -> str | None:
+    """Return what is wrong with the windowed tables of a step that reaches `blocks` places."""
+    windows = step.memory.layout.windows
+    if len(step.window_tables) != (0 if windows is None else windows.tables):
+        return f"{len(step.window_tables)} tables of layers with a window"
+    if windows is None:
+        return None
+    if not 0 <= step.window_first <= windows.first_read(step.start, step.memory.layout.block_size):
+        return f"reads blocks of its window before place {step.window_first}"
+    for table in step.window_tables:
+        if step.window_first + len(table) < blocks:
+            return f"{len(table)} blocks of its window from place {step.window_first} on, of {blocks}"
+        if min(table) < 0 or max(table) >= step.memory.num_blocks:
+            return f"a block outside the memory of {step.memory.num_blocks} blocks"
+    return None
 
 
 def _is_tree(parents: Sequence[int], tokens: int) -> bool:

@@ -7,9 +7,10 @@ int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs
        the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
        and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
        of one row, on some CPUs of up to four (kernels/byte_codes.py)
-gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS), codes of
-       four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in
-       groups of 32, with 8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2_K to Q6_K, IQ4_XS, IQ4_NL,
+       MXFP4), codes of four bits of a folder of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0;
+       inputs of products in groups of 32, with 8 bits or 16; the rest as in int8
+       (kernels/quantised_linear.py)
 packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
        (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
        (kernels/scaled_matrix.py); the rest as in bf16
@@ -18,7 +19,8 @@ fp8    on GPUs: matrices of the layers in E4M3 with a scale for each output, inp
 w8a8   as fp8, in int8: what `--quantization int8` is on GPUs
 
 Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
-a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
+a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py); on CPUs also in `int8`, with a
+scale for each token and head inside the block (kernels/int8_cache.py). The scales of FP8 are the
 checkpoint's (`k_scale` and `v_scale`, one a layer or one a head) where it has them, else 1: E4M3 is a
 floating-point format, so that a scale moves its range, 2**-9 to 448, and not its precision. Nothing is
 calibrated when a model is loaded: two workers with one model's files have the same scales.
@@ -32,10 +34,10 @@ from typing import Literal
 import torch
 
 from diptych.engine.models.shape import ModelShape
-from kernels import fp8_cache
+from kernels import fp8_cache, int8_cache
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed", "fp8", "w8a8"]
-KVCacheDtype = Literal["auto", "fp8"]
+KVCacheDtype = Literal["auto", "fp8", "int8"]
 
 PLAIN: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -46,6 +48,9 @@ PLAIN: dict[Precision, torch.dtype] = {
 
 ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed", "fp8", "w8a8")
 """Precisions of the Triton step whose matrices are quantised; all else is bfloat16."""
+
+IN_PARTS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "int8")
+"""Precisions of a model that is dealt to parts; in int8 each part's own numbers are rounded."""
 
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")
 ON_GPU: tuple[Precision, ...] = (*PLAIN, *ON_GPU_QUANTISED)
@@ -75,6 +80,7 @@ def choose_precision(
     file_bytes: int = 0,
     kquants: bool = False,
     packs: bool = False,
+    in_parts: bool = False,
 ) -> Precision:
     """Return what `auto` means: the fastest precision whose perplexity is within 1% of the file's own
     numbers'.
@@ -86,19 +92,24 @@ def choose_precision(
     lab.quality). K-quants are always computed in their blocks: int8 keeps none of their codes, and takes
     twice the file. A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
     it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
-    would only imitate the blocks. A GPU computes in bf16, of a quantised file that it `packs` with the file's
-    codes.
+    would only imitate the blocks. Blocks are not cut to parts: these are in int8, without codes. A GPU
+    computes in bf16, of a quantised file that it `packs` with the file's codes.
     """
     if on_gpu:
         return "packed" if packs else "bf16"
     if quantised_file and native:
         small = file_bytes <= _SMALL_FILE and not kquants
-        return "int8" if small and _BYTE_FEATURES.intersection(cpu_features) else "gguf"
+        if (small or in_parts) and _BYTE_FEATURES.intersection(cpu_features):
+            return "int8"
+        if not in_parts:
+            return "gguf"
     return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"
 
 
 def kept_dtype(choice: KVCacheDtype, precision: Precision) -> torch.dtype:
     """Return the torch dtype of keys and values in their blocks."""
+    if choice == "int8":
+        return int8_cache.DTYPE
     return fp8_cache.DTYPE if choice == "fp8" else stored_dtype(precision)
 
 

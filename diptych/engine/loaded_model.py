@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
-BackendName = Literal["torch", "torch-parts", "native", "triton"]
+BackendName = Literal["torch", "torch-parts", "native", "native-parts", "triton"]
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def load_model(
     checkpoint = open_checkpoint(path, chosen)
     dtype = kept_dtype(kv_cache, chosen)
     shape = lower_context(checkpoint.shape, max_context)
-    if kv_cache == "fp8" and shape.latent is not None:
-        raise UnsupportedModel("kv-cache-dtype fp8: latents are kept in the computation's own dtype")
+    if kv_cache != "auto" and shape.latent is not None:
+        raise UnsupportedModel(f"kv-cache-dtype {kv_cache}: latents are kept in the computation's own dtype")
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
         weights = checkpoint.read_all().weights
@@ -126,7 +126,7 @@ def load_model(
     if backend == "torch":
         made, name, why = TorchBackend(shape, checkpoint.read_all().weights, scales), "torch", None
     else:
-        made, name, why = _make_on_cpu(path, chosen, checkpoint, shape, backend == "native", scales, store)
+        made, name, why = _make_on_cpu(path, chosen, checkpoint, shape, dtype, backend == "native", store)
     return Model(shape, chosen, dtype, made, name, where, why)
 
 
@@ -153,8 +153,13 @@ def _check_kv_cache(kv_cache: KVCacheDtype, backend: BackendChoice, device: torc
     """Raises UnsupportedModel where keys and values are not kept so."""
     if kv_cache == "fp8" and device.type == "cpu" and backend in ("auto", "native"):
         raise UnsupportedModel(
-            "kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
-            "a GPU keeps them in fp8, and so does backend torch, slowly"
+            "kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype "
+            "or in int8; a GPU keeps them in fp8, and so does backend torch, slowly"
+        )
+    if kv_cache == "int8" and (device.type == "cuda" or backend == "triton"):
+        raise UnsupportedModel(
+            "kv-cache-dtype int8: a GPU keeps keys and values in the computation's own dtype or in fp8; the "
+            "native CPU step keeps them in int8"
         )
 
 
@@ -194,8 +199,8 @@ def _make_on_cpu(
     precision: Precision,
     checkpoint: OpenCheckpoint,
     shape: ModelShape,
+    kept: torch.dtype,
     native_only: bool,
-    kv_scales: torch.Tensor | None,
     store: WeightStore | None,
 ) -> tuple[Backend, BackendName, str | None]:
     """Return a backend, its name, and why it is torch where the native one was asked for."""
@@ -204,10 +209,10 @@ def _make_on_cpu(
     from diptych.engine.backends.native.load import load_native
 
     try:
-        return load_native(path, precision, checkpoint, shape, store), "native", None
+        return load_native(path, precision, checkpoint, shape, kept, store), "native", None
     except NativeUnavailable as error:
         if native_only:
             raise
         why = str(error)
         _LOG.warning("no native backend, torch computes, which is slower: %s", why)
-    return TorchBackend(shape, checkpoint.read_all().weights, kv_scales), "torch", why
+    return TorchBackend(shape, checkpoint.read_all().weights), "torch", why

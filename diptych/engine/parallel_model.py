@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.dtype import IN_PARTS, Precision, stored_dtype
 from diptych.engine.loaded_model import lower_context
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel import shared_memory_communicator
@@ -23,9 +24,13 @@ from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommu
 from diptych.engine.parallel.stages import Grid, Stage, deal_stages
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.parallel.ways import Way, links_of, own_ways
+from diptych.engine.weights import Weights
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
+
+if TYPE_CHECKING:
+    from diptych.engine.backends.native.parts_backend import NativePartsBackend
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,10 @@ class OpenParts:
 class LoadedParts:
     """The parts of one rank, ready to compute."""
 
-    backend: PartsBackend
+    backend: PartsBackend | NativePartsBackend
     weight_bytes: int
     """Bytes of the weights that this rank holds."""
+    name: Literal["torch-parts", "native-parts"] = "torch-parts"
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,57 @@ def open_parts(
 
     Raises what `load_model` raises, and UnsupportedModel for a model that cannot be dealt so.
     """
-    if precision not in PLAIN:
-        raise UnsupportedModel(f"dtype {precision} is not computed in parts: {', '.join(PLAIN)} are")
+    if precision not in IN_PARTS:
+        raise UnsupportedModel(f"dtype {precision} is not computed in parts: {', '.join(IN_PARTS)} are")
     opened = open_checkpoint(path, precision)
     opened = replace(opened, shape=lower_context(opened.shape, max_context))
     parts = deal_parts(opened.shape, dealing.parts, whole_experts=dealing.whole_experts)
     return OpenParts(opened, parts, deal_stages(opened.shape, dealing.stages))
+
+
+def why_not_native(shape: ModelShape, precision: Precision) -> str | None:
+    """Return None if the native step computes a model in parts, here, or else why not, in words."""
+    # Imported here: it loads the native library, which the torch backend does not need.
+    from diptych.engine.backends.native.share import supports_in_parts
+    from kernels.cpu import library
+
+    if precision not in _NATIVE:
+        return f"the native step does not compute {precision} in parts"
+    if (why := supports_in_parts(shape)) is not None:
+        return f"the native step does not compute {why}"
+    try:
+        library.load()
+    except library.LibraryMissing as error:
+        return str(error)
+    return None
+
+
+_NATIVE: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+
+
+def load_native_parts(
+    model: OpenParts, precision: Precision, links: Links, sums: int, threads: int, stage: int = 0
+) -> LoadedParts:
+    """Read the weights that `links.ranks.rank` computes in a stage, for the native step. `sums` is the
+    descriptor of an empty file in memory, one for all ranks of the stage, or -1 where there is one.
+
+    Raises as `open_parts` does, and NativeUnavailable.
+    """
+    from diptych.engine.backends.native.parts_backend import NativePartsBackend
+    from diptych.engine.backends.native.share import Share
+
+    rank, ranks = links.ranks.rank, links.ranks.ranks
+    parts, weights = _read_own(model, links, stage)
+    share = Share(model.shape, parts, weights, rank, ranks, model.stages[stage], sums)
+    backend = NativePartsBackend(share, stored_dtype(precision), links, threads=threads)
+    return LoadedParts(backend, weight_bytes(weights), "native-parts")
+
+
+def _read_own(model: OpenParts, links: Links, stage: int) -> tuple[list[Part], tuple[Weights, ...]]:
+    """Return the parts of a rank, and the weights that they have in the layers of a stage."""
+    numbers = parts_of_rank(len(model.parts), links.ranks.rank, links.ranks.ranks)
+    own = [model.parts[number] for number in numbers]
+    return own, read_parts(model.opened, own, model.stages[stage])
 
 
 def load_parts(
@@ -85,9 +136,11 @@ def load_parts(
     device: torch.device | str = "cpu",
     stage: int = 0,
 ) -> LoadedParts:
-    """Read the weights that `links.ranks.rank` computes in a stage. Raises as `open_parts` does."""
-    own = parts_of_rank(len(model.parts), links.ranks.rank, links.ranks.ranks)
-    weights = read_parts(model.opened, [model.parts[number] for number in own], model.stages[stage])
+    """Read the weights that `links.ranks.rank` computes in a stage, for torch.
+
+    Raises as `open_parts` does.
+    """
+    _, weights = _read_own(model, links, stage)
     backend = PartsBackend(
         model.shape,
         model.parts,

@@ -1,7 +1,8 @@
 """Bytes and operations of a model, counted from its shape.
 
 weights             the sum of all tensors' elements by the bytes of each
-keys and values     2 x layers x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV heads)
+keys and values     2 x layers x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV heads); in
+                    int8 four bytes more a head (kernels/int8_cache.py)
 latents             layers x width of a latent x bytes, a token, in their place (DeepSeek-V2 report, 2024)
 products            2 x the parameters that a token is multiplied with (Kaplan et al. 2020, section 2.1)
 attention           4 x heads x head width, a layer, a pair of query and key: scores and the sum of values
@@ -20,6 +21,8 @@ BITS: Final = {"fp32": 32.0, "bf16": 16.0, "fp8": 8.0, "int8": 8.25, "int4": 4.2
 OPERANDS: Final = {"fp32": "bf16", "bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
 """Operand types of products: weights of 4 bits are widened first."""
 KV_BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+_SCALE_BYTES: Final = 4
+"""Bytes of the scale of a token's key, or value, of one head in int8."""
 _KEPT_BYTES: Final = 2.0
 """Bytes of an element of embeddings and norms, which stay as they are."""
 
@@ -96,13 +99,20 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
         expert_bytes=experts * bytes_of / count if count else 0.0,
         num_experts=count,
         experts_per_token=picked,
-        kv_bytes=shape.num_layers * shape.kept_numbers * KV_BYTES[keys_and_values],
+        kv_bytes=kv_bytes(shape, keys_and_values),
         pair_flops=float(shape.num_heads * shape.num_layers * _pair_flops(shape)),
         windows=shape.windows,
         operands=OPERANDS[weights],
         layers=shape.num_layers,
         hidden_size=shape.hidden_size,
     )
+
+
+def kv_bytes(shape: ModelShape, keys_and_values: str) -> float:
+    """Return the bytes of keys and values of one token over all layers, in `KV_BYTES` or int8."""
+    if keys_and_values == "int8":
+        return float(shape.num_layers * 2 * shape.num_kv_heads * (shape.head_dim + _SCALE_BYTES))
+    return shape.num_layers * shape.kept_numbers * KV_BYTES[keys_and_values]
 
 
 def _pair_flops(shape: ModelShape) -> int:

@@ -1,4 +1,4 @@
-"""Configuration files: YAML with the flags' names as keys, and sections of the three programs."""
+"""Configuration files: YAML with the flags' names as keys, and sections of the programs."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ import yaml
 
 from diptych.runtime.flag_names import target
 
-SECTIONS = ("gateway", "prefill", "decode")
+SECTIONS = ("gateway", "prefill", "decode", "encode")
 _NEAR = 0.6
 
 

@@ -301,7 +301,7 @@ class DeadlineUnattainable(Overloaded):
 
 
 class NoReadyWorker(DiptychError):
-    """No worker of a role ("prefill" or "decode") can take the request."""
+    """No worker of a role ("prefill", "decode" or "encode") can take the request."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "NO_READY_WORKER"

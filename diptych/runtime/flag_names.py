@@ -26,10 +26,11 @@ SYNONYMS: Mapping[str, str] = {
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
     "enable_expert_parallel": "expert_parallel",
+    "encode": "encode_workers",
     "kv_cache_memory": "kv_memory_mib",
     "kv_cache_memory_bytes": "kv_memory_mib",
 }
-"""vLLM's names. Its memory is in bytes, ours in MiB: `canonical` converts them."""
+"""vLLM's names, and short ones. Its memory is in bytes, ours in MiB: `canonical` converts them."""
 
 QUANTIZATIONS = ("int8", "gguf")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)(?:i?[bB])?")

@@ -239,21 +239,31 @@ class GatewayMetrics(RoleMetrics):
             metric.remove_by_labels({"gen_ai_request_model": name})
 
 
-class WorkerMetrics(RoleMetrics):
-    """Metrics of both workers: the engine's steps and the handoff."""
+class StepMetrics(RoleMetrics):
+    """Metrics of all workers: the engine's steps."""
 
     def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
         super().__init__(registry, role, phases)
         self.step_duration = Histogram(
             "diptych_engine_step_duration_seconds",
-            "Duration of one forward pass",
+            "Duration of one forward pass; of an encode worker: over one tile",
             ["role"],
             buckets=_PHASE,
             registry=registry,
         ).labels(role)
         self.step_tokens = Counter(
-            "diptych_engine_step_tokens", "Tokens computed by engine steps", ["role"], registry=registry
+            "diptych_engine_step_tokens",
+            "Tokens computed by engine steps; of an encode worker: rows of images",
+            ["role"],
+            registry=registry,
         ).labels(role)
+
+
+class WorkerMetrics(StepMetrics):
+    """Metrics of the two workers that exchange blocks: the handoff."""
+
+    def __init__(self, registry: CollectorRegistry, role: str, phases: tuple[str, ...]) -> None:
+        super().__init__(registry, role, phases)
         self.kv_transfer_duration = Histogram(
             "diptych_kv_transfer_duration_seconds",
             "Prefill: last chunk computed to commit sent. Decode: commit received to verified",
@@ -271,6 +281,17 @@ class WorkerMetrics(RoleMetrics):
             "diptych_kv_transfer_failures",
             "Handoffs that failed: the other worker was lost or refused, or what came was damaged",
             ["transport"],
+            registry=registry,
+        )
+        self.tier_bytes = Gauge(
+            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
+        )
+        self.tier_blocks_loaded = Counter(
+            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
+        )
+        self.tier_entries_damaged = Gauge(
+            "diptych_kv_tier_entries_damaged",
+            "Entries of tiers that were not what had been stored, and were removed",
             registry=registry,
         )
 
@@ -303,9 +324,10 @@ class PrefillMetrics(WorkerMetrics):
             buckets=_PHASE,
             registry=registry,
         )
-        self.images = Counter(
-            "diptych_images",
-            "Images of prompts: encoded, or cached with their embeddings",
+        self.images = _images(registry)
+        self.embedding_fetches = Counter(
+            "diptych_embedding_fetches",
+            "Images whose rows were asked for at an encode worker: fetched or lost; parts: damaged or stale",
             ["outcome"],
             registry=registry,
         )
@@ -314,6 +336,26 @@ class PrefillMetrics(WorkerMetrics):
             "Cost of pulling a token, in tokens that are computed in the same time",
             registry=registry,
         )
+
+
+class EncodeMetrics(StepMetrics):
+    """The encode worker's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "encode", ("queue", "encode"))
+        self.images = _images(registry)
+        self.cached_bytes = Gauge(
+            "diptych_embedding_cache_bytes", "Memory of the embeddings that are kept", registry=registry
+        )
+
+
+def _images(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "diptych_images",
+        "Images of prompts: encoded here, cached with their embeddings, or fetched from an encode worker",
+        ["outcome"],
+        registry=registry,
+    )
 
 
 class DecodeMetrics(WorkerMetrics):
@@ -357,17 +399,6 @@ class DecodeMetrics(WorkerMetrics):
         )
         self.prefix_cache_hits = Counter(
             "diptych_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
-        )
-        self.tier_bytes = Gauge(
-            "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
-        )
-        self.tier_blocks_loaded = Counter(
-            "diptych_kv_tier_blocks_loaded", "Blocks that came back from a tier", ["tier"], registry=registry
-        )
-        self.tier_entries_damaged = Gauge(
-            "diptych_kv_tier_entries_damaged",
-            "Entries of tiers that were not what had been stored, and were removed",
-            registry=registry,
         )
         self.preemptions = Counter(
             "diptych_preemptions", "Requests sent back because blocks ran out", registry=registry

@@ -9,11 +9,12 @@ another exit status: its supervisor starts it in the role that it had.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, get_args
+from typing import Final
 
 from diptych.runtime.discovery.records import Role
 
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+"""Roles between which a worker can change: an encode worker has no text model."""
 EXIT_STATUS: Final[Mapping[Role, int]] = {"prefill": 84, "decode": 85}
 """Statuses that neither Python, a shell nor sysexits.h uses."""
 

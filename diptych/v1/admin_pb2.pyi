@@ -16,6 +16,7 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+    WORKER_ROLE_ENCODE: _ClassVar[WorkerRole]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+WORKER_ROLE_ENCODE: WorkerRole
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_CONNECTING: WorkerState

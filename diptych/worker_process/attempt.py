@@ -127,12 +127,13 @@ class Attempt:
             reserve_worst_case=work.reserve_worst_case,
             deadline=None if time_left is None else time.monotonic() + time_left,
             trace=(work.traceparent, work.tracestate) if work.traceparent else None,
-            images=tuple(_image_rows(i) for i in work.images),
+            images=tuple(map(image_rows, work.images)),
             adapter=work.adapter,
         )
 
 
-def _image_rows(span: work_pb2.ImageSpan) -> ImageRows:
+def image_rows(span: work_pb2.ImageSpan) -> ImageRows:
+    """Return a span of a message."""
     return ImageRows(span.first_position, span.rows, span.digest, span.first_row, span.columns)
 
 

@@ -1,4 +1,4 @@
-"""Settings of both workers, on top of every program's."""
+"""Settings of the workers, on top of every program's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.internal_tls import InternalTls
+from diptych.runtime.kv_tier_specs import parse_tiers
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
@@ -23,8 +24,8 @@ LARGEST_GPU_BLOCK = 128
 """Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
-class WorkerSettings(ProgramSettings):
-    """Base of the two workers' settings."""
+class RoleSettings(ProgramSettings):
+    """Base of all workers' settings, whatever they compute."""
 
     threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = setting(
         0,
@@ -36,6 +37,39 @@ class WorkerSettings(ProgramSettings):
         "Device that computes the model: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
         section="Compute",
     )
+    worker_rpc: Literal["auto", "grpc"] = setting(
+        "auto",
+        "Connection of other processes to this worker; auto takes a Unix socket from within its host.",
+        section="Network",
+    )
+    advertise_host: str | None = setting(
+        None,
+        "Host name under which gateways and other workers reach this one; default: --host.",
+        section="Network",
+        serving=False,
+    )
+    worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
+        10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
+    )
+    replaces: str = internal(
+        "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
+    )
+
+    role_changes: Literal["none", "cpu", "any"] = internal(
+        "none", "Devices of a worker that its supervisor can start in the other role."
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, value: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
+            raise ValueError("must be auto, cpu, cuda or cuda:N")
+        return value
+
+
+class WorkerSettings(RoleSettings):
+    """Base of the settings of the two workers that compute the text model."""
+
     backend: Literal["auto", "native", "torch", "triton"] = setting(
         "auto", "Code that computes the model; triton is for GPUs, the others for CPUs.", section="Compute"
     )
@@ -61,9 +95,21 @@ class WorkerSettings(ProgramSettings):
         "--tensor-parallel; 0 takes --tensor-parallel.",
         section="Parallelism",
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
         "auto",
-        "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
+        "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs, int8 for CPUs.",
+        section="KV cache",
+    )
+    kv_tier: str = setting(
+        "",
+        "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
+        "redis://HOST:PORT/DB. Several, or separated by commas.",
+        section="KV cache",
+    )
+    window_blocks: Literal["auto", "off"] = setting(
+        "auto",
+        "Blocks of layers with a sliding window: auto frees those behind it, where that is computed; off "
+        "keeps all. The same for all workers.",
         section="KV cache",
     )
     speculative_model: str | None = setting(
@@ -85,25 +131,11 @@ class WorkerSettings(ProgramSettings):
     max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
         64, "Largest rank of a LoRA adapter.", section="LoRA"
     )
-    worker_rpc: Literal["auto", "grpc"] = setting(
-        "auto",
-        "Connection of other processes to this worker; auto takes a Unix socket from within its host.",
-        section="Network",
-    )
-    advertise_host: str | None = setting(
-        None,
-        "Host name under which gateways and other workers reach this one; default: --host.",
-        section="Network",
-        serving=False,
-    )
     insecure_kv_network: bool = setting(
         False,
         "With --internal-tls, let nccl and gloo carry keys and values between hosts, unencrypted.",
         section="Security",
         serving=False,
-    )
-    worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
-        10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
     )
     share_weights: bool = setting(
         True,
@@ -121,13 +153,6 @@ class WorkerSettings(ProgramSettings):
     )
     machine_cores: Annotated[int, Field(ge=0)] = internal(
         0, "With cores-fd: number of cores that are shared."
-    )
-    replaces: str = internal(
-        "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
-    )
-
-    role_changes: Literal["none", "cpu", "any"] = internal(
-        "none", "Devices of a worker that its supervisor can start in the other role."
     )
 
     @property
@@ -163,20 +188,29 @@ class WorkerSettings(ProgramSettings):
         return 1.0, 1.0
 
     @property
-    def encodes_images(self) -> bool:
-        """True for the role that turns images into embeddings."""
+    def takes_images(self) -> bool:
+        """True for the role whose prompts take rows of images."""
         return False
+
+    @property
+    def loads_encoder(self) -> bool:
+        """True for a worker that makes these rows itself, too."""
+        return False
+
+    @property
+    def keeps_tiers(self) -> bool:
+        """True for a worker that keeps blocks in tiers, too."""
+        return bool(self.kv_tier)
 
     @property
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False
 
-    @field_validator("device")
+    @field_validator("kv_tier")
     @classmethod
-    def _device_is_one(cls, value: str) -> str:
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
-            raise ValueError("must be auto, cpu, cuda or cuda:N")
+    def _tiers_are_tiers(cls, value: str) -> str:
+        parse_tiers(value)
         return value
 
     @model_validator(mode="after")
@@ -206,12 +240,14 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend in ("native", "triton"):
-        yield f"--backend {settings.backend} does not compute with {flag}: only torch does"
-    if settings.quantization != "auto":
+    if settings.backend == "triton":
+        yield f"--backend triton does not compute with {flag}: native and torch do"
+    if settings.quantization not in ("auto", "int8"):
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.kv_tier:
+        yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.speculative_model is not None:
         yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
@@ -239,12 +275,14 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--backend triton needs a GPU, {here}"
     if settings.backend != "triton" and settings.dtype == "fp16":
         yield f"--dtype fp16 is computed on GPUs only, {here}"
+    if settings.backend == "triton" and settings.kv_cache_dtype == "int8":
+        yield "--kv-cache-dtype int8: the Triton step does not keep keys and values so, the CPU steps do"
     if settings.backend != "triton" and settings.quantization == "fp8":
         yield f"--quantization fp8 is computed on GPUs only, {here}"
     if settings.kv_cache_dtype == "fp8" and settings.backend in ("auto", "native"):
         yield (
-            "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
-            "a GPU keeps them in fp8, and so does --backend torch, slowly"
+            "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype "
+            "or in int8; a GPU keeps them in fp8, and so does --backend torch, slowly"
         )
 
 
@@ -256,6 +294,8 @@ def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):
         yield f"--backend {settings.backend} computes on CPUs, {here}"
+    if settings.kv_cache_dtype == "int8":
+        yield f"--kv-cache-dtype int8 is kept by CPUs only, {here}: there it is fp8"
     if settings.quantization == "gguf":
         yield f"--quantization gguf is computed on CPUs only, {here}: auto keeps a file's codes there"
     tokens = settings.block_size

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,6 +18,7 @@ from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
@@ -24,26 +27,28 @@ from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.encoder import ImageEncoder
-from diptych.engine.vision.registry import load_encoder
+from diptych.engine.vision.registry import load_encoder, rows_dtype
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
-from diptych.image_spec import image_spec
+from diptych.image_spec import ImageSpec, image_spec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model, fetched_model
 from diptych.runtime.model_name import model_names
-from diptych.runtime.settings import StartupError, cpu_features, resolve_model
+from diptych.runtime.settings import DType, StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
 from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_chunks import EagleChunks
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
-from diptych.worker_process.group.load import load_in_parts
+from diptych.worker_process.group.load import computes_natively, load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
+from diptych.worker_process.worker_spec import EngineRecord
+from kvtransfer.drivers.embedding_link import EmbeddingFingerprint
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
 
@@ -58,15 +63,17 @@ class LoadedEngine:
     runner: Runner
     layout: KVLayout
     digest: str
-    dtype: str
+    dtype: Precision
     parts: int = 1
     """Parts in which products are added."""
     whole_experts: bool = False
     """Parts have whole experts: products of experts are added in another order."""
     group: RankGroup | None = None
     """The other processes of this worker that compute; None where it is alone."""
+    images: ImageSpec | None = None
+    """Images as the model wants them, in a worker whose prompts take rows of them."""
     encoder: ImageEncoder | None = None
-    """Encoder of a model with images, in a worker that encodes them."""
+    """Encoder of images, in a worker that makes their rows itself, too."""
     draft: LoadedDraft | None = None
     """The draft model, whose keys and values are the second segment of each block of `layout`."""
     heads: MedusaHeads | None = None
@@ -81,6 +88,51 @@ class LoadedEngine:
         if self.eagle is not None:
             return EagleChunks(self.eagle.head)
         return None if self.draft is None else DraftChunks(self.draft.runner)
+
+    @property
+    def embedding_fingerprint(self) -> EmbeddingFingerprint | None:
+        """Properties that an encode worker must share to send rows to this one; None where it takes none."""
+        if self.images is None:
+            return None
+        return EmbeddingFingerprint(self.digest, self.images.family, _dtype_name(rows_dtype(self.dtype)))
+
+    @property
+    def record(self) -> EngineRecord:
+        """See `ServedEngine.record`."""
+        fingerprint, rows = self.fingerprint, self.embedding_fingerprint
+        windows = self.layout.windows
+        return EngineRecord(
+            model_digest=fingerprint.model_digest,
+            dtype=fingerprint.dtype,
+            kv_dtype=fingerprint.kv_dtype,
+            kv_layout=fingerprint.cache_layout,
+            block_size=fingerprint.block_size,
+            max_context=self.model.shape.max_context,
+            num_threads=self.runner.threads,
+            draft_digest=fingerprint.draft_digest,
+            window_blocks=0 if windows is None else windows.tables,
+            window_places=0 if windows is None else windows.kept(fingerprint.block_size),
+            image_rows="" if rows is None else rows.format,
+            encodes=int(self.encoder is not None),
+        )
+
+    @property
+    def computes(self) -> str:
+        """See `ServedEngine.computes`."""
+        return self.model.computes
+
+    @property
+    def device_type(self) -> str:
+        """See `ServedEngine.device_type`."""
+        return self.model.device.type
+
+    def count_steps(self, on_step: Callable[[float, int], None]) -> None:
+        """See `ServedEngine.count_steps`."""
+        self.runner.on_step = on_step
+
+    def yield_cores(self) -> None:
+        """See `ServedEngine.yield_cores`."""
+        self.runner.cpu.yield_()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -129,7 +181,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
-    if settings.encodes_images and image_spec(path) is not None:
+    images = image_spec(path) if settings.takes_images else None
+    if images is not None:
         _check_reads_images(settings)
     files = _drafting_files(settings, path)
     dtype = _precision(settings, path, device)
@@ -152,10 +205,13 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
     hidden = model.shape.hidden_size
-    encoder = load_encoder(path, hidden, dtype, model.device) if settings.encodes_images else None
+    encoder = load_encoder(path, hidden, dtype, model.device) if settings.loads_encoder else None
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
+    groups = _window_groups(settings, model, images=image_spec(path) is not None)
+    if groups is not None:
+        layout = replace(layout, windows=groups)
     heads = eagle = None
     if files.medusa is not None and settings.decodes:
         heads = load_medusa(files.medusa, runner, dtype)
@@ -171,6 +227,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         settings.parts,
         settings.expert_parallel,
         group,
+        images,
         encoder,
         draft,
         heads,
@@ -245,6 +302,32 @@ def _draft(
     return LoadedDraft(model, runner, model_digest(path))
 
 
+def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
+    """Return the groups of layers that get blocks of their own; None where one block has all layers.
+
+    What it depends on is the same for all workers of a system, or refused when they link.
+    """
+    groups = window_groups(model.shape.windows)
+    if groups is None or settings.window_blocks == "off":
+        return None
+    whole = {
+        settings.group_flags: settings.in_parts,
+        f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
+        f"--kv-cache-dtype {settings.kv_cache_dtype}": settings.kv_cache_dtype != "auto",
+        f"the {model.backend_name} step": model.backend_name not in ("native", "torch"),
+        f"blocks on {model.device}": model.device.type != "cpu",
+        "a model that reads images": images,
+    }
+    if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
+        log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)
+        return None
+    if settings.keeps_tiers:
+        raise ImpossibleSettings(
+            "--kv-tier holds no blocks of layers with a sliding window: set --window-blocks off, everywhere"
+        )
+    return groups
+
+
 class ImpossibleSettings(StartupError):
     """Settings that do not go together on the device of this worker."""
 
@@ -259,16 +342,40 @@ def _check_reads_images(settings: WorkerSettings) -> None:
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
     on_gpu = device.type == "cuda" or settings.backend == "triton"
-    if settings.engine_dtype != "auto":
-        return "w8a8" if on_gpu and settings.engine_dtype == "int8" else settings.engine_dtype
+    in_parts = settings.in_parts
+    return precision_of(
+        settings.engine_dtype,
+        path,
+        on_gpu=on_gpu,
+        native=(not in_parts or computes_natively(settings, path)) and settings.backend != "torch",
+        in_parts=in_parts,
+    )
+
+
+def precision_of(
+    chosen: Literal["auto"] | DType,
+    path: Path,
+    *,
+    on_gpu: bool,
+    native: bool = True,
+    in_parts: bool = False,
+) -> Precision:
+    """Return the precision of the model at `path`, for --dtype or --quantization `chosen`.
+
+    `native`: the native step may compute it, where it works at all. `in_parts`: by ranks of a group.
+    """
+    if chosen != "auto":
+        return "w8a8" if on_gpu and chosen == "int8" else chosen
     return choose_precision(
-        quantised_file=is_quantised(path),
-        native=not settings.in_parts and settings.backend != "torch" and native_step_works(),
+        # Parts of a folder's codes are not read (diptych/engine/weights/reader.py).
+        quantised_file=is_quantised(path) and (not in_parts or path.is_file()),
+        native=native and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=on_gpu,
         packs=on_gpu and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
+        in_parts=in_parts,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -16,8 +16,7 @@ from diptych.engine.weights.canonical import BadModelFile
 from diptych.runtime.process import leave
 from diptych.runtime.settings import StartupError
 from diptych.runtime.telemetry import Telemetry
-from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.config import RoleSettings
 
 _MISTAKES = (
     BadModelFile,
@@ -33,26 +32,31 @@ _MISTAKES = (
 
 
 class Worker(Protocol):
-    """A prefill or decode worker."""
+    """A worker of any role."""
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` is set; return the process's exit status."""
         ...
 
 
-Settings = TypeVar("Settings", bound=WorkerSettings)
+Settings = TypeVar("Settings", bound=RoleSettings)
+Engine = TypeVar("Engine")
 
 
 async def serve_worker(
     settings: Settings,
     stop: asyncio.Event,
-    make: Callable[[Settings, LoadedEngine, Telemetry], Worker],
+    make: Callable[[Settings, Engine, Telemetry], Worker],
+    load: Callable[[Settings], Awaitable[Engine]],
 ) -> int:
-    """Load the model, serve until `stop`, drain; return the process's exit status. Raises StartupError."""
+    """Load what it computes with, serve until `stop`, drain; return the process's exit status.
+
+    Raises StartupError.
+    """
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
         try:
-            worker = make(settings, await _loaded_unless(stop, settings), telemetry)
+            worker = make(settings, await _loaded_unless(stop, load(settings)), telemetry)
         except _MISTAKES as error:
             raise StartupError(str(error)) from error
         return await worker.run(stop)
@@ -60,9 +64,9 @@ async def serve_worker(
         telemetry.stop()
 
 
-async def _loaded_unless(stop: asyncio.Event, settings: WorkerSettings) -> LoadedEngine:
+async def _loaded_unless(stop: asyncio.Event, loads: Awaitable[Engine]) -> Engine:
     """Return the engine; exit the process if `stop` is set first: nothing else ends the thread that loads."""
-    loading = asyncio.ensure_future(load_engine(settings))
+    loading = asyncio.ensure_future(loads)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():

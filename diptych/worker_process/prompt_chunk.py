@@ -14,6 +14,7 @@ import torch
 from diptych.engine.batch import EmbeddingRows, SequenceStep, can_sample_on_device
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.window_table import PromptWindow
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
 from diptych.runtime.image_positions import grid_positions, position_shift
 from diptych.worker.v1 import work_pb2
@@ -49,6 +50,8 @@ class PromptChunk:
     """Slot of the attempt's adapter; None: the base model."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings of those of its tokens that stand for an image."""
+    window: PromptWindow | None = None
+    """Blocks of layers with a window, where these have blocks of their own."""
 
     @property
     def last(self) -> bool:
@@ -65,6 +68,7 @@ class PromptChunk:
 
     def sequence(self) -> SequenceStep:
         """Return its share of a step."""
+        first, tables = self._window_tables()
         scored, images = self.tokens_to_score > 0, self.attempt.images
         grid = grid_positions(images, self.start, self.tokens) if images else None
         return SequenceStep(
@@ -78,7 +82,17 @@ class PromptChunk:
             embeddings=self.embeddings,
             shift=position_shift(images, self.start) if images and grid is None else 0,
             grid=grid,
+            window_tables=tables,
+            window_first=first,
         )
+
+    def _window_tables(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Return the first place that the chunk reads of its windowed blocks, and their tables from there."""
+        layout = self.memory.layout
+        if self.window is None or layout.windows is None:
+            return 0, ()
+        first = layout.windows.first_read(self.start, layout.block_size)
+        return first, self.window.tables_of(first, layout.blocks_for(self.start + self.tokens))
 
     def device_rows(self) -> Sequence[SampleRow | None]:
         """Return, for each row of logits, how a device may sample its token; None: the host needs the logits.

@@ -46,11 +46,14 @@ def compare_logits(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
 
 def _logits(runner: Runner, layout: KVLayout) -> list[torch.Tensor]:
     blocks = layout.blocks_for(PROMPT_TOKENS + STEPS)
-    memory = runner.model.kv_memory(layout, blocks)
+    memory = runner.model.kv_memory(layout, blocks * layout.blocks_per_place)
+    full, *windowed = (
+        range(table * blocks, (table + 1) * blocks) for table in range(layout.blocks_per_place)
+    )
     vocab = runner.model.shape.vocab_size
     prompt = [(37 * n + 11) % vocab for n in range(PROMPT_TOKENS)]
     chunks = [(0, prompt), *((PROMPT_TOKENS + n, [n % vocab]) for n in range(STEPS))]
     return [
-        runner.step([SequenceStep(memory, range(blocks), start, tokens, wants_logits=True)]).clone()
+        runner.step([SequenceStep(memory, full, start, tokens, True, window_tables=windowed)]).clone()
         for start, tokens in chunks
     ]

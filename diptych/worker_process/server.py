@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.discovery.publisher import DirectoryPublisher
@@ -29,10 +30,9 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.busy_share import BusyShare
-from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.config import RoleSettings
 from diptych.worker_process.gateway_link import DrainOrder
-from diptych.worker_process.worker_spec import WorkerSpec, heartbeat
+from diptych.worker_process.worker_spec import ServedEngine, WorkerSpec, heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class DrainDeadline:
 class WorkerServer:
     """Runs one worker from bound port to drained exit."""
 
-    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, spec: WorkerSpec) -> None:
+    def __init__(self, settings: RoleSettings, engine: ServedEngine, spec: WorkerSpec) -> None:
         self._settings = settings
         self._engine = engine
         self._spec = spec
@@ -85,7 +85,7 @@ class WorkerServer:
         spec.metrics.directory_connected.set_function(
             lambda: float(self._publisher is not None and self._publisher.connected)
         )
-        engine.runner.on_step = self._count_step
+        engine.count_steps(self._count_step)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` is set or `drain` is called; return the exit status."""
@@ -112,7 +112,7 @@ class WorkerServer:
             tls=None if tls is None else tls.http,
             insecure=settings.insecure,
             config_digest=settings.digest,
-            computes=self._engine.model.computes,
+            computes=self._engine.computes,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")
@@ -145,7 +145,7 @@ class WorkerServer:
 
     def _roles(self) -> tuple[Role, ...]:
         """Return the roles in which a supervisor can start this worker; none where it keeps its role."""
-        changes, device = self._settings.role_changes, self._engine.model.device.type
+        changes, device = self._settings.role_changes, self._engine.device_type
         return ROLES if changes == "any" or changes == device else ()
 
     def _count_step(self, seconds: float, tokens: int) -> None:
@@ -161,25 +161,17 @@ class WorkerServer:
             self._publisher.prefix_changed(list(added), list(removed), list(tiered))
 
     def _record(self, address: str) -> WorkerRecord:
-        fingerprint = self._engine.fingerprint
         return WorkerRecord(
             worker_id=self._settings.worker_id,
             role=self._spec.role,
             address=address,
             incarnation=incarnation(),
-            model_digest=fingerprint.model_digest,
             model_name=model_names(self._settings.model_path, self._settings.model_name).name,
-            dtype=fingerprint.dtype,
-            kv_dtype=fingerprint.kv_dtype,
-            kv_layout=fingerprint.cache_layout,
-            block_size=fingerprint.block_size,
-            max_context=self._engine.model.shape.max_context,
             total_blocks=self._spec.total_blocks,
-            num_threads=self._engine.runner.threads,
             replaces=self._settings.replaces,
             memory_domain=self._spec.memory_domain,
-            draft_digest=fingerprint.draft_digest,
             roles=",".join(self._roles()),
+            **asdict(self._engine.record),
         )
 
     def drain(self, order: DrainOrder) -> None:
@@ -223,7 +215,7 @@ class WorkerServer:
         closing = asyncio.create_task(asyncio.to_thread(self._loop.close))
         if not (await asyncio.wait((closing,), timeout=CLOSE_S))[0]:
             log.error("the running step does not end: exiting without it")
-            self._engine.runner.cpu.yield_()  # else workers that share its cores would wait for it
+            self._engine.yield_cores()  # else workers that share its cores would wait for it
             leave(1)
         await closing
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.records import Role
-from diptych.runtime.metrics import WorkerMetrics
+from diptych.runtime.metrics import StepMetrics
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.gateway_link import GatewayLinks
@@ -50,6 +50,51 @@ class EngineLoop(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """Fields of a worker's engine in the directory; see `diptych.runtime.discovery.records.WorkerRecord`."""
+
+    model_digest: str
+    dtype: str
+    block_size: int
+    max_context: int
+    num_threads: int
+    kv_dtype: str = ""
+    kv_layout: str = ""
+    draft_digest: str = ""
+    window_blocks: int = 0
+    window_places: int = 0
+    image_rows: str = ""
+    encodes: int = 0
+
+
+class ServedEngine(Protocol):
+    """The engine of a worker, as its server sees it."""
+
+    @property
+    def record(self) -> EngineRecord:
+        """Return what others must know to work with it."""
+        ...
+
+    @property
+    def computes(self) -> str:
+        """Return what it computes in, in words."""
+        ...
+
+    @property
+    def device_type(self) -> str:
+        """Return the type of its device: cpu or cuda."""
+        ...
+
+    def count_steps(self, on_step: Callable[[float, int], None]) -> None:
+        """Call `on_step(seconds, tokens)` after each step from now on."""
+        ...
+
+    def yield_cores(self) -> None:
+        """Let other workers use its cores, though a step of it may not have ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """The loop, services and numbers of a worker."""
 
@@ -58,7 +103,7 @@ class WorkerSpec:
     services: Sequence[LinkService]
     gateways: GatewayLinks[Any]
     load: Callable[[], work_pb2.Load]
-    metrics: WorkerMetrics
+    metrics: StepMetrics
     registry: CollectorRegistry
     total_blocks: int = 0
     """Blocks of the pool that prefill workers can be granted."""

@@ -30,12 +30,14 @@ class Capacity(NamedTuple):
     """Load that the workers can take at once.
 
     ``kv_tokens`` is the KV memory of all decode workers, in blocks of ``block_size`` tokens; None: unknown.
+    ``window``: further blocks that a sequence takes for each of its last blocks of tokens, and their number.
     """
 
     sequences: int
     prefill_workers: int
     kv_tokens: int | None = None
     block_size: int = 1
+    window: tuple[int, int] = (0, 0)
 
 
 class KvBudget:
@@ -52,11 +54,13 @@ class KvBudget:
         self.attainable: int | None = None
         self.reserved = 0
         self._block_size = 1
+        self._window = 0, 0
         self._mean_output: dict[str, float] = {}  # by tenant
 
-    def resize(self, capacity: int | None, block_size: int) -> None:
-        """Set the capacity and the block size, both in tokens."""
+    def resize(self, capacity: int | None, block_size: int, window: tuple[int, int] = (0, 0)) -> None:
+        """Set the capacity and the block size, both in tokens, and `Capacity.window`."""
         self.capacity = capacity
+        self._window = window
         self._block_size = max(block_size, 1)
 
     def parts(self, prompt_tokens: int, max_tokens: int, tenant: str) -> tuple[int, int]:
@@ -70,6 +74,8 @@ class KvBudget:
         output = min(self._mean_output.get(tenant, FIRST_GUESS_TOKENS), max_tokens)
         shared, own = divmod(prompt_tokens, self._block_size)
         blocks = -int(-(own + output) // self._block_size)
+        more, places = self._window
+        blocks += more * min(shared + blocks, places)
         return shared * self._block_size, blocks * self._block_size
 
     def clipped(self, need: int) -> int:

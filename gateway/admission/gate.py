@@ -65,7 +65,7 @@ class AdmissionGate:
 
     def resize(self, capacity: Capacity) -> None:
         """Set the capacity of the workers."""
-        self.queue.kv.resize(capacity.kv_tokens, capacity.block_size)
+        self.queue.kv.resize(capacity.kv_tokens, capacity.block_size, capacity.window)
         self._call_back(self.queue.resize(capacity.sequences, capacity.prefill_workers, self._clock()))
 
     def set_quota(self, held: int, attainable: int) -> None:

@@ -13,7 +13,7 @@ class PhaseTimes:
     """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken.
 
     ``local_prefills`` and ``remote_prefills``: prompts computed by the decode worker itself, and by a prefill
-    worker. ``tier_blocks``: blocks that came from a decode worker's tiers. ``drafted_tokens`` and
+    worker. ``tier_blocks``: blocks that came from a worker's tiers. ``drafted_tokens`` and
     ``accepted_draft_tokens`` are those of a whole attempt.
     """
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Role(Enum):
-    """The two kinds of worker that share one request."""
+    """The kinds of worker that share one request; the last one only where it has images."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
+
+
+TEXT_ROLES: Final = (Role.PREFILL, Role.DECODE)
+"""Roles that every request needs, and between which a worker may change."""
 
 
 class Cause(Enum):
@@ -29,6 +34,7 @@ class Cause(Enum):
     COMPUTE_FAILED = "compute_failed"  # the worker could not compute a token: an error, or logits not finite
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
     ADAPTER_NOT_LOADED = "adapter_not_loaded"  # the worker does not have it, or not any more
+    ENCODER_LOST = "encoder_lost"  # reported by the prefill worker, which does not get its images' rows
     TOO_MANY_NEW = "too_many_new"  # for a decode worker to compute them itself: an answer, no failure
 
 
@@ -38,6 +44,16 @@ class LocalPrefill(Enum):
     NO = "no"
     SHORT = "short"  # few of its tokens are new
     FALLBACK = "fallback"  # no prefill worker is ready
+
+
+class EncoderRoute(NamedTuple):
+    """The encode worker of an attempt with images.
+
+    ``cached_tokens``: expected to be cached, so that images before them may need no encoding.
+    """
+
+    worker_id: str
+    cached_tokens: int
 
 
 class FinishReason(Enum):
@@ -85,6 +101,13 @@ class PrefillCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagesDelivered:
+    """The encode worker's terminal message: the prefill worker has the rows of all images that it needs."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeFinished:
     """The decode worker's terminal message on a choice that is complete."""
 
@@ -106,4 +129,4 @@ class AttemptFailed:
     choice: int | None = None
 
 
-AttemptEvent = TokensArrived | PrefillCommitted | DecodeFinished | AttemptFailed
+AttemptEvent = TokensArrived | ImagesDelivered | PrefillCommitted | DecodeFinished | AttemptFailed

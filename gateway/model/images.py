@@ -67,6 +67,11 @@ class PromptImages:
         """Position after the last row of an image."""
         return self.places[-1].first + self.places[-1].rows
 
+    @property
+    def rows(self) -> int:
+        """Rows of all images, one that the prompt has twice once."""
+        return sum({(at.image, at.first_row): at.rows for at in self.places}.values())
+
     def digests(self, namespace: bytes) -> list[bytes]:
         """Return the images' digests in a namespace of block hashes."""
         return [keyed_digest(namespace, image.digest) for image in self.images]

@@ -217,7 +217,7 @@ class AttemptHistory:
             deaths=limits.failed_workers.deaths,
             unconfirmed=limits.failed_workers.unconfirmed,
             undecided=limits.failed_workers.undecided,
-            losses=recent[Cause.WORKER_LOST] + recent[Cause.PEER_LOST],
+            losses=recent[Cause.WORKER_LOST] + recent[Cause.PEER_LOST] + recent[Cause.ENCODER_LOST],
             refusals=recent[Cause.DRAINING],
             adapter_refusals=recent[Cause.ADAPTER_NOT_LOADED],
             attempts=attempts,

@@ -5,8 +5,9 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.request_
 1. QUEUED: it waits in the gateway's own bounded queue, and no worker knows of it.
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
-3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch. The prefill worker may
-   send the first token already; the client gets it, and the state stays. Where few tokens are new, the decode
+3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch; an encode worker that
+   makes the rows of its images, Encode, and it works until they are delivered. The prefill worker may send
+   the first token already; the client gets it, and the state stays. Where few tokens are new, the decode
    worker may have to compute them itself, without a prefill worker; its answer that they are too many leads
    back to ROUTING, and is neither a failure nor an attempt.
 4. DECODING: the decode worker has sent tokens of this attempt. Each goes to the client exactly once: what was
@@ -25,10 +26,12 @@ from enum import Enum
 
 from diptych.runtime.errors import DeadlineExceeded, DiptychError, Internal
 from gateway.attempt.types import (
+    TEXT_ROLES,
     AttemptFailed,
     Cause,
     DecodeFinished,
     FinishReason,
+    ImagesDelivered,
     PrefillCommitted,
     Role,
     TokensArrived,
@@ -163,19 +166,23 @@ class ChoiceState:
                     raise InvalidTransition("admitted twice")
                 self.history.suspended = quarantined(self.retry_context)  # by deaths under other choices
                 return self._need_route(now)
-            case Launched(attempt, prefill_id, decode_id):
-                return self._launch(attempt, prefill_id, decode_id, now)
+            case Launched():
+                return self._launch(event, now)
             case NoRoute(role):
                 return self._no_route(role, now)
             case RouteAgain() if self.wants_route:
                 return [NeedRoute(self.index)]
             case PrefillCommitted(attempt):
                 return self._prefill_committed(attempt, now)
+            case ImagesDelivered(attempt) if self._runs(attempt):
+                self._working.pop(Role.ENCODE, None)
+                return []
             case DecodeFinished(attempt, reason) if self._runs(attempt):
                 self._working.pop(Role.DECODE, None)
                 return self._finish(reason, now)
             case AttemptFailed() if self._runs(event.attempt):
-                return self._attempt_failed(self._working.pop(event.role, None), event.cause, now)
+                worker_id = self._working.pop(event.role, None)
+                return self._attempt_failed(worker_id, event.cause, now, event.role)
             case WorkerDown(worker_id, graceful):
                 return self._worker_down(worker_id, graceful, now)
             case WorkerUp(worker_id, same_process):
@@ -236,15 +243,17 @@ class ChoiceState:
         waits, self.history.waits = self.history.waits, True
         return [] if waits else [AwaitWorker(self.index, self.attempt, seconds)]
 
-    def _launch(self, attempt: int, prefill_id: str | None, decode_id: str, now: float) -> list[Action]:
+    def _launch(self, event: Launched, now: float) -> list[Action]:
         self.move(State.PREFILLING, now)
-        self.attempt = attempt
-        self.attempts.append(attempt)
+        self.attempt = event.attempt
+        self.attempts.append(event.attempt)
         self.history.waits, self.history.waiting_for = False, None
         self.history.remote = False
-        self._working = {Role.DECODE: decode_id}
-        if prefill_id is not None:
-            self._working[Role.PREFILL] = prefill_id
+        self._working = {Role.DECODE: event.decode_id}
+        if event.prefill_id is not None:
+            self._working[Role.PREFILL] = event.prefill_id
+        if event.encode_id is not None:
+            self._working[Role.ENCODE] = event.encode_id
         self._pair = dict(self._working)
         self._launched_at = now
         self._early = 0
@@ -300,7 +309,8 @@ class ChoiceState:
     def _prefill_committed(self, attempt: int, now: float) -> list[Action]:
         if self._runs(attempt):
             self._working.pop(Role.PREFILL, None)
-            return []
+            encode_id = self._working.pop(Role.ENCODE, None)  # it has nothing more to do, and may not know
+            return [] if encode_id is None else [Cancel(Role.ENCODE, encode_id, attempt, (self.index,))]
         if (lost := self._lost_before_commit.pop(attempt, None)) is None:
             return []
         worker_id, at, since = lost  # it had begun after all: the message of its peer was late
@@ -344,18 +354,24 @@ class ChoiceState:
             return [NeedRoute(self.index)]
         return [] if self.history.waiting_for is None else [NeedRoute(self.index)]
 
-    def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
+    def _attempt_failed(
+        self, worker_id: str | None, cause: Cause, now: float, role: Role | None = None
+    ) -> list[Action]:
         if worker_id is None:
             return []  # its terminal message came before
         if cause is Cause.TOO_MANY_NEW:
             return self._route_remotely(now)
         if cause is Cause.PEER_LOST:  # the worker that reports it is not the one that failed
-            worker_id = next((w for w in self._pair.values() if w != worker_id), worker_id)
+            pair = (self._pair.get(role) for role in TEXT_ROLES)
+            worker_id = next((w for w in pair if w is not None and w != worker_id), worker_id)
             begun = self.state is State.DECODING or worker_id == self._pair.get(Role.PREFILL)
             if begun:  # a decode worker whose prefill worker has not committed yet has not
                 self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
-        elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
-            # Whichever worker reports it: a decode worker computes nothing before it has sent a first token.
+        elif cause is Cause.ENCODER_LOST:
+            worker_id = self._pair.get(Role.ENCODE, worker_id)
+            self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
+        elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING and role is not Role.ENCODE:
+            # Whichever of the two reports it: a decode worker computes nothing before its first token.
             worker_id = self._pair.get(Role.PREFILL, worker_id)
         self.history.record_failure(cause)
         if self._limits.ends_by_length(len(self.output_ids)):  # only the terminal message was lost

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.runtime.errors import DiptychError
-from gateway.attempt.types import AttemptEvent, FinishReason, LocalPrefill, Role, TokenLogprob
+from gateway.attempt.types import AttemptEvent, EncoderRoute, FinishReason, LocalPrefill, Role, TokenLogprob
 from gateway.attempt.work import Attempt
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -32,6 +32,7 @@ class Routed:
     decode_id: str
     choices: tuple[int, ...] = (0,)  # as in the question
     local: LocalPrefill = LocalPrefill.NO
+    encoder: EncoderRoute | None = None  # None: there are no images, or the prefill worker encodes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Launched:
     attempt: int
     prefill_id: str | None  # None: the decode worker computes the prompt itself
     decode_id: str
+    encode_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,15 @@ class Dispatch:
     worker_id: str
     decode_id: str
     attempt: Attempt
+    encoder: EncoderRoute | None = None  # it has the images
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """A message to the encode worker: the images of this attempt, for its prefill worker."""
+
+    worker_id: str
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,5 +271,15 @@ class Fail:
 
 
 Action = (
-    NeedRoute | AwaitWorker | AwaitProof | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+    NeedRoute
+    | AwaitWorker
+    | AwaitProof
+    | ChooseRoute
+    | Attach
+    | Encode
+    | Dispatch
+    | Cancel
+    | Emit
+    | Finish
+    | Fail
 )

@@ -18,7 +18,14 @@ from typing import Protocol
 from diptych.runtime.errors import AdapterNotLoaded, DiptychError, Internal, Interrupted, NoReadyWorker
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
-from gateway.attempt.types import DecodeFinished, FinishReason, PrefillCommitted, Role, TokensArrived
+from gateway.attempt.types import (
+    DecodeFinished,
+    EncoderRoute,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokensArrived,
+)
 from gateway.attempt.work import Job, build_work
 from gateway.model.images import PromptImages
 from gateway.output.logprobs import PromptLogprobs
@@ -34,6 +41,7 @@ from gateway.session.events import (
     DeadlinePassed,
     Dispatch,
     Emit,
+    Encode,
     Event,
     Fail,
     Finish,
@@ -67,8 +75,14 @@ class Workers(Protocol):
     ) -> Placement | NoWorker | NoProof | NoAdapter: ...
     def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None: ...
     def dispatch_attempt(
-        self, worker_id: str, decode_id: str, work: work_pb2.Work, images: PromptImages | None = None
+        self,
+        worker_id: str,
+        decode_id: str,
+        work: work_pb2.Work,
+        images: PromptImages | None = None,
+        encoder: EncoderRoute | None = None,
     ) -> None: ...
+    def encode_attempt(self, worker_id: str, work: work_pb2.Work, images: PromptImages) -> None: ...
     def cancel_attempt(
         self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
     ) -> None: ...
@@ -280,10 +294,12 @@ class RequestDriver:
                 namespace = self._namespaces[worker_id]
                 self._work = build_work(self.job, attempt, namespace, self.clock(), self.admission_s)
                 self._send(worker_id, partial(self._workers.attach_attempt, worker_id, self._work))
-            case Dispatch(worker_id, decode_id, _):  # of the attempt that was attached just now
+            case Encode(worker_id, _) if (images := self.job.request.images) is not None:
+                self._send(worker_id, partial(self._workers.encode_attempt, worker_id, self._work, images))
+            case Dispatch(worker_id, decode_id, _, encoder):  # of the attempt that was attached just now
                 images = self.job.request.images
-                send = partial(self._workers.dispatch_attempt, worker_id, decode_id, self._work, images)
-                self._send(worker_id, send)
+                dispatch = self._workers.dispatch_attempt
+                self._send(worker_id, partial(dispatch, worker_id, decode_id, self._work, images, encoder))
             case Cancel(role, worker_id, number, choices):
                 self._workers.cancel_attempt(role, worker_id, self.job.work_id, number, choices)
             case AwaitWorker(choice, number, seconds):
@@ -338,7 +354,13 @@ class RequestDriver:
             return NoRoute(placement.role, wanted.choices)
         self.routes.append(RouteTrace(start, self.clock(), placement))
         self._namespaces[placement.decode_id] = placement.cache_namespace
-        return Routed(placement.prefill_id, placement.decode_id, wanted.choices, placement.route.local)
+        return Routed(
+            placement.prefill_id,
+            placement.decode_id,
+            wanted.choices,
+            placement.route.local,
+            placement.encoder,
+        )
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:

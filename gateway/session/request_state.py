@@ -29,6 +29,7 @@ from gateway.session.events import (
     ChooseRoute,
     Dispatch,
     Emit,
+    Encode,
     Event,
     Fail,
     Launched,
@@ -190,8 +191,11 @@ class RequestState:
             self.refused += 1
         elif (cause := choices[0].history.last_failure) is not None:
             self.retries[cause] += 1
+        encoder = event.encoder
+        encode_id = None if encoder is None else encoder.worker_id
+        launched = Launched(self.attempts, event.prefill_id, event.decode_id, encode_id)
         for choice in choices:
-            choice.handle(Launched(self.attempts, event.prefill_id, event.decode_id), now)
+            choice.handle(launched, now)
         attempt = Attempt(
             self.attempts,
             self._tokens_of(choices[0]),
@@ -203,7 +207,10 @@ class RequestState:
         attach = Attach(event.decode_id, attempt)
         if event.prefill_id is None:
             return [attach]
-        return [attach, Dispatch(event.prefill_id, event.decode_id, attempt)]
+        dispatch = Dispatch(event.prefill_id, event.decode_id, attempt, encoder)
+        if encoder is None:
+            return [attach, dispatch]
+        return [attach, Encode(encoder.worker_id, attempt), dispatch]
 
     def _cancels(self) -> list[Action]:
         """Return one message per worker and attempt; a prefill worker goes on while a choice waits for it."""

@@ -110,7 +110,7 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
             if context.refusals <= MAX_REFUSALS:
                 return Retry(reserve, hard_avoid=True, charged=False)
             return GiveUp(_aborted_or(Draining(), context))
-        case Cause.PEER_LOST | Cause.WORKER_LOST:
+        case Cause.PEER_LOST | Cause.WORKER_LOST | Cause.ENCODER_LOST:
             return _decide_loss(cause, context, reserve)
         case Cause.COMPUTE_FAILED:
             if context.compute_failures <= MAX_COMPUTE_FAILURES:
@@ -182,7 +182,7 @@ def _decide_loss(cause: Cause, context: RetryContext, reserve: bool) -> Retry | 
         return GiveUp(quarantine_error(context))
     if context.losses > MAX_LOSSES:
         return GiveUp(WorkerLost(tokens_emitted=context.delivered))
-    return Retry(reserve, soft_avoid=cause is Cause.PEER_LOST, confirmed_safe=not quarantined(context))
+    return Retry(reserve, soft_avoid=cause is not Cause.WORKER_LOST, confirmed_safe=not quarantined(context))
 
 
 def _aborted_or(error: DiptychError, context: RetryContext) -> DiptychError:

@@ -120,7 +120,7 @@ class AdapterLoads:
     async def load_all(self, adapter: Adapter) -> list[str]:
         """Load an adapter on every linked worker; return what is wrong, worker by worker."""
         self._dropped.pop(adapter.digest, None)
-        linked = self._registry.linked()
+        linked = self._registry.linked_with_text()
         for worker in linked:
             self._of(worker).refused.pop(adapter.digest, None)
         answers = await _all(self.load(worker, adapter) for worker in linked)
@@ -130,7 +130,7 @@ class AdapterLoads:
         """Unload an adapter from every linked worker, and return when none has it."""
         self.drop(digest)
         answers = []
-        for worker in self._registry.linked():
+        for worker in self._registry.linked_with_text():
             of = self._of(worker)
             if (answer := of.on_its_way(digest, load=False)) is not None:
                 answers.append(answer)
@@ -151,7 +151,7 @@ class AdapterLoads:
         if not needed and not self._dropped:
             return
         now = self._clock()
-        for worker in self._registry.linked():
+        for worker in self._registry.linked_with_text():
             of = self._of(worker)
             for digest in of.refused.keys() - needed.keys():
                 del of.refused[digest]

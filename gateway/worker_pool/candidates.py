@@ -17,6 +17,8 @@ class PrefillCandidate:
     pull_cost: float | None = (
         None  # of a token from a decode worker's pool, in tokens to compute; None = never
     )
+    tiered_blocks: int = 0  # blocks of the prompt after the cached ones that its tiers hold
+    load_cost: float = 0.0  # of a token that it loads from there, in tokens to compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ _Rank = tuple[float, bytes, str]
 def shared_cost(tokens: int, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
     """Return the part of a pair's cost that both decide, for a prompt of `tokens` tokens."""
     saving = pair_saving(tokens, prefill, decode)
-    compute = saving.compute_cost(tokens, decode.block_size, prefill.pull_cost, decode.load_cost)
+    compute = saving.compute_cost(
+        tokens, decode.block_size, prefill.pull_cost, decode.load_cost, prefill.load_cost
+    )
     return compute + QUEUED_TOKEN_COST * prefill.waiting_tokens
 
 

@@ -1,4 +1,4 @@
-"""The codecs of the two worker protocols: messages out, events in.
+"""The codecs of the worker protocols: messages out, events in.
 
 Protobuf of ``diptych.worker.v1`` ends here.
 """
@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
-from diptych.runtime.rpc_streams.method import DECODE, PREFILL, LinkMethod
-from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from diptych.runtime.rpc_streams.method import DECODE, ENCODE, PREFILL, LinkMethod
+from diptych.worker.v1 import decode_pb2, encode_pb2, prefill_pb2, work_pb2
 from gateway.adapters.adapter import Adapter
 from gateway.attempt.phase_times import PhaseTimes, read_phase_times
 from gateway.attempt.types import (
@@ -21,6 +21,7 @@ from gateway.attempt.types import (
     Cause,
     DecodeFinished,
     FinishReason,
+    ImagesDelivered,
     PrefillCommitted,
     Role,
     TokenLogprob,
@@ -40,6 +41,7 @@ _CAUSES = {
     work_pb2.FAILURE_REASON_COMPUTE_FAILED: Cause.COMPUTE_FAILED,
     work_pb2.FAILURE_REASON_TOO_MANY_NEW: Cause.TOO_MANY_NEW,
     work_pb2.FAILURE_REASON_ADAPTER_NOT_LOADED: Cause.ADAPTER_NOT_LOADED,
+    work_pb2.FAILURE_REASON_ENCODER_LOST: Cause.ENCODER_LOST,
 }
 _WIRE_ROLES = {
     Role.PREFILL: work_pb2.WORKER_ROLE_PREFILL,
@@ -177,7 +179,7 @@ class WorkerCodec(Protocol):
 
 
 class _RoleCodec:
-    """The messages that both protocols have, in requests of different types."""
+    """The messages that all protocols have, in requests of different types."""
 
     _request: ClassVar[Callable[..., Message]]
 
@@ -247,6 +249,20 @@ class DecodeCodec(_RoleCodec):
             return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
         if kind == "prompt_scores":
             return [_prompt_logprobs(message.prompt_scores)]
+        return self._parse_common(kind, message)
+
+
+class EncodeCodec(_RoleCodec):
+    """The codec between gateway and encode worker, which has no adapters."""
+
+    role = Role.ENCODE
+    method = ENCODE
+    _request = encode_pb2.EncodeServiceLinkRequest
+
+    def parse(self, message: encode_pb2.EncodeServiceLinkResponse) -> WorkerMessage:
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            return [_encode_ended(message.ended)]
         return self._parse_common(kind, message)
 
 
@@ -352,6 +368,16 @@ def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> WorkerEvent:
         event = PrefillCommitted(attempt)
     else:
         event = AttemptFailed(attempt, Role.PREFILL, _cause(ended.failure))
+    return WorkerEvent(ended.id.request_id, attempt, event, terminal=True, detail=ended.failure.message)
+
+
+def _encode_ended(ended: encode_pb2.EncodeEnded) -> WorkerEvent:
+    attempt = ended.id.attempt
+    event: AttemptEvent
+    if ended.WhichOneof("outcome") == "delivered":
+        event = ImagesDelivered(attempt)
+    else:
+        event = AttemptFailed(attempt, Role.ENCODE, _cause(ended.failure))
     return WorkerEvent(ended.id.request_id, attempt, event, terminal=True, detail=ended.failure.message)
 
 

@@ -1,8 +1,9 @@
 """The prompt tokens that a pair of workers need not compute: plain values in, plain values out.
 
 Where both compute in one memory, it is what the decode worker's pool holds. Where blocks are copied, the
-prefill worker computes into blocks of its own, and starts from what it has cached itself. What only the
-decode worker holds it may pull from there, which costs less than computing it, but something.
+prefill worker computes into blocks of its own, and starts from what it has cached itself, then from what it
+reads from its tiers. What only the decode worker holds it may pull from there. Both cost less than computing,
+but something.
 """
 
 from __future__ import annotations
@@ -25,13 +26,24 @@ class PairSaving:
     """Number of them that the prefill worker takes from the decode worker's pool."""
     loaded: int = 0
     """Number of them that the decode worker loads from a tier first."""
+    read: int = 0
+    """Number of them that the prefill worker loads from a tier into blocks of its own."""
 
     def compute_cost(
-        self, tokens: int, block_size: int, pull_cost: float | None, load_cost: float = 0.0
+        self,
+        tokens: int,
+        block_size: int,
+        pull_cost: float | None,
+        load_cost: float = 0.0,
+        read_cost: float = 0.0,
     ) -> float:
-        """Return the cost of a prompt of `tokens` tokens, in tokens to compute."""
-        moved = self.pulled * block_size * (pull_cost or 0.0) + self.loaded * block_size * load_cost
-        return tokens - self.blocks * block_size + moved
+        """Return the cost of a prompt of `tokens` tokens, in tokens to compute.
+
+        `load_cost` and `read_cost` are those of a token that the decode and the prefill worker load: both do
+        it at the same time, before the handoff.
+        """
+        waited = max(self.loaded * load_cost, self.read * read_cost)
+        return tokens - block_size * (self.blocks - self.pulled * (pull_cost or 0.0) - waited)
 
 
 def pair_saving(tokens: int, prefill: PrefillCandidate, decode: DecodeCandidate) -> PairSaving:
@@ -39,10 +51,11 @@ def pair_saving(tokens: int, prefill: PrefillCandidate, decode: DecodeCandidate)
     there = held_blocks(tokens, decode)
     if prefill.memory_domain == decode.memory_domain:
         return PairSaving(there, 0, loaded_blocks(there, decode))
-    own = min(prefill.cached_blocks, (tokens - 1) // decode.block_size)
+    own = min(prefill.cached_blocks + prefill.tiered_blocks, (tokens - 1) // decode.block_size)
+    read = max(0, own - prefill.cached_blocks)
     if there <= own or prefill.pull_cost is None or prefill.pull_cost >= COMPUTE_COST:
-        return PairSaving(own, 0)
-    return PairSaving(there, there - own, loaded_blocks(there, decode))
+        return PairSaving(own, 0, read=read)
+    return PairSaving(there, there - own, loaded_blocks(there, decode), read)
 
 
 def most_saved_tokens(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from diptych.runtime.discovery.records import WorkerRecord
 from gateway.admission.capacity import Capacity
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import Load
+from gateway.worker_pool.encoders import EncoderCandidate
 from gateway.worker_pool.links import Link, LinkDown
 from gateway.worker_pool.local_prefill import LocalCandidate
 from gateway.worker_pool.prefix_held import Held
@@ -68,11 +69,11 @@ class Worker:
     @property
     def max_tokens(self) -> int:
         """Most tokens, prompt and output together, that one request may have here."""
-        return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
+        return min(self.record.pool_tokens, self.record.max_context)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its pool can hold, without the blocks that a writer may still write to."""
+        """Size of its pool in tokens a block, without the blocks that a writer may still write to."""
         return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
 
     def assign(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
@@ -107,8 +108,8 @@ class Worker:
         self.unreported.clear()
         self.unreported_local = 0
 
-    def prefill_candidate(self, cached_blocks: int) -> PrefillCandidate:
-        """Return it as a candidate for the router, with the request's cached blocks here."""
+    def prefill_candidate(self, held: Held, token_s: float) -> PrefillCandidate:
+        """Return it as a candidate for the router, with the request's blocks here; see `decode_candidate`."""
         waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
         outstanding = sum(work.tokens for work in self.outstanding.values())
         return PrefillCandidate(
@@ -116,8 +117,10 @@ class Worker:
             self.kv_format,
             max(waiting, outstanding),
             memory_domain=self.record.memory_domain,
-            cached_blocks=cached_blocks,
+            cached_blocks=held.cached,
             pull_cost=self.load.pull_cost,
+            tiered_blocks=held.tiered,
+            load_cost=self._load_cost(token_s),
         )
 
     def decode_candidate(self, held: Held, token_s: float) -> DecodeCandidate:
@@ -129,7 +132,6 @@ class Worker:
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
         promised = sum(-(-work.tokens // size) + len(work.choices) - 1 for work in unreported)
         sequences = self.load.running + self.load.waiting + sum(len(work.choices) for work in unreported)
-        load_s = self.load.tier_token_s
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,
@@ -140,8 +142,20 @@ class Worker:
             cached_blocks=held.cached,
             memory_domain=self.record.memory_domain,
             tiered_blocks=held.tiered,
-            load_cost=UNKNOWN_LOAD_COST if load_s is None else load_s / token_s,
+            load_cost=self._load_cost(token_s),
         )
+
+    def encoder_candidate(self) -> EncoderCandidate:
+        """Return it as a candidate for what encodes an attempt's images; its tokens are rows."""
+        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
+        outstanding = sum(work.tokens for work in self.outstanding.values())
+        return EncoderCandidate(
+            self.record.worker_id, self.record.image_rows, max(waiting, outstanding), self.accepts_work
+        )
+
+    def _load_cost(self, token_s: float) -> float:
+        load_s = self.load.tier_token_s
+        return UNKNOWN_LOAD_COST if load_s is None else load_s / token_s
 
     def local_candidate(self, held: Held, token_s: float) -> LocalCandidate:
         """Return it as a candidate for prompts that it computes itself."""
@@ -212,6 +226,10 @@ class WorkerRegistry:
         """Return all workers whose link is up."""
         return [w for w in self._workers.values() if w.link.up]
 
+    def linked_with_text(self) -> list[Worker]:
+        """Return those of them that compute the text model."""
+        return [w for w in self.linked() if w.record.role != Role.ENCODE.value]
+
     def is_linked(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.link.up
@@ -247,7 +265,7 @@ class WorkerRegistry:
         missing = self.missing_role()
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         if missing is None:
-            leaving = (role for role in Role if all(w.load.draining for w in self.serving(role)))
+            leaving = (role for role in TEXT_ROLES if all(w.load.draining for w in self.serving(role)))
             return next((f"every {role.value} worker that is linked drains" for role in leaving), "")
         if not prefill or not decode:
             return f"no {missing.value} worker is linked"
@@ -270,6 +288,7 @@ class WorkerRegistry:
             max(len(prefill), 1),
             kv_tokens=sum(w.kv_tokens for w in decode),
             block_size=self.block_size() or 1,
+            window=next(((w.record.window_blocks, w.record.window_places) for w in decode), (0, 0)),
         )
 
     def token_limit(self) -> int | None:

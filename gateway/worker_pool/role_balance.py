@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.worker_pool.role_demand import Wanted
 from gateway.worker_pool.role_rules import RoleBounds, RoleView, objection, other, ready_workers
 
@@ -47,12 +47,12 @@ class RoleBalancer:
 
 def giving_role(wanted: Wanted, workers: Sequence[RoleView]) -> Role | None:
     """Return the role that should give a worker to the other one, without regard to bounds."""
-    counts = {role: len(ready_workers(workers, role)) for role in Role}
+    counts = {role: len(ready_workers(workers, role)) for role in TEXT_ROLES}
     if not all(counts.values()):
         return None
     needs = {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode}
-    shortages = {role: needs[role] / counts[role] for role in Role}
-    takes = max(Role, key=lambda role: shortages[role])
+    shortages = {role: needs[role] / counts[role] for role in TEXT_ROLES}
+    takes = max(TEXT_ROLES, key=lambda role: shortages[role])
     gives = other(takes)
     if shortages[takes] <= 1.0 or counts[gives] < 2:
         return None

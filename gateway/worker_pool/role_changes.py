@@ -20,7 +20,7 @@ from diptych.runtime.discovery.role_lease import RoleLease
 from diptych.runtime.discovery.store import STORE_ERRORS
 from diptych.runtime.errors import RoleChangeRefused
 from diptych.runtime.task_cancellation import end_task
-from gateway.attempt.types import Role
+from gateway.attempt.types import TEXT_ROLES, Role
 from gateway.worker_pool.links import LinkDown
 from gateway.worker_pool.registry import Worker, WorkerRegistry
 from gateway.worker_pool.role_rules import RoleBounds, objection, other, views
@@ -62,7 +62,7 @@ class RoleChanges:
         self._clock = clock
         self._pause_s = pause_s
         self._following: asyncio.Task[None] | None = None
-        self.done = dict.fromkeys(Role, 0)
+        self.done = dict.fromkeys(TEXT_ROLES, 0)
         """Changes of this gateway that ended in each role."""
 
     async def change(

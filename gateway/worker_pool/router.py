@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gateway.attempt.types import LocalPrefill, Role
+from gateway.attempt.types import EncoderRoute, LocalPrefill, Role
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.cheapest_pair import cheapest_pair
 from gateway.worker_pool.pair_savings import held_blocks
@@ -87,6 +87,7 @@ class Placement:
     policy: str
     cache_namespace: bytes = field(repr=False)
     predicted_tokens: int  # prompt tokens that are cached according to the prefix index
+    encode_id: str | None = None  # None: nothing is to be encoded, or the prefill worker does it
 
     @property
     def prefill_id(self) -> str | None:
@@ -97,9 +98,17 @@ class Placement:
         return self.route.decode_id
 
     @property
+    def encoder(self) -> EncoderRoute | None:
+        """The encode worker, and what the prefill worker has to know of it."""
+        return None if self.encode_id is None else EncoderRoute(self.encode_id, self.predicted_tokens)
+
+    @property
     def attributes(self) -> dict[str, str | int]:
         """Attributes of the span of the choice."""
-        return {
+        encode: dict[str, str | int] = (
+            {} if self.encode_id is None else {"diptych.route.encode_worker": self.encode_id}
+        )
+        return encode | {
             "diptych.route.policy": self.policy,
             "diptych.route.reason": self.route.reason,
             "diptych.route.matched_blocks": self.route.matched_blocks,

@@ -18,9 +18,9 @@ from typing import Protocol
 
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.runtime.internal_tls import InternalTls
-from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from diptych.worker.v1 import decode_pb2, encode_pb2, prefill_pb2, work_pb2
 from gateway.adapters.adapter import Adapter
-from gateway.attempt.types import AttemptFailed, Cause, LocalPrefill, Role
+from gateway.attempt.types import AttemptFailed, Cause, EncoderRoute, LocalPrefill, Role
 from gateway.attempt.work import Job
 from gateway.model.images import PromptImages
 from gateway.worker_pool.adapter_loads import AdapterLoads
@@ -29,6 +29,7 @@ from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import (
     AdapterAnswer,
     DecodeCodec,
+    EncodeCodec,
     Flushed,
     Load,
     PrefillCodec,
@@ -36,7 +37,8 @@ from gateway.worker_pool.codec import (
     WorkerEvent,
 )
 from gateway.worker_pool.ejection import Ejections
-from gateway.worker_pool.image_messages import image_messages
+from gateway.worker_pool.encoders import EncoderCandidate, choose_encoder, reads_images
+from gateway.worker_pool.image_messages import image_parts
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
 from gateway.worker_pool.pair_savings import most_saved_tokens
@@ -133,6 +135,7 @@ class WorkerPool:
         self._codecs: dict[str, WorkerCodec] = {
             "prefill": PrefillCodec(identity.gateway_id, identity.incarnation),
             "decode": DecodeCodec(identity.gateway_id, identity.incarnation),
+            "encode": EncodeCodec(identity.gateway_id, identity.incarnation),
         }
         self.registry = WorkerRegistry(falls_back=local_prefill is not LocalMode.NEVER)
         self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
@@ -264,6 +267,9 @@ class WorkerPool:
         if (adapter := job.request.adapter) is not None:
             prefill = self.adapter_loads.holders(prefill, adapter.digest)
             decode = self.adapter_loads.holders(decode, adapter.digest)
+        encoders, all_prefill = self._encoders(request), prefill
+        if request.images_end:
+            prefill = [w for w in prefill if reads_images(w.record, encoders)]
         hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
@@ -272,6 +278,8 @@ class WorkerPool:
             if request.after_loss and not isinstance(route, NoWorker):
                 return NoProof()
         if isinstance(route, NoWorker):
+            if all_prefill and not prefill:
+                return NoWorker(Role.ENCODE)
             return route if adapter is None else self._without_adapter(route, adapter)
         worker = self.registry.require(route.decode_id)
         target = worker.record
@@ -282,7 +290,22 @@ class WorkerPool:
             BY_COST if self._directory.connected else WITHOUT_INDEX,
             self._prefixes.namespace(job, target.kept),
             predicted_tokens=route.matched_blocks * target.block_size,
+            encode_id=self._encoder_of(route, job, encoders),
         )
+
+    def _encoders(self, request: RouteRequest) -> list[EncoderCandidate]:
+        """Return the encode workers that may get an attempt; after a loss those first that live for sure."""
+        workers = self.registry.serving(Role.ENCODE)
+        workers = self._proven(workers) or workers
+        return [w.encoder_candidate() for w in workers if w.record.worker_id not in request.avoid]
+
+    def _encoder_of(self, route: Route, job: Job, candidates: Sequence[EncoderCandidate]) -> str | None:
+        """Return the encode worker for an attempt; None without need, or where prefill encodes."""
+        images = job.request.images
+        if images is None or route.prefill_id is None:
+            return None
+        record = self.registry.require(route.prefill_id).record
+        return choose_encoder(images.images[0].digest, images.rows, record, candidates)
 
     def _without_adapter(self, route: NoWorker, adapter: Adapter) -> NoWorker | NoProof | NoAdapter:
         """Return what an attempt without a pair has to wait for: its adapter, or a worker."""
@@ -353,24 +376,49 @@ class WorkerPool:
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
         worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
-    def dispatch_attempt(
-        self, worker_id: str, decode_id: str, work: work_pb2.Work, images: PromptImages | None = None
-    ) -> None:
-        """Send an attempt to its prefill worker, its images' pixels first. Raises LinkDown."""
-        worker, target = self.registry.require(worker_id), self.registry.require(decode_id).record
-        if images is not None:
-            for message in image_messages(work, images):
-                worker.link.send(message)
-        worker.link.send(
-            prefill_pb2.PrefillServiceLinkRequest(
-                dispatch=prefill_pb2.Dispatch(
-                    work=work,
-                    decode_worker_id=decode_id,
-                    decode_address=target.address,
-                    decode_incarnation=target.incarnation,
-                )
-            )
+    def encode_attempt(self, worker_id: str, work: work_pb2.Work, images: PromptImages) -> None:
+        """Send an attempt's images to its encode worker. Raises LinkDown."""
+        worker = self.registry.require(worker_id)
+        for part in image_parts(work, images):
+            worker.link.send(encode_pb2.EncodeServiceLinkRequest(image=part))
+        encode = encode_pb2.Encode(
+            id=work.id,
+            cache_namespace=work.cache_namespace,
+            images=work.images,
+            traceparent=work.traceparent,
+            tracestate=work.tracestate,
         )
+        worker.link.send(encode_pb2.EncodeServiceLinkRequest(encode=encode))
+        worker.assign(work.id.request_id, work.id.attempt, images.rows, work.choices)
+
+    def dispatch_attempt(
+        self,
+        worker_id: str,
+        decode_id: str,
+        work: work_pb2.Work,
+        images: PromptImages | None = None,
+        encoder: EncoderRoute | None = None,
+    ) -> None:
+        """Send an attempt to its prefill worker; its images' pixels first, where no encode worker has them.
+
+        Raises LinkDown.
+        """
+        worker, target = self.registry.require(worker_id), self.registry.require(decode_id).record
+        dispatch = prefill_pb2.Dispatch(
+            work=work,
+            decode_worker_id=decode_id,
+            decode_address=target.address,
+            decode_incarnation=target.incarnation,
+        )
+        if encoder is not None:
+            encodes = self.registry.require(encoder.worker_id).record
+            dispatch.encoder.worker_id, dispatch.encoder.address = encodes.worker_id, encodes.address
+            dispatch.encoder.incarnation = encodes.incarnation
+            dispatch.encoder.cached_tokens = encoder.cached_tokens
+        elif images is not None:
+            for part in image_parts(work, images):
+                worker.link.send(prefill_pb2.PrefillServiceLinkRequest(image=part))
+        worker.link.send(prefill_pb2.PrefillServiceLinkRequest(dispatch=dispatch))
         worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
     def cancel_attempt(
@@ -432,7 +480,7 @@ class WorkerPool:
         worker = self.registry.get(worker_id)
         for item in events:
             if item.terminal and worker is not None:
-                whole = worker.record.role == Role.PREFILL.value  # its terminal message ends all choices
+                whole = worker.record.role != Role.DECODE.value  # its terminal message ends all choices
                 worker.complete(item.work_id, item.attempt, () if whole else (item.choice,))
             if isinstance(item.event, AttemptFailed) and item.event.cause is Cause.ADAPTER_NOT_LOADED:
                 self.adapter_loads.on_not_loaded(worker_id)
@@ -453,7 +501,7 @@ def _candidates(
     """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
     token_s = prefill_token_s(w.rates for w in prefill or decode)
     return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING).cached) for w in prefill],
+        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in prefill],
         [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
     )
 

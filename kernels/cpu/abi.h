@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 18
+#define DIPTYCH_ABI_VERSION 23
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -35,6 +35,15 @@ enum DiptychFormat : int32_t {
     DIPTYCH_Q5_K = 9,
     DIPTYCH_Q6_K = 10,
     DIPTYCH_IQ4_XS = 11,
+    // In GGUF's blocks of 32 again, whose codes are places in a table.
+    DIPTYCH_IQ4_NL = 12,
+    DIPTYCH_MXFP4 = 13,
+};
+
+// Numbers of keys and values in their blocks.
+enum DiptychKv : int32_t {
+    DIPTYCH_KV_OWN = 0,   // the model's dtype, bf16 where matrices are quantised
+    DIPTYCH_KV_INT8 = 1,  // int8, each token's of a head times a scale: kernels/int8_cache.py has the arrangement
 };
 
 enum DiptychStatus : int32_t {
@@ -90,6 +99,22 @@ struct DiptychShape {
     int32_t norm_after_rotation;        // 1: queries and keys are normed after their rotation
     int32_t sinks;                      // 1: each head has a logit beside its scores
     struct DiptychExperts experts;
+};
+
+// What a rank of a group computes of a model, whose DiptychShape is that of the rank: its heads, its inner numbers, its
+// tokens. It has parts in a row, and every rank as many. What the output and down matrices of all parts give is added in
+// the order of the parts, whatever the number of ranks (model_share.h).
+struct DiptychShare {
+    int32_t ranks, rank;
+    int32_t own_parts;          // of this rank
+    const int32_t *head_ends;   // [own_parts] of the rank's query heads, those up to a part's last
+    const int32_t *inner_ends;  // [own_parts] likewise of the numbers between the two products of a feed-forward
+    const int32_t *group_ends;  // [kv_heads] of the rank's query heads, those up to the last that reads a KV head
+    int32_t block_kv_heads;     // KV heads in a block; addresses of memories are those of the rank's first
+    int32_t vocab, first_token;  // of the whole model; the rank's first one
+    int32_t first_stage, last_stage;  // 1: its layers are the model's first, and begin with an embedding; its last, and end
+                                      // with a head
+    int32_t file;               // an empty file in memory that all ranks have, -1 where there is one; not closed
 };
 
 // What a layer has of its own.
@@ -157,6 +182,7 @@ struct DiptychBatch {
     const int32_t *adapters;       // [sequences] slot of the adapter that changes the model for it, -1: none; or null
     int64_t block_stride;          // elements from one block to the next, where more than this model's lies in a block;
                                    // else 0
+    int32_t kept;                  // DiptychKv: of all memories
     const int32_t *turns;          // [sum of counts] row of the rotary tables for each token; null: its position
     const int32_t *ends;           // [sum of counts] the first position that a token does not see, at most the end of
                                    // its chunk; null: the one after its own
@@ -169,6 +195,16 @@ struct DiptychBatch {
     int32_t taps;                  // so many layers are
     const int32_t *tapped;         // [taps] of which the step keeps the inputs, the residual stream
     float *features;               // [sum of counts, taps * hidden] gets them, or null
+    const int32_t *layer_places;   // [layers, 2] where a layer's keys and values lie: table 0 is the one in `tables`,
+                                   // from 1 on those in `window_tables`; and its place in a block. Null: table 0, and
+                                   // its number
+    int32_t windowed;              // tables that a sequence has in `window_tables`, for layers with a window
+    const int32_t *window_tables;  // end to end: of each sequence all of them
+    const int32_t *window_firsts;  // [sequences] blocks before the first one in them, which no token of the step reads
+    const int32_t *window_lengths; // [sequences] blocks in each of them
+    const float *enters;           // [sum of counts, hidden] the residual stream that enters a share's layers where these
+                                   // are not the model's first; else null
+    float *leaves;                 // the same where it leaves them and they are not the last, and no logits are wanted
 };
 
 // A part of a change, for one of the matrices that a product joins.
@@ -182,7 +218,7 @@ struct DiptychChangePart {
 // fp32 where the model is DIPTYCH_FP32, else in bf16.
 struct DiptychChange {
     int32_t layer, which;   // which: DIPTYCH_QKV, DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN
-    const void *a;          // [ranks][depth], padded with zeros
+    const void *a;          // [ranks / 2][depth / 32][2][32], then a last rank [depth]; padded with zeros
     const float *scales;    // [ranks]
     int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
     int32_t parts;
@@ -204,6 +240,8 @@ const char *diptych_instruction_set(int32_t i, int32_t dtype);
 
 // Null on failure. `instruction_set` null means the best one.
 DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set);
+// A rank's share of a model, in fp32, bf16 or bytes, without experts.
+DiptychModel *diptych_share_new(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set);
 void diptych_model_free(DiptychModel *model);
 
 // Of each layer first. A layer with experts has all of them, and no dense feed-forward.
@@ -213,6 +251,9 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
 // model or the next call that replaces them. Which of an expert: DIPTYCH_GATE_UP or DIPTYCH_DOWN.
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count);
+// Of a part of a rank's share: DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN, which the model itself then does not have.
+int32_t diptych_set_part_linear(DiptychModel *model, int32_t layer, int32_t part, int32_t which,
+                                const DiptychMatrix *matrices, int32_t count);
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
                            const DiptychMatrix *parts, int32_t count);
 int32_t diptych_set_vector(DiptychModel *model, int32_t layer, int32_t which, const float *values, int32_t size);
@@ -263,10 +304,14 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
 // greedy, vocab], or its likeliest token into `likeliest` [sum of logit_rows]. There stays -1 for rows that are not
 // greedy, that belong to aborted sequences, or that have a logit which is not finite; logits of aborted sequences are
 // NaN. `likeliest` may be null where no row is greedy. One call at a time per model.
+//
+// Of a share: all ranks compute the same steps, and each ends once all ranks have written their keys and values. Every rank
+// gets the likeliest tokens. `logits` [rows that are not greedy, vocab of the whole model] is for one of them, null for the
+// others, and so are abort_words for rank 0: once all sequences are aborted all ranks stop before the same layer.
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests_from,
                      float *logits, int32_t *likeliest);
 
-// Begins a step of which every row is greedy, and returns its number; 0 if it is refused. It is computed when the one
+// Begins a step of which every row is greedy, or any step of a rank other than 0, and returns its number; 0 if it is refused. It is computed when the one
 // launched before is over, and what it points into must live until it is collected: at most two are launched and not
 // collected. `follows` [sequences] names the row of the step before whose likeliest token is a sequence's one token, in
 // place of what stands in `tokens`; -1 or null: none.

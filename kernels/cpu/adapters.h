@@ -16,6 +16,13 @@ namespace {
 // Parts that the ranks of one tile's A are cut into, for several threads.
 constexpr int kShrinkParts = 4;
 
+// Where number i of rank k of neighbouring ranks lies: these take turns by kDepth numbers, so that all of A is read in a
+// row. The hardware fetches one run of lines well ahead, and two runs of a kilobyte each not at all.
+template <int Ranks>
+constexpr int place_in_a(int i, int k) {
+    return i / kDepth * (kDepth * Ranks) + k * kDepth + i % kDepth;
+}
+
 // to[m][k] = scales[k] * x[m] . a[k] for neighbouring ranks, which share every load of x.
 template <int Rows, int Ranks, class Value, class Stored>
 inline void shrink_rows(const Value *const (&x)[kAdapterRows], const Stored *a, int width, const float *scales,
@@ -27,8 +34,9 @@ inline void shrink_rows(const Value *const (&x)[kAdapterRows], const Stored *a, 
     for (int i = 0; i < width; i += 2 * kLanes) {
         Lanes first[Ranks], second[Ranks];
         for (int k = 0; k < Ranks; k++) {
-            first[k] = load(a + int64_t{width} * k + i);
-            second[k] = load(a + int64_t{width} * k + i + kLanes);
+            const Stored *from = a + place_in_a<Ranks>(i, k);
+            first[k] = load(from);
+            second[k] = load(from + kLanes);
         }
 #pragma GCC unroll 4
         for (int m = 0; m < Rows; m++) {
@@ -142,10 +150,10 @@ class Changes {
                 const AdapterTile &tile = set_->adapter_tiles[static_cast<size_t>(ticket / kShrinkParts)];
                 const DiptychChange *change = find_change(*tile.adapter, layer_, which_);
                 if (change == nullptr) continue;
-                int part = static_cast<int>(ticket % kShrinkParts), ranks = change->ranks;
-                shrink_tile<Value, typename Kind::Stored>(step_, *set_, tile, *change, input, stride,
-                                                          ranks * part / kShrinkParts,
-                                                          ranks * (part + 1) / kShrinkParts);
+                int part = static_cast<int>(ticket % kShrinkParts), pairs = change->ranks / 2;
+                int begin = pairs * part / kShrinkParts * 2, end = pairs * (part + 1) / kShrinkParts * 2;
+                if (part + 1 == kShrinkParts) end = change->ranks;  // an odd last one, too
+                shrink_tile<Value, typename Kind::Stored>(step_, *set_, tile, *change, input, stride, begin, end);
             }
         }
         team.barrier();

@@ -8,6 +8,7 @@
 #include "step_queue.h"
 #include "model.h"
 #include "model_parts.h"
+#include "model_share.h"
 #include "shared_region.h"
 #include "step_state.h"
 
@@ -82,6 +83,42 @@ int32_t set_linear(DiptychModel *model, Linear *to, int32_t which, bool expert, 
     }
 }
 
+// `share`: of a rank, or null.
+DiptychModel *new_model(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set) {
+    try {
+        const Kernels *kernels = find_kernels(shape->dtype, instruction_set);
+        if (kernels == nullptr) {
+            fail(DIPTYCH_INVALID, "this machine or build does not have the instruction set");
+            return nullptr;
+        }
+        std::string found = refused_shape(*shape, share != nullptr);
+        if (found.empty() && share != nullptr) found = refused_share(*shape, *share);
+        if (!found.empty()) {
+            fail(DIPTYCH_INVALID, found);
+            return nullptr;
+        }
+        auto model = std::make_unique<DiptychModel>();
+        model->shape = *shape;
+        model->kernels = kernels;
+        model->layers.resize(static_cast<size_t>(shape->layers));
+        for (int32_t head = 0; head < shape->heads; head++) model->mixed_places.push_back(int64_t{head} * shape->head_dim);
+        for (int32_t head = 1; head <= shape->kv_heads; head++) {
+            model->head_ends.push_back(head * (shape->heads / shape->kv_heads));
+        }
+        model->block_kv_heads = shape->kv_heads;
+        if (share != nullptr) {
+            model->share = {new ModelShare(*shape, *share), [](ModelShare *own) { delete own; }};
+            place_heads(*model, *share);
+        }
+        model->step = {new StepState(), [](StepState *step) { delete step; }};
+        model->step_queue = {new StepQueue(*model), [](StepQueue *queue) { delete queue; }};
+        return model.release();
+    } catch (const std::exception &error) {
+        fail(DIPTYCH_FAILED, error.what());
+        return nullptr;
+    }
+}
+
 }  // namespace
 
 int32_t diptych_abi_version(void) { return DIPTYCH_ABI_VERSION; }
@@ -94,31 +131,17 @@ const char *diptych_instruction_set(int32_t i, int32_t dtype) {
 }
 
 DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set) {
-    try {
-        const Kernels *kernels = find_kernels(shape->dtype, instruction_set);
-        if (kernels == nullptr) {
-            fail(DIPTYCH_INVALID, "this machine or build does not have the instruction set");
-            return nullptr;
-        }
-        std::string found = refused_shape(*shape);
-        if (!found.empty()) {
-            fail(DIPTYCH_INVALID, found);
-            return nullptr;
-        }
-        auto model = std::make_unique<DiptychModel>();
-        model->shape = *shape;
-        model->kernels = kernels;
-        model->layers.resize(static_cast<size_t>(shape->layers));
-        model->step = {new StepState(), [](StepState *step) { delete step; }};
-        model->step_queue = {new StepQueue(*model), [](StepQueue *queue) { delete queue; }};
-        return model.release();
-    } catch (const std::exception &error) {
-        fail(DIPTYCH_FAILED, error.what());
-        return nullptr;
-    }
+    return new_model(shape, nullptr, instruction_set);
 }
 
-void diptych_model_free(DiptychModel *model) { delete model; }
+DiptychModel *diptych_share_new(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set) {
+    return new_model(shape, share, instruction_set);
+}
+
+void diptych_model_free(DiptychModel *model) {
+    if (model->share) model->share->exchange.close();  // a step may wait for a rank that is gone
+    delete model;
+}
 
 int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer *own) {
     try {
@@ -138,6 +161,17 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count) {
     return set_linear(model, find_linear(*model, layer, which), which, false, parts, count);
+}
+
+int32_t diptych_set_part_linear(DiptychModel *model, int32_t layer, int32_t part, int32_t which,
+                                const DiptychMatrix *matrices, int32_t count) {
+    Linear *to = find_part_linear(*model, layer, part, which);
+    if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
+    std::string found = refused_part_linear(*model, part, which, matrices, count);
+    if (!found.empty()) return fail(DIPTYCH_INVALID, found);
+    return attempt([&] {
+        pack(*to, model->memory, matrices, count, which == DIPTYCH_GATE_UP && count == 2, model->shape.dtype, nullptr);
+    });
 }
 
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
@@ -250,7 +284,8 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
 
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest) {
-    if (likeliest == nullptr || !samples_all(*batch)) {
+    bool follows_rank_0 = model->share && model->share->rank > 0;  // which has the logits
+    if (!follows_rank_0 && (likeliest == nullptr || !samples_all(*batch))) {
         fail(DIPTYCH_INVALID, "a step that is launched samples every row");
         return 0;
     }

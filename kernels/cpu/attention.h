@@ -56,6 +56,17 @@ inline void keep_scores(const Sight<Pairs> &sight, Tokens<Stored> tokens, Lanes 
     }
 }
 
+// Multiplies a register of scores with the scales of its tokens' keys, where they have some.
+template <int Pairs, class Stored>
+inline void scale_scores(const HeadBlocks<Stored> &blocks, Tokens<Stored> tokens, Lanes (&sum)[Pairs]) {
+    if constexpr (kHasScales<Stored>) {
+        const float *scales = blocks.key_scales(tokens.block) + tokens.first - tokens.block * blocks.block_size;
+        Lanes scale = tokens.count == kLanes ? load(scales) : load_part(scales, tokens.count);
+#pragma GCC unroll 16
+        for (int p = 0; p < Pairs; p++) sum[p] = mul(sum[p], scale);
+    }
+}
+
 // Scores `now` and, if both are full and there is room for so many sums, `next`: what waits for one sum has others to
 // do. Returns how many they were.
 template <int Pairs, class Stored>
@@ -72,6 +83,8 @@ inline int score_some(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sigh
             } else {
                 dot(queries, blocks, [=](int64_t i, auto &to) { to[0] = load(keys + i), to[1] = load(more + i); }, sum);
             }
+            scale_scores(blocks, now, sum[0]);
+            scale_scores(blocks, next, sum[1]);
             keep_scores(sight, now, sum[0], scores, top);
             keep_scores(sight, next, sum[1], scores + Pairs * kLanes, top);
             return 2;
@@ -84,6 +97,7 @@ inline int score_some(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sigh
     } else {
         dot(queries, blocks, [=, n = now.count](int64_t i, auto &to) { to[0] = load_part(keys + i, n); }, sum);
     }
+    scale_scores(blocks, now, sum[0]);
     keep_scores(sight, now, sum[0], scores, top);
     return 1;
 }
@@ -103,7 +117,9 @@ void score(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float 
         Tokens<Stored> next = blocks.after(now, last_block);
         for (; fetched <= next.block; fetched++) {
             const Stored *ahead = pieces.after_keys(fetched);
-            if (ahead != nullptr) fetch_lines(ahead, size);
+            if (ahead == nullptr) continue;
+            fetch_lines(ahead, size);
+            if constexpr (kHasScales<Stored>) fetch_scales(blocks, fetched, ahead);
         }
         int done = score_some(blocks, sight, now, next, queries, scores, top);
         now = done == 1 ? next : blocks.after(next, last_block);
@@ -129,6 +145,22 @@ void weigh(float *scores, int64_t chunks, const float *greatest, const float *be
     }
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / (sum_of(sum[p]) + begin[p]);
+}
+
+// Multiplies the weights with the scales of their tokens' values, once their sum is known. Lanes that no pair sees may
+// become anything.
+template <int Pairs>
+void scale_weights(const BlockRange<int8_t> &range, float *weights) {
+    const HeadBlocks<int8_t> &blocks = range.blocks;
+    for (int block = range.first; block < range.end; block++) {
+        const float *scales = blocks.value_scales(block);
+        for (int t = 0; t < blocks.block_size; t += kLanes) {
+            int count = blocks.block_size - t;
+            Lanes scale = count < kLanes ? load_part(scales + t, count) : load(scales + t);
+#pragma GCC unroll 16
+            for (int p = 0; p < Pairs; p++, weights += kLanes) store(weights, mul(load(weights), scale));
+        }
+    }
 }
 
 // `Wide` registers of one token's values, as `load_two` gives them, or `rest` lanes.
@@ -278,6 +310,7 @@ void attend(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const Score
     int64_t registers = static_cast<int64_t>(pieces.own.end - pieces.own.first) * blocks.chunks();
     if (rules.any()) rules.apply_to(scores, registers, greatest, begin);
     weigh<Pairs>(scores, registers, greatest, begin, scale);
+    if constexpr (kHasScales<Stored>) scale_weights<Pairs>(pieces.own, scores);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kLanes <= width; d += kWide * kLanes) {
         mix_lanes<Pairs, kWide>(pieces, sight, scores, scale, d, kLanes, out);

@@ -22,6 +22,7 @@ struct HeadBlocks {
     const Stored *memory;    // this layer's keys of this head in block 0
     int64_t block_stride;    // elements from one block to the next
     int64_t values;          // from keys to the values of the same head
+    int64_t head;            // elements of its keys, or values, in a block
     int block_size, head_dim;
     int own_from = std::numeric_limits<int>::max();  // blocks from here on are copies (tree_attention.h): keys, then values
     const Stored *own = nullptr;
@@ -31,10 +32,15 @@ struct HeadBlocks {
     }
     const Stored *value(int block, int lane) const {
         int64_t at = static_cast<int64_t>(lane) * head_dim;
-        return block < own_from ? keys(block) + values + at : copy(block) + copy_half() + at;
+        return block < own_from ? keys(block) + values + at : copy(block) + head + at;
     }
-    int64_t copy_half() const { return static_cast<int64_t>(block_size) * head_dim; }
-    const Stored *copy(int block) const { return own + 2 * copy_half() * (block - own_from); }
+    const Stored *copy(int block) const { return own + 2 * head * (block - own_from); }
+    // Scales of a block's tokens, where numbers have them.
+    const float *key_scales(int block) const { return behind(keys(block)); }
+    const float *value_scales(int block) const { return behind(value(block, 0)); }
+    const float *behind(const Stored *numbers) const {
+        return reinterpret_cast<const float *>(numbers + head - scale_bytes(block_size));
+    }
     int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
 
     // The first register of a block, and the one after another.
@@ -52,10 +58,10 @@ struct HeadBlocks {
 template <class Stored>
 HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head) {
     const DiptychModel &model = *step.model;
-    int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
+    int64_t half = step.block_elements(), head = step.head_elements();
     auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
-    return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, step.block_stride(),
-            half, step.batch.block_size, model.shape.head_dim};
+    return {step.table(layer, sequence), memory + step.layer_elements(layer) + head * kv_head, step.block_stride(),
+            half, head, step.batch.block_size, model.shape.head_dim};
 }
 
 // Blocks first .. end - 1 of one head.
@@ -97,6 +103,12 @@ inline void fetch_lines(const Stored *from, int count) {
     for (int i = 0; i < count; i += kLine) __builtin_prefetch(from + i, 0, 2);
 }
 
+// Asks for the scales of a block's values, which are read after all scores, and for those behind the keys at `ahead`.
+inline void fetch_scales(const HeadBlocks<int8_t> &blocks, int block, const int8_t *ahead) {
+    fetch_lines(blocks.value_scales(block), blocks.block_size);
+    fetch_lines(blocks.behind(ahead), blocks.block_size);
+}
+
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see
 
 // What the pairs of a task may see: tokens begin[p] .. end[p]-1.
@@ -120,7 +132,8 @@ struct Sight {
 
 // Two registers of neighbouring numbers. bf16 come as even and odd ones, which is one instruction a register instead
 // of two, until `in_order` puts them right.
-inline void load_two(const float *p, Lanes &a, Lanes &b) { a = load(p), b = load(p + kLanes); }
+template <class Stored>
+inline void load_two(const Stored *p, Lanes &a, Lanes &b) { a = load(p), b = load(p + kLanes); }
 inline void load_two(const bf16 *p, Lanes &a, Lanes &b) { a = load_even(p), b = load_odd(p); }
 template <class Stored>
 inline void in_order(Lanes &a, Lanes &b) {

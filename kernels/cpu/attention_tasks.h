@@ -39,12 +39,12 @@ struct AttentionTask {
 };
 
 // Attention of `Pairs` (row, head) pairs of a task, from the `first` on, over its `blocks`.
-template <class Kind, int Pairs>
-void attend_pairs(StepState &step, const AttentionTask &task, int first, const HeadBlocks<typename Kind::Stored> &blocks,
-                  const BlockRange<typename Kind::Stored> &next, float *scratch) {
-    using Stored = typename Kind::Stored;
+template <class Kind, int Pairs, class Stored>
+void attend_pairs(StepState &step, const AttentionTask &task, int first, const HeadBlocks<Stored> &blocks,
+                  const BlockRange<Stored> &next, float *scratch) {
     const DiptychModel &model = *step.model;
-    int width = model.shape.head_dim, group = model.group(), size = step.batch.block_size;
+    int width = model.shape.head_dim, size = step.batch.block_size;
+    int group = model.group(task.kv_head), first_head = model.first_head(task.kv_head);
     Sight<Pairs> sight;
     ScoreRules rules;
     rules.cap = model.shape.score_cap;
@@ -52,19 +52,19 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first, const H
     const float *query[Pairs];
     typename Kind::Value *out[Pairs];
     for (int p = 0; p < Pairs; p++) {
-        int place = (first + p) / group, row = task.row(place), head = task.kv_head * group + (first + p) % group;
+        int place = (first + p) / group, row = task.row(place), head = first_head + (first + p) % group;
         sight.begin[p] = task.begin(step, row);
         sight.end[p] = step.rows[row].end;
         rules.sink[p] = rules.sinks ? task.layer->sinks[static_cast<size_t>(head)] : 0.0f;
         query[p] = step.qkv_row(row) + head * width;
         out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) +
-                 (task.tile.first + place) * step.mixed_stride + head * width;
+                 (task.tile.first + place) * step.mixed_stride + model.mixed_places[static_cast<size_t>(head)];
     }
     sight.close();
     Pieces<Stored> pieces = {{blocks, sight.first / size, (sight.last - 1) / size + 1},
                              next, task.reads_alone() && first == 0};
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same<Stored, bf16>::value) {
+    if constexpr (std::is_same<typename Kind::Stored, bf16>::value) {
         if (size % kLanes == 0) return attend_in_pairs<Pairs>(pieces, sight, rules, query, scratch, out);
     }
 #endif
@@ -72,11 +72,9 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first, const H
 }
 
 // `next`: what the task after this one reads first, where that is known.
-template <class Kind>
-void attend_task(StepState &step, const AttentionTask &task, const BlockRange<typename Kind::Stored> &next,
-                 float *scratch) {
-    using Stored = typename Kind::Stored;
-    int pairs = task.tile.rows * step.model->group();
+template <class Kind, class Stored>
+void attend_task(StepState &step, const AttentionTask &task, const BlockRange<Stored> &next, float *scratch) {
+    int pairs = task.tile.rows * step.model->group(task.kv_head);
     HeadBlocks<Stored> blocks = task.blocks<Stored>(step);
     const Row &row = step.rows[static_cast<size_t>(task.row(0))];
     if (row.path >= 0) {  // its tile is this row alone

@@ -4,6 +4,7 @@
 //
 // Every format is w = scale * (u - offset) + least with u unsigned, so that u is the unsigned operand of a dot
 // product of bytes, and the offset goes into the sum as a whole number: -offset * (sum of the group's activations).
+// Of IQ4_NL and MXFP4 a code is the place of u in a table of sixteen.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +27,18 @@ struct Group {
     float scaled_sum;       // of all activations: what a block's least value is multiplied with
     int32_t fine;           // 0 or 1
     int32_t minus_8_values, minus_8_rest;      // -8 * their sums: the offset of Q4_0
-    int32_t minus_128_values, minus_128_rest;  // the offset of Q8_0
+    int32_t minus_128_values, minus_128_rest;  // the offset of Q8_0 and of tables
     int32_t listed;  // of the row's n-th group: which is its n-th fine one; -1 after the last, for not all can be
     int32_t half_values[2], half_rest[2];  // sums of each 16: for scales of 16 numbers
 };
 static_assert(sizeof(Group) == 112);
 
 // A block of columns in memory, aligned to 64 bytes, read from first to last: group after group, each
-//   lines of 64 bytes, [32 scales], for Q4_1 [32 least values], these fp16.
+//   lines of 64 bytes, [32 scales], for Q4_1 [32 least values], these fp16; scales of MXFP4, powers of two, bf16.
 // A line holds four values of the depth for each of the 16 columns of a strip; those of the two strips take turns, so
 // that a kernel reads them as they lie (in another order a core fetches half as fast):
 //   Q8_0           8 lines: line i holds 4i .. 4i + 3, plus 128
-//   Q4_0 and Q4_1  4 lines: line i holds 8i .. 8i + 3 in the low halves of its bytes, 8i + 4 .. 8i + 7 in the high
+//   the others     4 lines: line i holds 8i .. 8i + 3 in the low halves of its bytes, 8i + 4 .. 8i + 7 in the high
 constexpr int kLine = 64;
 constexpr int kNextLine = 2 * kLine;  // of the same strip
 
@@ -58,6 +59,17 @@ static inline GroupOfStrip strip_of(const uint8_t *group, int32_t format, int64_
     return {group + strip * kLine, scales, scales + kColumns};
 }
 
+constexpr bool has_table(int32_t format) { return format == DIPTYCH_IQ4_NL || format == DIPTYCH_MXFP4; }
+
+// The table of IQ4 plus 128, so that it is unsigned.
+alignas(16) constexpr uint8_t kTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                            129, 141, 153, 166, 181, 197, 217, 241};
+// Twice the numbers of E2M1, plus 128.
+alignas(16) constexpr uint8_t kTableOfE2m1[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                  128, 127, 126, 125, 124, 122, 120, 116};
+
+constexpr const uint8_t *table_of(int32_t format) { return format == DIPTYCH_MXFP4 ? kTableOfE2m1 : kTable; }
+
 // IEEE half precision, subnormal numbers included.
 static inline float half_to_float(uint16_t half) {
     uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7fffu;
@@ -72,6 +84,11 @@ static inline float half_to_float(uint16_t half) {
     std::memcpy(&value, &bits, sizeof value);
     value *= 5.192296858534828e33f;  // 2^112: the difference of the exponents' biases, exact for subnormal ones too
     return sign != 0 ? -value : value;
+}
+
+// A scale as it is packed.
+static inline float scale_to_float(int32_t format, uint16_t bits) {
+    return format == DIPTYCH_MXFP4 ? to_float(bf16{bits}) : half_to_float(bits);
 }
 
 }  // namespace diptych

@@ -1,6 +1,6 @@
 // Products with quantised blocks by vpmaddubsw, which adds pairs of products in 16 bits with saturation: kept
 // exact by keeping the sums small. Q4: 8 x 2 x 15 x 127 = 30,480. Q8: 2 x 128 x 127 = 32,512, with the sign moved
-// from the weight to the activation.
+// from the weight to the activation; tables alike.
 #pragma once
 
 #include <immintrin.h>
@@ -65,9 +65,21 @@ inline Lanes load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 }
 
+template <int Format>
+inline Lanes load_scales(const uint16_t *p) {
+    if constexpr (Format == DIPTYCH_MXFP4) return load(reinterpret_cast<const bf16 *>(p));
+    return load_halves(p);
+}
+
 inline __m256i load_bytes(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
 
-// The sums of a group for 8 columns, without the offset.
+// Four products of signed bytes for each of 8 columns, in 32 bits.
+inline __m256i dot_signed(__m256i weight, const int8_t *values) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(same_four(values), weight));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+// The sums of a group for 8 columns, without the offset; of signed bytes with it.
 template <int Format>
 inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
@@ -76,9 +88,19 @@ inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             __m256i weight = _mm256_xor_si256(load_bytes(line + i * kNextLine), flip);
-            __m256i signed_values = _mm256_sign_epi8(same_four(values + 4 * i), weight);
-            __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), signed_values);
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
+            total = _mm256_add_epi32(total, dot_signed(weight, values + 4 * i));
+        }
+        return total;
+    } else if constexpr (has_table(Format)) {
+        __m128i table = _mm_load_si128(reinterpret_cast<const __m128i *>(table_of(Format)));
+        __m256i signed_table = _mm256_xor_si256(_mm256_broadcastsi128_si256(table), flip);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            __m256i both = load_bytes(line + i * kNextLine);
+            __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            first = _mm256_shuffle_epi8(signed_table, first), second = _mm256_shuffle_epi8(signed_table, second);
+            total = _mm256_add_epi32(total, dot_signed(first, values + 8 * i));
+            total = _mm256_add_epi32(total, dot_signed(second, values + 8 * i + 4));
         }
         return total;
     } else {
@@ -116,7 +138,7 @@ template <int Format, int Rows>
         int within = column % kStrip;
         for (int g = 0; g < groups; g++) {
             GroupOfStrip group = strip_of(weight + g * group_bytes(Format), Format, column / kStrip);
-            Lanes scale = load_halves(group.scales + within);
+            Lanes scale = load_scales<Format>(group.scales + within);
             Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least + within) : splat(0.0f);
 #pragma GCC unroll 4
             for (int m = 0; m < Rows; m++) {

@@ -40,19 +40,20 @@ inline void round_group(const float *x, float inverse, int8_t *values, int32_t (
 inline int32_t weight_at(int format, const uint8_t *line, int column, int k) {
     if (format == DIPTYCH_Q8_0) return line[k / 4 * kNextLine + column * 4 + k % 4];
     uint8_t both = line[k / 8 * kNextLine + column * 4 + k % 4];
-    return k % 8 < 4 ? both & 15 : both >> 4;
+    int code = k % 8 < 4 ? both & 15 : both >> 4;
+    return has_table(format) ? table_of(format)[code] : code;
 }
 
 template <int Format>
 inline void add_products(const Group &x, const GroupOfStrip &group, float *sum) {
-    constexpr int32_t offset = Format == DIPTYCH_Q8_0 ? 128 : Format == DIPTYCH_Q4_0 ? 8 : 0;
+    constexpr int32_t offset = Format == DIPTYCH_Q8_0 || has_table(Format) ? 128 : Format == DIPTYCH_Q4_0 ? 8 : 0;
     for (int c = 0; c < kStrip; c++) {
         int32_t dot = 0;
         for (int k = 0; k < kGroup; k++) {
             int32_t value = x.fine != 0 ? 256 * x.values[k] + x.rest[k] : x.values[k];
             dot += (weight_at(Format, group.lines, c, k) - offset) * value;
         }
-        float scale = half_to_float(group.scales[c]) * (x.fine != 0 ? x.scale / 256.0f : x.scale);
+        float scale = scale_to_float(Format, group.scales[c]) * (x.fine != 0 ? x.scale / 256.0f : x.scale);
         sum[c] = static_cast<float>(dot) * scale + sum[c];
         if (Format == DIPTYCH_Q4_1) sum[c] = half_to_float(group.least[c]) * x.scaled_sum + sum[c];
     }

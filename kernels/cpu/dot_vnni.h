@@ -56,18 +56,27 @@ inline Lanes load_halves(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 }
 
+template <int Format>
+inline Lanes load_scales(const uint16_t *p) {
+    if constexpr (Format == DIPTYCH_MXFP4) return load(reinterpret_cast<const bf16 *>(p));
+    return load_halves(p);
+}
+
 // Four values of the depth for each column of a strip, line i of 8 as if every format had a line for each four.
 template <int Format>
 inline __m512i load_line(const uint8_t *lines, int i) {
     if constexpr (Format == DIPTYCH_Q8_0) return _mm512_loadu_si512(lines + i * kNextLine);
     __m512i both = _mm512_loadu_si512(lines + i / 2 * kNextLine);
     if (i % 2 != 0) both = _mm512_srli_epi16(both, 4);
-    return _mm512_and_si512(both, _mm512_set1_epi8(15));
+    __m512i code = _mm512_and_si512(both, _mm512_set1_epi8(15));
+    if constexpr (!has_table(Format)) return code;
+    __m128i table = _mm_load_si128(reinterpret_cast<const __m128i *>(table_of(Format)));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
 template <int Format>
 inline int32_t offset_of(int32_t minus_8, int32_t minus_128) {
-    return Format == DIPTYCH_Q4_0 ? minus_8 : Format == DIPTYCH_Q8_0 ? minus_128 : 0;
+    return Format == DIPTYCH_Q4_0 ? minus_8 : Format == DIPTYCH_Q8_0 || has_table(Format) ? minus_128 : 0;
 }
 
 // dot[row][strip] += the bytes of one group's activations times its weights; `bytes` are those of the first row.
@@ -100,7 +109,7 @@ template <int Format, int Rows>
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; strip++) {
         GroupOfStrip parts = strip_of(group, Format, strip);
-        Lanes scale = load_halves(parts.scales), least = splat(0.0f);
+        Lanes scale = load_scales<Format>(parts.scales), least = splat(0.0f);
         if constexpr (Format == DIPTYCH_Q4_1) least = load_halves(parts.least);
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; m++) {
@@ -119,7 +128,7 @@ template <int Format>
     Lanes step = splat(x.scale * (1.0f / 256.0f));
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; strip++) {
-        Lanes scale = load_halves(strip_of(group, Format, strip).scales);
+        Lanes scale = load_scales<Format>(strip_of(group, Format, strip).scales);
         left[strip] = fma(_mm512_cvtepi32_ps(dot[0][strip]), mul(scale, step), left[strip]);
     }
 }

@@ -33,7 +33,7 @@ void read_blocks(const uint8_t *block, int32_t format, int32_t in, int32_t colum
     int64_t strip = column % kColumns / kStrip, lane = column % kStrip;
     for (int32_t begin = 0; begin < in; begin += kGroup, block += group_bytes(format)) {
         GroupOfStrip group = strip_of(block, format, strip);
-        float scale = half_to_float(group.scales[lane]);
+        float scale = scale_to_float(format, group.scales[lane]);
         float least = format == DIPTYCH_Q4_1 ? half_to_float(group.least[lane]) : 0.0f;
         const uint8_t *lines = group.lines + lane * 4;
         for (int k = 0; k < kGroup && begin + k < in; k++) {
@@ -43,6 +43,7 @@ void read_blocks(const uint8_t *block, int32_t format, int32_t in, int32_t colum
             } else {
                 uint8_t both = lines[k / 8 * kNextLine + k % 4];
                 int code = k % 8 < 4 ? both & 15 : both >> 4;
+                if (has_table(format)) code = static_cast<int>(table_of(format)[code]) - 128;
                 value = scale * static_cast<float>(format == DIPTYCH_Q4_0 ? code - 8 : code);
                 if (format == DIPTYCH_Q4_1) value += least;
             }
@@ -126,6 +127,11 @@ void read_table(const DiptychModel &model, int32_t token, float *to) {
 
 void read_embedding(const DiptychModel &model, int32_t token, float *to) {
     model.embedding == nullptr ? read_head(model, token, to) : read_table(model, token, to);
+}
+
+void embed_token(const DiptychModel &model, int32_t token, float *to) {
+    read_embedding(model, token, to);
+    for (int32_t i = 0; i < model.shape.hidden; i++) to[i] *= model.shape.embedding_scale;
 }
 
 bool head_has_embedding(const DiptychModel &model) {

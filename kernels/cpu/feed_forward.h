@@ -8,18 +8,18 @@
 namespace diptych {
 namespace {
 
-// The first product and its activation: inner [rows, stride].
+// The first product and its activation: `inner` [rows, stride].
 template <class Kind>
-void run_gate_up(StepState &step, int rows, const Linear &matrix, const Buffer &inner, int64_t stride,
+void run_gate_up(StepState &step, int rows, const Linear &matrix, void *inner, int64_t stride,
                  const Changes<Kind> &changes) {
     changes.shrink(step.normed, step.hidden_stride);
     const DiptychShape &shape = step.model->shape;
-    auto *values = static_cast<typename Kind::Value *>(inner.get());
+    auto *values = static_cast<typename Kind::Value *>(inner);
     int shift = halvings(shape);
     bool usual = is_silu_gated(shape);
     auto place = [=](int row, int column) { return values + row * stride + (column >> shift); };
     product<Kind>(
-        step, matrix, step.normed, step.hidden_stride, rows,
+        step, matrix, step.normed.get(), step.hidden_stride, rows,
         [=, &shape, &changes](int row, int column, float *sums) {
             changes.expand(row, column, sums);
             activate(shape, usual, sums, place(row, column));
@@ -33,11 +33,11 @@ template <class Kind>
 Update run_dense(StepState &step, const RowSet &set, const Layer &layer, int index) {
     Changes<Kind> gate_up(step, set, index, DIPTYCH_GATE_UP), down(step, set, index, DIPTYCH_DOWN);
     bool apart = !layer.feed_forward_output_norm.empty();
-    run_gate_up<Kind>(step, static_cast<int>(set.size()), layer.gate_up, step.inner, step.inner_stride,
+    run_gate_up<Kind>(step, static_cast<int>(set.size()), layer.gate_up, step.inner.get(), step.inner_stride,
                       gate_up);
     add_to_stream<Kind>(step, set, layer.down, step.inner, step.inner_stride, apart, down);
     step.model->team.barrier();
-    return {apart, false, apart ? &layer.feed_forward_output_norm : nullptr};
+    return {apart, false, false, apart ? &layer.feed_forward_output_norm : nullptr};
 }
 
 template <class Kind>
@@ -50,12 +50,13 @@ Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
     if (shared) {
         const ExpertStep &experts = step.experts;
         Changes<Kind> none(step);
-        run_gate_up<Kind>(step, rows, layer.shared_gate_up, experts.shared_inner, experts.shared_stride, none);
+        run_gate_up<Kind>(step, rows, layer.shared_gate_up, experts.shared_inner.get(), experts.shared_stride,
+                          none);
         add_to_stream<Kind>(step, set, layer.shared_down, experts.shared_inner, experts.shared_stride, true, none);
         step.model->team.barrier();
     }
     bool normed = !layer.feed_forward_output_norm.empty();
-    return {shared, true, normed ? &layer.feed_forward_output_norm : nullptr};
+    return {shared, true, false, normed ? &layer.feed_forward_output_norm : nullptr};
 }
 
 template <class Kind>

@@ -2,28 +2,9 @@
 
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace diptych {
-
-namespace {
-
-// About 10 µs of looking (a pause is some 40 ns), then about as long of offering the core to others. A barrier
-// between balanced phases opens within a microsecond when both cores are ours.
-constexpr int kSpins = 256;
-constexpr int kYields = 32;
-
-void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-}  // namespace
 
 void FutexCounter::publish(uint64_t value) {
     value_.store(value, std::memory_order_seq_cst);

@@ -28,6 +28,8 @@ struct Blocks : Panels<Group, kBlockRows> {
                 case DIPTYCH_Q4_0: return multiply_block<DIPTYCH_Q4_0, n()>(input, weight, groups, out);
                 case DIPTYCH_Q4_1: return multiply_block<DIPTYCH_Q4_1, n()>(input, weight, groups, out);
                 case DIPTYCH_Q8_0: return multiply_block<DIPTYCH_Q8_0, n()>(input, weight, groups, out);
+                case DIPTYCH_IQ4_NL: return multiply_block<DIPTYCH_IQ4_NL, n()>(input, weight, groups, out);
+                case DIPTYCH_MXFP4: return multiply_block<DIPTYCH_MXFP4, n()>(input, weight, groups, out);
                 case DIPTYCH_Q2_K: return multiply_kquant<DIPTYCH_Q2_K, n()>(input, weight, groups, out);
                 case DIPTYCH_Q3_K: return multiply_kquant<DIPTYCH_Q3_K, n()>(input, weight, groups, out);
                 case DIPTYCH_Q4_K: return multiply_kquant<DIPTYCH_Q4_K, n()>(input, weight, groups, out);

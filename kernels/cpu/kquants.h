@@ -2,7 +2,7 @@
 // a whole number that this is multiplied with. The codes of the file are kept, bit for bit, in another order.
 //
 // Formats: ggml-common.h of github.com/ggml-org/ggml. A number is d * scale * (code - offset) - dmin * least; of IQ4_XS
-// and IQ4_NL the code is a place in a table of sixteen.
+// the code is a place in a table of sixteen.
 #pragma once
 
 #include "blocks.h"
@@ -33,10 +33,6 @@ constexpr KQuant kquant(int32_t format) {
 }
 
 constexpr bool is_kquant(int32_t format) { return format >= DIPTYCH_Q2_K && format <= DIPTYCH_IQ4_XS; }
-
-// The table of IQ4 plus 128, so that it is unsigned.
-alignas(16) constexpr uint8_t kTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                            129, 141, 153, 166, 181, 197, 217, 241};
 
 // A block of columns in memory, aligned to 64 bytes, read from first to last: for each 256 of the depth
 //   32 fp16 d, of formats with least values 32 fp16 dmin,

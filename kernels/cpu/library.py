@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 18
+ABI_VERSION = 23
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -69,6 +69,25 @@ class Shape(Structure):
     )
 
 
+class Share(Structure):
+    """`DiptychShare`; pointers are addresses of arrays that live until the call returns."""
+
+    _fields_ = (
+        ("ranks", c_int32),
+        ("rank", c_int32),
+        ("own_parts", c_int32),
+        ("head_ends", c_void_p),
+        ("inner_ends", c_void_p),
+        ("group_ends", c_void_p),
+        ("block_kv_heads", c_int32),
+        ("vocab", c_int32),
+        ("first_token", c_int32),
+        ("first_stage", c_int32),
+        ("last_stage", c_int32),
+        ("file", c_int32),
+    )
+
+
 class Layer(Structure):
     """`DiptychLayer`."""
 
@@ -113,6 +132,7 @@ class Batch(Structure):
         ("greedy", c_void_p),
         ("adapters", c_void_p),
         ("block_stride", c_int64),
+        ("kept", c_int32),
         ("turns", c_void_p),
         ("ends", c_void_p),
         ("parents", c_void_p),
@@ -120,6 +140,13 @@ class Batch(Structure):
         ("taps", c_int32),
         ("tapped", c_void_p),
         ("features", c_void_p),
+        ("layer_places", c_void_p),
+        ("windowed", c_int32),
+        ("window_tables", c_void_p),
+        ("window_firsts", c_void_p),
+        ("window_lengths", c_void_p),
+        ("enters", c_void_p),
+        ("leaves", c_void_p),
     )
 
 
@@ -148,6 +175,8 @@ class Change(Structure):
 FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
 DENSE, Q4_0, Q4_1, Q8_0, I8, I8_CODED = 0, 1, 2, 3, 4, 5
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS = 6, 7, 8, 9, 10, 11
+IQ4_NL, MXFP4 = 12, 13
+KV_OWN, KV_INT8 = 0, 1
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD, ROUTER, SHARED_GATE_UP, SHARED_DOWN = 0, 1, 2, 3, 4, 5, 6, 7
 CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2
@@ -161,9 +190,11 @@ _SIGNATURES = {
     "diptych_last_error": (c_char_p, ()),
     "diptych_instruction_set": (c_char_p, (c_int32, c_int32)),
     "diptych_model_new": (c_void_p, (POINTER(Shape), c_char_p)),
+    "diptych_share_new": (c_void_p, (POINTER(Shape), POINTER(Share), c_char_p)),
     "diptych_model_free": (None, (c_void_p,)),
     "diptych_set_layer": (c_int32, (c_void_p, c_int32, POINTER(Layer))),
     "diptych_set_expert": (c_int32, (c_void_p, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32)),
+    "diptych_set_part_linear": (c_int32, (c_void_p, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_linear": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_vector": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),

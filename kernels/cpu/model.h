@@ -63,6 +63,7 @@ struct Layer {
     DiptychLayer own{0, 0, 0};
 };
 
+struct ModelShare;
 struct StepState;
 class StepQueue;
 
@@ -102,13 +103,19 @@ struct DiptychModel {
     std::vector<DiptychRotation> rotations;
     int32_t positions = 0;  // that all of them reach
     std::array<const DiptychAdapter *, 256> adapters{};  // by slot
+    std::vector<int32_t> head_ends;     // of each KV head: the query heads up to the last that reads it
+    std::vector<int64_t> mixed_places;  // of each query head: where its values lie in a row of StepState::mixed
+    int32_t block_kv_heads = 0;         // KV heads in a block, of which this model may have some
+    std::unique_ptr<diptych::ModelShare, void (*)(diptych::ModelShare *)> share{nullptr, nullptr};  // or it is whole
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     // Last: when it goes it waits for its steps, while all that they need is still there.
     std::unique_ptr<diptych::StepQueue, void (*)(diptych::StepQueue *)> step_queue{nullptr, nullptr};
 
     bool bf16_activations() const { return shape.dtype == DIPTYCH_BF16 && kernels->bf16_activations; }
-    int32_t group() const { return shape.heads / shape.kv_heads; }
+    int32_t first_head(int32_t kv_head) const { return kv_head == 0 ? 0 : head_ends[static_cast<size_t>(kv_head - 1)]; }
+    // Query heads that read a KV head.
+    int32_t group(int32_t kv_head) const { return head_ends[static_cast<size_t>(kv_head)] - first_head(kv_head); }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
     bool has_experts() const { return shape.experts.count > 0; }

@@ -1,6 +1,8 @@
 #include "model_parts.h"
 
 #include "expert_routing.h"
+#include "kquants.h"
+#include "model_share.h"
 
 namespace diptych {
 
@@ -36,13 +38,13 @@ Expected expected_parts(const DiptychModel &model, int32_t which, bool expert) {
 }
 
 bool in_blocks(int32_t format) {
-    return (format >= DIPTYCH_Q4_0 && format <= DIPTYCH_Q8_0) || (format >= DIPTYCH_Q2_K && format <= DIPTYCH_IQ4_XS);
+    return (format >= DIPTYCH_Q4_0 && format <= DIPTYCH_Q8_0) || is_kquant(format) || has_table(format);
 }
 
 // Whether the parts of a matrix may have the formats that they have. One block of columns has one format.
 bool formats_join(const DiptychMatrix *parts, int32_t count, int32_t which) {
     for (int32_t p = 0; p < count; p++) {
-        if (parts[p].format >= DIPTYCH_Q2_K && parts[p].columns % 256 != 0) return false;
+        if (is_kquant(parts[p].format) && parts[p].columns % kSuper != 0) return false;
         if (parts[p].format == parts[0].format) continue;
         if (which != DIPTYCH_QKV || !in_blocks(parts[0].format)) return false;
         for (int32_t before = 0; before < p; before++) {
@@ -87,7 +89,7 @@ bool whole_feed_forward(const DiptychModel &model, const Layer &layer) {
 bool whole_layer(const DiptychModel &model, const Layer &layer) {
     const DiptychShape &shape = model.shape;
     bool before = shape.norms_before != 0, after = shape.norms_after != 0;
-    return layer.qkv.data && layer.output.data && whole_feed_forward(model, layer) &&
+    return layer.qkv.data &&
            layer.input_norm.empty() != before && layer.post_norm.empty() != before &&
            layer.attention_output_norm.empty() != after && layer.feed_forward_output_norm.empty() != after &&
            layer.query_norm.empty() == layer.key_norm.empty() && layer.sinks.empty() != (shape.sinks != 0);
@@ -167,14 +169,15 @@ std::string refused_parts(const DiptychModel &model, int32_t which, bool expert,
     return "";
 }
 
-std::string refused_shape(const DiptychShape &s) {
+std::string refused_shape(const DiptychShape &s, bool shared) {
     constexpr int32_t limit = 1 << 24;
     const std::string sizes = "the model's sizes are not those of a decoder";
     for (int32_t size : {s.layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab}) {
         if (size < 1 || size > limit) return sizes;
     }
     int64_t width = static_cast<int64_t>(s.heads + 2LL * s.kv_heads) * s.head_dim;
-    if (s.heads % s.kv_heads != 0 || s.head_dim % 2 != 0 || width > limit) return sizes;
+    bool even = shared || s.heads % s.kv_heads == 0;
+    if (!even || s.head_dim % 2 != 0 || width > limit) return sizes;
     if (s.activation < DIPTYCH_SILU || s.activation > DIPTYCH_CLAMPED_SWIGLU) return "no such activation";
     if (s.activation == DIPTYCH_CLAMPED_SWIGLU && (!s.gated || !(s.clamp > 0.0f))) {
         return "a clamped activation has a gate and a bound";
@@ -186,10 +189,14 @@ std::string refused_shape(const DiptychShape &s) {
 
 std::string incomplete(const DiptychModel &model) {
     bool embeds = model.embedding != nullptr || model.embeds_from_head;
+    bool needs_head = !model.share || model.share->last_stage;
+    if (model.share && !model.share->first_stage) embeds = true;
     if (!embeds || model.positions < 1) return "the model has no embedding or no rotary tables";
-    if (!model.head.data || model.final_norm.empty()) return "the model has no head or no final norm";
-    for (const Layer &layer : model.layers) {
-        if (!whole_layer(model, layer)) return "a layer of the model is incomplete";
+    if ((needs_head && !model.head.data) || model.final_norm.empty()) return "the model has no head or no final norm";
+    for (int32_t index = 0; index < model.shape.layers; index++) {
+        const Layer &layer = model.layers[static_cast<size_t>(index)];
+        bool products = model.share ? model.share->whole(index) : layer.output.data && whole_feed_forward(model, layer);
+        if (!products || !whole_layer(model, layer)) return "a layer of the model is incomplete";
         if (layer.own.rotation >= static_cast<int32_t>(model.rotations.size())) {
             return "a layer has a rotary table that is not there";
         }

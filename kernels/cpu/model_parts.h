@@ -21,8 +21,9 @@ std::string refused_parts(const DiptychModel &model, int32_t which, bool expert,
 // Whether a vector may have so many numbers.
 bool vector_fits(const DiptychModel &model, int32_t which, int32_t size);
 
-// Empty if a model may have this shape, else what is wrong with it.
-std::string refused_shape(const DiptychShape &shape);
+// Empty if a model may have this shape, else what is wrong with it. `shared`: it is a rank's, whose parts may have KV heads
+// in common with those of others, so that not all have as many query heads.
+std::string refused_shape(const DiptychShape &shape, bool shared);
 
 // Empty if all parts of a model are set; else which one is not.
 std::string incomplete(const DiptychModel &model);

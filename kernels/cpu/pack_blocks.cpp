@@ -1,7 +1,8 @@
 // Lays the blocks of a GGUF file out in the order in which the kernels read them. No number is changed.
 //
-// Blocks in the file (ggml-common.h of github.com/ggml-org/ggml): fp16 scale, for Q4_1 an fp16 least value, then
-// 32 values: bytes for Q8_0; for the others 16 bytes, whose low halves are the first 16 values.
+// Blocks in the file (ggml-common.h of github.com/ggml-org/ggml): fp16 scale, for Q4_1 an fp16 least value, for MXFP4
+// the power of two of its scale plus 127 in a byte; then 32 values: bytes for Q8_0; for the others 16 bytes, whose low
+// halves are the first 16 values.
 #include "blocks.h"
 #include "pack.h"
 
@@ -10,7 +11,12 @@ namespace diptych {
 namespace {
 
 constexpr int64_t file_bytes(int32_t format) {
-    return format == DIPTYCH_Q8_0 ? 34 : format == DIPTYCH_Q4_1 ? 20 : 18;
+    return format == DIPTYCH_Q8_0 ? 34 : format == DIPTYCH_Q4_1 ? 20 : format == DIPTYCH_MXFP4 ? 17 : 18;
+}
+
+// Half of 2^(power - 127) as bf16, for the table has twice the numbers; the least two are subnormal.
+uint16_t power_to_scale(uint8_t power) {
+    return static_cast<uint16_t>(power < 2 ? 0x20 << power : (power - 1) << 7);
 }
 
 void place_values(const uint8_t *from, int32_t format, uint8_t *line_of_column) {
@@ -31,8 +37,14 @@ void place_row(const PackedPart &to, const uint8_t *row, int64_t column) {
     int64_t strip = column % kColumns / kStrip, lane = column % kStrip;
     for (int64_t g = 0; g < to.depth / kGroup; g++, row += file_bytes(to.format), block += group_bytes(to.format)) {
         GroupOfStrip group = strip_of(block, to.format, strip);
-        std::memcpy(const_cast<uint16_t *>(group.scales) + lane, row, 2);
+        auto *scale = const_cast<uint16_t *>(group.scales) + lane;
         const uint8_t *values = row + 2;
+        if (to.format == DIPTYCH_MXFP4) {
+            *scale = power_to_scale(*row);
+            values = row + 1;
+        } else {
+            std::memcpy(scale, row, 2);
+        }
         if (to.format == DIPTYCH_Q4_1) {
             std::memcpy(const_cast<uint16_t *>(group.least) + lane, values, 2);
             values += 2;

@@ -15,12 +15,12 @@ constexpr bool kQuantises = !std::is_same<typename Kind::Value, typename Kind::I
 
 // A product with the rows that the phase before wrote, or with these quantised.
 template <class Kind, class Done, class Ahead>
-void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done,
+void product(StepState &step, const Linear &matrix, const void *values, int64_t stride, int rows, Done done,
              Ahead ahead) {
     if constexpr (kQuantises<Kind>) {
         linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done, ahead);
     } else {
-        linear<Kind>(step, matrix, values.get(), stride, rows, done, ahead);
+        linear<Kind>(step, matrix, values, stride, rows, done, ahead);
     }
 }
 
@@ -40,14 +40,14 @@ void ready_row(StepState &step, const typename Kind::Value *values, int64_t row,
     }
 }
 
-// The same for `rows` rows, where several ranks wrote parts of each.
+// The same for `rows` rows of `values` [rows, stride], where several ranks wrote parts of each.
 template <class Kind>
-void ready_rows(StepState &step, int64_t rows, const Buffer &values, int64_t width) {
+void ready_rows(StepState &step, int64_t rows, const void *values, int64_t stride, int64_t width) {
     if constexpr (kQuantises<Kind>) {
-        const auto *from = static_cast<const typename Kind::Value *>(values.get());
+        const auto *from = static_cast<const typename Kind::Value *>(values);
         RowGroups groups(step, rows, Kind::kRows);
         share_rows(step, groups, rows < kManyRows ? 1 : kRowChunk,
-                   [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
+                   [&](int64_t row) { ready_row<Kind>(step, from + row * stride, row, width); });
         step.model->team.barrier();
     }
 }

@@ -5,6 +5,7 @@
 // the stream next, to norm it, adds them. No further phase is needed.
 #pragma once
 
+#include "model_share.h"
 #include "products.h"
 #include "vector_math.h"
 
@@ -15,6 +16,7 @@ namespace {
 struct Update {
     bool rows = false;     // in StepState::update
     bool experts = false;  // in the places of experts, too
+    bool parts = false;    // in the slots of all ranks' exchange
     const std::vector<float> *norm = nullptr;  // of the sum, or none
 };
 
@@ -37,12 +39,23 @@ inline void add_experts(const StepState &step, int64_t place, bool has_update, f
     }
 }
 
+// What all parts of the model gave for a row, in their order.
+inline void add_parts(const StepState &step, int64_t place, float *to) {
+    const ModelShare &share = *step.model->share;
+    for (int i = 0; i < step.hidden_stride; i += kLanes) {
+        Lanes sum = load(share.exchange.filled(0, place) + i);
+        for (int part = 1; part < share.parts(); part++) sum = add(sum, load(share.exchange.filled(part, place) + i));
+        store(to + i, sum);
+    }
+}
+
 // Adds what the sublayer before left for the row at `place`.
 inline void add_update(const StepState &step, const Update &update, int64_t place, float *hidden) {
-    if (!update.rows && !update.experts) return;
+    if (!update.rows && !update.experts && !update.parts) return;
     const DiptychShape &shape = step.model->shape;
     float *sums = step.update_row(place);
     if (update.experts) add_experts(step, place, update.rows, sums);
+    if (update.parts) add_parts(step, place, sums);
     if (update.norm != nullptr) rms_norm(sums, update.norm->data(), shape.hidden, shape.rms_epsilon, sums);
     Lanes scale = splat(shape.residual_scale);
     for (int i = 0; i < step.hidden_stride; i += kLanes) {
@@ -81,7 +94,7 @@ template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
                    bool apart, const Changes<Kind> &changes) {
     changes.shrink(values, width);
-    ready_rows<Kind>(step, set.size(), values, width);
+    ready_rows<Kind>(step, set.size(), values.get(), width, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
     float *base = apart ? step.update_row(0) : step.hidden_row(0);
     const int32_t *rows = apart ? nullptr : set.rows.data();
@@ -97,7 +110,7 @@ void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, con
         }
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), mul(load(sums + j), scale)));
     };
-    product<Kind>(step, matrix, values, width, static_cast<int>(set.size()), add_sums,
+    product<Kind>(step, matrix, values.get(), width, static_cast<int>(set.size()), add_sums,
                   [place](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 

@@ -41,6 +41,23 @@ inline void store_part(bf16 *p, Lanes v, int n) {
 }
 inline void store(bf16 *p, Lanes v) { store_part(p, v, kLanes); }
 
+inline Lanes load(const int8_t *p) {
+    __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
+}
+inline Lanes load_part(const int8_t *p, int n) {
+    int8_t whole[kLanes] = {};
+    std::memcpy(whole, p, static_cast<size_t>(n));
+    return load(whole);
+}
+// Whole numbers of -127 .. 127.
+inline void store_part(int8_t *p, Lanes v, int n) {
+    float whole[kLanes];
+    store(whole, v);
+    for (int i = 0; i < n; i++) p[i] = static_cast<int8_t>(whole[i]);
+}
+inline void store(int8_t *p, Lanes v) { store_part(p, v, kLanes); }
+
 inline __m256i load_pairs(const bf16 *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
 inline Lanes load_even(const bf16 *p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_pairs(p), 16)); }
 inline Lanes load_odd(const bf16 *p) {

@@ -44,6 +44,20 @@ inline Lanes load_part(const bf16 *p, int n) { return widen(_mm256_maskz_loadu_e
 inline void store(bf16 *p, Lanes v) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrow(v)); }
 inline void store_part(bf16 *p, Lanes v, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
 
+inline Lanes load(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+}
+inline Lanes load_part(const int8_t *p, int n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
+}
+// Whole numbers of -127 .. 127.
+inline void store(int8_t *p, Lanes v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+inline void store_part(int8_t *p, Lanes v, int n) {
+    _mm512_mask_cvtepi32_storeu_epi8(p, first(n), _mm512_cvtps_epi32(v));
+}
+
 // 16 pairs of bf16: the even ones and the odd ones.
 inline Lanes load_even(const bf16 *p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 inline Lanes load_odd(const bf16 *p) {

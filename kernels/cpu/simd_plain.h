@@ -41,6 +41,18 @@ inline void store_part(bf16 *p, Lanes v, int n) {
 }
 inline void store(bf16 *p, Lanes v) { store_part(p, v, kLanes); }
 
+inline Lanes load_part(const int8_t *p, int n) {
+    Lanes v = {};
+    for (int i = 0; i < n; i++) v[i] = static_cast<float>(p[i]);
+    return v;
+}
+inline Lanes load(const int8_t *p) { return load_part(p, kLanes); }
+// Whole numbers of -127 .. 127.
+inline void store_part(int8_t *p, Lanes v, int n) {
+    for (int i = 0; i < n; i++) p[i] = static_cast<int8_t>(v[i]);
+}
+inline void store(int8_t *p, Lanes v) { store_part(p, v, kLanes); }
+
 inline Lanes load_even(const bf16 *p) {
     return Lanes{to_float(p[0]), to_float(p[2]), to_float(p[4]), to_float(p[6])};
 }

@@ -6,6 +6,8 @@
 // Experts take the place of gate, up and down (experts.h). Rows with adapters have a phase more before each product
 // (adapters.h).
 //
+// Where a rank of a group computes its share, what sublayers add goes through the exchange of ranks (shared_sums.h).
+//
 // In the last layer the wanted rows alone go on after `place`: of a long prompt that is one.
 //
 // Within a phase ranks take rows, blocks of columns or attention tasks by tickets, their own ones first (row_groups.h).
@@ -14,6 +16,7 @@
 #include "attention_tasks.h"
 #include "embedding.h"
 #include "feed_forward.h"
+#include "shared_sums.h"
 #include "write_kv.h"
 
 namespace diptych {
@@ -22,20 +25,43 @@ namespace {
 // Attention tasks of one row that a rank takes at once, at most.
 constexpr int kRunTasks = 12;
 
+// How sublayers begin and end where one process computes the model.
 template <class Kind>
-void embed(StepState &step) {
-    const DiptychModel &model = *step.model;
-    RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
-    share_rows(step, groups, kRowChunk, [&](int64_t row) {
-        float *to = step.hidden_row(row);
-        float scale = model.shape.embedding_scale;
-        read_embedding(model, step.rows[static_cast<size_t>(row)].token, to);
-        for (int i = 0; i < model.shape.hidden; i++) to[i] *= scale;
-    });
+struct WholeSums {
+    static void embed(StepState &step, int) {
+        RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+        share_rows(step, groups, kRowChunk, [&](int64_t row) {
+            embed_token(*step.model, step.rows[static_cast<size_t>(row)].token, step.hidden_row(row));
+        });
+    }
+
+    static void poll(StepState &step) { step.stopped = step.poll_aborts(); }
+
+    static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int) {
+        Changes<Kind> output(step, set, index, DIPTYCH_OUTPUT);
+        bool apart = !layer.attention_output_norm.empty();
+        add_to_stream<Kind>(step, set, layer.output, step.mixed, step.mixed_stride, apart, output);
+        step.model->team.barrier();
+        return {apart, false, false, apart ? &layer.attention_output_norm : nullptr};
+    }
+
+    static Update run_feed_forward(StepState &step, const RowSet &set, const Layer &layer, int index,
+                                   const Update &update, int) {
+        return diptych::run_feed_forward<Kind>(step, set, layer, index, update);
+    }
+
+    static void end(StepState &, int) {}
+};
+
+// Calls f(a number of the type in which this step's keys and values are kept).
+template <class Kind, class F>
+void with_kept(const StepState &step, F f) {
+    if (step.batch.kept == DIPTYCH_KV_INT8) return f(int8_t{});
+    f(typename Kind::Stored{});
 }
 
 // Writes the keys and values of all rows.
-template <class Kind>
+template <class Kept, class Kind>
 void write_kv(StepState &step, const Layer &layer, int index) {
     ThreadTeam &team = step.model->team;
     RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
@@ -43,12 +69,12 @@ void write_kv(StepState &step, const Layer &layer, int index) {
     auto tickets = groups.tickets([&](int64_t begin, int64_t end) { return first(end) - first(begin); });
     for (auto run = team.take_run(tickets, 1); run.begin < run.end; run = team.take_run(tickets, 1)) {
         RowTile tile = step.places[static_cast<size_t>(run.begin)];
-        if (step.is_live(tile.first)) write_kv_rows<Kind>(step, layer, index, tile);
+        if (step.is_live(tile.first)) write_kv_rows<Kept>(step, layer, index, tile);
     }
     team.barrier();
 }
 
-template <class Kind>
+template <class Kept, class Kind>
 void run_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
     ThreadTeam &team = step.model->team;
     int kv_heads = step.model->shape.kv_heads;
@@ -65,8 +91,8 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
     int64_t longest = set.tiles.size() == set.rows.size() ? kRunTasks : 1;
     for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
         for (int64_t i = run.begin; i < run.end; i++) {
-            BlockRange<typename Kind::Stored> next;
-            if (i + 1 < run.end) next = task(i + 1).template range<typename Kind::Stored>(step);
+            BlockRange<Kept> next;
+            if (i + 1 < run.end) next = task(i + 1).template range<Kept>(step);
             if (step.is_live(task(i).row(0))) attend_task<Kind>(step, task(i), next, scratch);
         }
     }
@@ -85,7 +111,7 @@ template <class Kind>
 void run_head(StepState &step, const Update &update) {
     DiptychModel &model = *step.model;
     auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    int64_t vocab = model.shape.vocab;
+    int64_t vocab = model.shape.vocab;  // of a rank: its own tokens
     int wanted = static_cast<int>(step.wanted.size());
     share_rows(step, RowGroups(step, wanted, Kind::kRows), 1, [&](int64_t i) {
         float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
@@ -113,7 +139,17 @@ void run_head(StepState &step, const Update &update) {
         float *logits = step.logits + to.logits + column;
         for (int64_t j = 0; j < count; j++) logits[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
     };
-    product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, keep, [](int, int) {});
+    product<Kind>(step, model.head, step.normed.get(), step.hidden_stride, wanted, keep, [](int, int) {});
+}
+
+// The residual stream behind the last layer, where other layers follow in another process.
+template <class Kind>
+void leave_rows(StepState &step, const Update &update) {
+    int64_t hidden = step.model->shape.hidden;
+    share_rows(step, RowGroups(step, step.all.size(), Kind::kRows), kRowChunk, [&](int64_t row) {
+        add_update(step, update, row, step.hidden_row(row));
+        std::memcpy(step.batch.leaves + row * hidden, step.hidden_row(row), static_cast<size_t>(hidden) * sizeof(float));
+    });
 }
 
 // Copies the residual stream before a layer, if it is tapped.
@@ -130,49 +166,51 @@ inline void keep_features(const StepState &step, int layer) {
     }
 }
 
-template <class Kind>
+// `Sums`: WholeSums or SharedSums.
+template <class Kind, class Sums>
 void run_layers(StepState &step, int rank) {
     ThreadTeam &team = step.model->team;
-    embed<Kind>(step);
+    Sums::embed(step, rank);
     team.barrier();
     int layers = step.model->shape.layers;
     Update update;
     for (int index = 0; index < layers; index++) {
         const Layer &layer = step.model->layers[static_cast<size_t>(index)];
-        const RowSet &set = index + 1 < layers ? step.all : step.closing;
+        const RowSet &set = index + 1 < layers || step.batch.leaves != nullptr ? step.all : step.closing;
         if (rank == 0 && index == step.guests_from) team.welcome();
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
-        if (rank == 0) step.poll_aborts();
+        if (rank == 0) Sums::poll(step);
         norm_rows<Kind>(step, step.all, layer.input_norm, update);
         team.barrier();
         if (step.stopped) return;
         if (rank == 0) keep_features(step, index);  // nothing is added to them before the next barrier
         int rows = static_cast<int>(step.rows.size());
         auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
-        Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV), output(step, set, index, DIPTYCH_OUTPUT);
+        Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV);
         qkv.shrink(step.normed, step.hidden_stride);
         product<Kind>(
-            step, layer.qkv, step.normed, step.hidden_stride, rows,
+            step, layer.qkv, step.normed.get(), step.hidden_stride, rows,
             [&](int row, int column, float *sums) {
                 qkv.expand(row, column, sums);
                 std::memcpy(place(row, column), sums, kColumns * sizeof(float));
             },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
-        write_kv<Kind>(step, layer, index);
-        run_attention<Kind>(step, set, layer, index, rank);
-        bool apart = !layer.attention_output_norm.empty();
-        add_to_stream<Kind>(step, set, layer.output, step.mixed, step.mixed_stride, apart, output);
-        team.barrier();
-        update = {apart, false, apart ? &layer.attention_output_norm : nullptr};
-        update = run_feed_forward<Kind>(step, set, layer, index, update);
+        with_kept<Kind>(step, [&](auto kept) {
+            write_kv<decltype(kept), Kind>(step, layer, index);
+            run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
+        });
+        update = Sums::add_attention(step, set, layer, index, rank);
+        update = Sums::run_feed_forward(step, set, layer, index, update, rank);
     }
-    run_head<Kind>(step, update);
+    step.batch.leaves == nullptr ? run_head<Kind>(step, update) : leave_rows<Kind>(step, update);
+    Sums::end(step, rank);
 }
 
 template <class Kind>
 void run_step(void *state, int rank) {
-    run_layers<Kind>(*static_cast<StepState *>(state), rank);
+    StepState &step = *static_cast<StepState *>(state);
+    step.model->share ? run_layers<Kind, SharedSums<Kind>>(step, rank) : run_layers<Kind, WholeSums<Kind>>(step, rank);
     Kind::end();
 }
 

@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "model.h"
+#include "model_share.h"
 #include "step_state.h"
 
 namespace diptych {
@@ -115,8 +116,9 @@ int32_t StepQueue::run(const QueuedStep &launch) {
     step.guests_from = launch.guests_from;
     model_.team.run(launch.threads, model_.kernels->body[model_.shape.dtype], &step);
     if (step.stopped) return DIPTYCH_ALL_ABORTED;
+    if (model_.share) take_results(step, launch.logits, launch.likeliest);
     if (launch.likeliest == nullptr) return DIPTYCH_OK;
-    step.tell_likeliest(launch.likeliest);
+    if (!model_.share) step.tell_likeliest(launch.likeliest);
     // Kept here: the caller may free `likeliest` once the step is collected, before the next one begins.
     sampled_.assign(launch.likeliest, launch.likeliest + rows);
     return DIPTYCH_OK;

@@ -6,7 +6,9 @@
 #include "blocks.h"
 #include "bytes.h"
 #include "model_parts.h"
+#include "model_share.h"
 #include "token_tree.h"
+#include "window_tables.h"
 
 namespace diptych {
 
@@ -24,6 +26,9 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
         return at(s, std::to_string(end) + " tokens, rotary tables reach " + std::to_string(model.positions));
     }
     if (batch.memories[s] == 0) return at(s, "has no memory");
+    if (batch.kept == DIPTYCH_KV_INT8 && (batch.memories[s] | static_cast<uint64_t>(batch.block_stride)) % 4 != 0) {
+        return at(s, "its scales do not lie at multiples of 4");
+    }
     int64_t blocks = (end + batch.block_size - 1) / batch.block_size;
     if (blocks > batch.table_lengths[s]) {
         return at(s, std::to_string(end) + " tokens do not fit into " + std::to_string(batch.table_lengths[s]) +
@@ -34,10 +39,10 @@ std::string refused_sequence(const DiptychModel &model, const DiptychBatch &batc
             return at(s, "block " + std::to_string(table[b]) + " of " + std::to_string(batch.memory_blocks[s]));
         }
     }
+    int32_t vocab = model.share ? model.share->vocab : model.shape.vocab;
     for (int32_t i = 0; i < batch.counts[s]; i++) {
-        if (tokens[i] < 0 || tokens[i] >= model.shape.vocab) {
-            return at(s, "token " + std::to_string(tokens[i]) + " outside the vocabulary of " +
-                             std::to_string(model.shape.vocab));
+        if (tokens[i] < 0 || tokens[i] >= vocab) {
+            return at(s, "token " + std::to_string(tokens[i]) + " outside the vocabulary of " + std::to_string(vocab));
         }
     }
     return "";
@@ -116,14 +121,14 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.row_capacity = 0;
     step.hidden_stride = round_up(shape.hidden, kDepth);
     step.qkv_stride = round_up(model.query_width() + 2 * model.kv_width(), kColumns);
-    step.mixed_stride = round_up(model.query_width(), kDepth);
-    step.inner_stride = round_up(shape.intermediate, kDepth);
+    step.mixed_stride = model.share ? model.share->mixed_begins.back() : round_up(model.query_width(), kDepth);
+    step.inner_stride = model.share ? model.share->inner_begins.back() : round_up(shape.intermediate, kDepth);
     step.hidden = zeroed(capacity * step.hidden_stride * number);
     step.qkv = zeroed(capacity * step.qkv_stride * number);
     step.normed = zeroed(capacity * step.hidden_stride * value);
     step.mixed = zeroed(capacity * step.mixed_stride * value);
     step.inner = zeroed(capacity * step.inner_stride * value);
-    if (shape.norms_after || model.has_experts()) step.update = zeroed(capacity * step.hidden_stride * number);
+    if (shape.norms_after || model.has_experts() || model.share) step.update = zeroed(capacity * step.hidden_stride * number);
     int64_t shared = round_up(shape.experts.shared_intermediate, kDepth);
     Entries entries =
         make_entries(model, capacity, std::max({step.hidden_stride, step.mixed_stride, step.inner_stride, shared}));
@@ -148,7 +153,9 @@ void grow_scores(StepState &step, const DiptychModel &model, int64_t blocks, int
 
 // Neighbouring rows of a sequence, to go through a part of a layer.
 void add_rows(RowSet &set, const DiptychModel &model, int32_t first, int32_t count, bool tree) {
-    int32_t height = tree ? 1 : std::max(1, kPairs / model.group()), place = static_cast<int32_t>(set.size());
+    int32_t widest = 1;
+    for (int32_t head = 0; head < model.shape.kv_heads; head++) widest = std::max(widest, model.group(head));
+    int32_t height = tree ? 1 : std::max(1, kPairs / widest), place = static_cast<int32_t>(set.size());
     for (int32_t row = 0; row < count; row += height) {
         set.tiles.push_back({place + row, std::min(height, count - row)});
     }
@@ -173,7 +180,7 @@ void want(StepState &step, int32_t row) {
         step.peaks.resize(step.peaks.size() + static_cast<size_t>(step.model->head.blocks));
     } else {
         int64_t before = static_cast<int64_t>(step.wanted.size()) - greedy_rows;
-        step.wanted.push_back({row, before * step.model->shape.vocab, -1});
+        step.wanted.push_back({row, before * step.logit_stride, -1});
     }
 }
 
@@ -183,11 +190,15 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     if (threads < 1 || threads > 1024) return "threads must be 1 .. 1024";
     if (batch.sequences < 1) return "an empty batch";
     if (batch.block_size < 1) return "block_size must be at least 1";
-    int64_t own = 2 * static_cast<int64_t>(model.kv_width()) * batch.block_size * model.shape.layers;
-    if (batch.block_stride != 0 && batch.block_stride < own) return "blocks closer than this model's are large";
+    if (batch.kept != DIPTYCH_KV_OWN && batch.kept != DIPTYCH_KV_INT8) return "no such numbers of keys and values";
+    std::string misplaced = refused_layer_places(model, batch);
+    if (!misplaced.empty()) return misplaced;
+    int64_t head = head_elements(batch.kept, model.shape.head_dim, batch.block_size);
+    int64_t own = 2 * head * model.block_kv_heads * block_layers(model, batch);
+    if (batch.block_stride != 0 ? batch.block_stride < own : batch.layer_places != nullptr) return "blocks closer than this model's are large";
     std::string missing = incomplete(model);
     if (!missing.empty()) return missing;
-    const int32_t *tokens = batch.tokens, *table = batch.tables;
+    const int32_t *tokens = batch.tokens, *table = batch.tables, *windowed = batch.window_tables;
     int64_t rows = 0;
     for (int32_t s = 0; s < batch.sequences; s++) {
         if (batch.counts[s] < 1) return at(s, "no tokens to compute");
@@ -199,18 +210,22 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         if (rows > (1 << 24)) return "more tokens than a step can hold";
         std::string found = refused_sequence(model, batch, s, tokens, table);
         if (found.empty()) found = refused_tree(batch, s, rows - batch.counts[s]);
+        if (found.empty()) found = refused_windows(model, batch, s, windowed);
         if (!found.empty()) return found;
         tokens += batch.counts[s];
         table += batch.table_lengths[s];
+        windowed += window_entries(batch, s);
     }
     std::string found = refused_places(model, batch);
+    if (found.empty() && model.share) found = refused_by_share(model, batch, rows);
     return found.empty() ? refused_adapters(model, batch) : found;
 }
 
 void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, int32_t threads, float *logits) {
     step.model = &model;
     step.batch = batch;
-    step.logits = logits;
+    step.logits = model.share ? model.share->exchange.logits() + model.share->first_token : logits;
+    step.logit_stride = model.share ? model.share->vocab : model.shape.vocab;
     step.stopped = false;
     step.rows.clear();
     for (RowSet *set : {&step.all, &step.closing}) {
@@ -245,20 +260,21 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         if (ends != nullptr) ends += count;
         table += batch.table_lengths[s];
     }
+    add_window_tables(step);
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));
     prepare_adapters(step);
     grow_scores(step, model, blocks, threads);
 }
 
-void StepState::poll_aborts() {
-    if (batch.abort_words == nullptr) return;
+bool StepState::poll_aborts() {
+    if (batch.abort_words == nullptr) return false;
     bool any = false;
     for (int32_t s = 0; s < batch.sequences; s++) {
         // Another thread stores here at any time; an aligned 32-bit load cannot tear.
         if (__atomic_load_n(&batch.abort_words[s], __ATOMIC_RELAXED) != 0) live[s] = 0;
         any = any || live[s] != 0;
     }
-    stopped = !any;
+    return !any;
 }
 
 void StepState::tell_likeliest(int32_t *to) const {

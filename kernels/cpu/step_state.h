@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "topk.h"
+#include "kv_layout.h"
 #include "model.h"
+#include "topk.h"
 
 namespace diptych {
 
@@ -81,6 +82,7 @@ struct StepState {
     DiptychModel *model = nullptr;
     DiptychBatch batch{};
     float *logits = nullptr;
+    int64_t logit_stride = 0;  // from one row's to the next
     int32_t guests_from = 0;  // the layer from which on guests may help
 
     std::vector<Row> rows;
@@ -88,7 +90,7 @@ struct StepState {
     RowSet closing;  // of the last one, once its keys and values are written: nothing reads the other rows any more
     std::vector<int32_t> paths;           // of rows in trees: lanes of the ancestors and of the row itself
     std::vector<RowTile> places;          // whose keys and values are written together
-    std::vector<const int32_t *> tables;  // per sequence
+    std::vector<const int32_t *> tables;  // per sequence; after them, per table of windowed layers, again
     std::vector<WantedRow> wanted;        // in order
     std::vector<uint8_t> live;            // per sequence; written between barriers by rank 0 only
     std::atomic<bool> stopped{false};     // likewise; guests on their way through the phases look at any time
@@ -118,16 +120,26 @@ struct StepState {
     float *shrunk_row(int64_t place) const { return static_cast<float *>(shrunk.get()) + place * shrunk_stride; }
     float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
     bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
-    int64_t block_elements() const {  // of keys, or of values, of one layer in one block
-        return static_cast<int64_t>(model->kv_width()) * batch.block_size;
+    int64_t head_elements() const {  // of keys, or of values, of one head in one block
+        return diptych::head_elements(batch.kept, model->shape.head_dim, batch.block_size);
     }
+    // The table of a layer, by the number of a block in its sequence; of a windowed one, of those that are there.
+    const int32_t *table(int32_t layer, int32_t sequence) const {
+        int64_t number = batch.layer_places == nullptr ? 0 : batch.layer_places[2 * layer];
+        return tables[static_cast<size_t>(number * batch.sequences + sequence)];
+    }
+    int64_t layer_elements(int32_t layer) const {  // from the beginning of a block to a layer's keys
+        return 2 * block_elements() * (batch.layer_places == nullptr ? layer : batch.layer_places[2 * layer + 1]);
+    }
+    int64_t block_elements() const { return model->block_kv_heads * head_elements(); }  // of one layer
     int64_t block_stride() const {  // elements from one block to the next
         return batch.block_stride ? batch.block_stride : 2 * block_elements() * model->shape.layers;
     }
 
     std::vector<Peak> peaks;  // [greedy rows, blocks of the head]
 
-    void poll_aborts();
+    // Sees which sequences are aborted; returns whether all are.
+    bool poll_aborts();
     // The likeliest token of each wanted row that is greedy and has one, for the others -1.
     void tell_likeliest(int32_t *to) const;
 };

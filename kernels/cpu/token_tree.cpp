@@ -37,7 +37,8 @@ bool lay_tree(StepState &step, int32_t s, int32_t first) {
         }
         longest = std::max(longest, row.position / size - start / size + 1);
     }
-    int64_t floats = 2 * static_cast<int64_t>(longest) * step.model->shape.head_dim * size;
+    // An element takes a float at most.
+    int64_t floats = 2 * static_cast<int64_t>(longest) * step.head_elements();
     step.tree_floats = std::max(step.tree_floats, round_up(floats, 16));
     return tree;
 }

@@ -14,13 +14,21 @@ namespace diptych {
 
 namespace {
 
+// Copies the scales of the token in lane `from` to lane `lane` of the copied block at `to`.
+inline void copy_scales(const HeadBlocks<int8_t> &blocks, int from, int8_t *to, int lane) {
+    int block = from / blocks.block_size, within = from % blocks.block_size;
+    int64_t at = blocks.head - scale_bytes(blocks.block_size) + scale_bytes(lane);
+    std::memcpy(to + at, blocks.key_scales(block) + within, sizeof(float));
+    std::memcpy(to + blocks.head + at, blocks.value_scales(block) + within, sizeof(float));
+}
+
 // Copies the blocks of one head in which a row's ancestors of this step have positions, with these in their lanes, to
 // `to`, and returns `blocks` with the copies in place of the blocks.
 template <class Stored>
 HeadBlocks<Stored> along_path(const StepState &step, HeadBlocks<Stored> blocks, const Row &row, Stored *to) {
     int start = step.batch.starts[row.sequence], size = blocks.block_size, width = blocks.head_dim;
     const int32_t *path = &step.paths[static_cast<size_t>(row.path)];
-    int64_t half = static_cast<int64_t>(width) * size;
+    int64_t half = blocks.head, numbers = static_cast<int64_t>(width) * size;
     HeadBlocks<Stored> view = blocks;
     view.own_from = start / size;
     view.own = to;
@@ -33,9 +41,10 @@ HeadBlocks<Stored> along_path(const StepState &step, HeadBlocks<Stored> blocks, 
             int from = path[position - start];
             if (from == position) continue;
             const Stored *keys = blocks.keys(from / size) + from % size;
-            for (int64_t d = 0; d < half; d += size) to[d + lane] = keys[d];
+            for (int64_t d = 0; d < numbers; d += size) to[d + lane] = keys[d];
             std::memcpy(to + half + static_cast<int64_t>(lane) * width, blocks.value(from / size, from % size),
                         static_cast<size_t>(width) * sizeof(Stored));
+            if constexpr (kHasScales<Stored>) copy_scales(blocks, from, to, lane);
         }
     }
     return view;

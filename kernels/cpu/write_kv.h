@@ -1,6 +1,7 @@
 // Between the QKV product and attention: heads are normed and rotated, keys and values written to their blocks.
 #pragma once
 
+#include "int8_cache.h"
 #include "step_state.h"
 #include "vector_math.h"
 
@@ -90,28 +91,38 @@ void write_key(const float *key, int width, Stored *to, int block_size) {
         });
 }
 
+// Writes the value of one token: `value` [head_dim] float32.
+template <class Stored>
+void write_value(const float *value, int width, Stored *to) {
+    by_lanes(
+        width, [&](int i) { store(to + i, load(value + i)); },
+        [&](int i, int rest) { store_part(to + i, load_part(value + i, rest), rest); });
+}
+
 // Norms and rotates the heads of some neighbouring tokens of one block, and writes their keys and values there.
 // Together: keys of neighbours share cache lines, which would go to and fro between the cores.
-template <class Kind>
+template <class Stored>
 void write_kv_rows(StepState &step, const Layer &layer, int layer_index, RowTile tile) {
-    using Stored = typename Kind::Stored;
     const DiptychModel &model = *step.model;
     const Row &first = step.rows[tile.first];
     int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.lane % block_size;
     for (int r = 0; r < tile.rows; r++) norm_and_rotate_heads(step, layer, tile.first + r);
     int64_t half = step.block_elements();
-    int64_t block = step.tables[first.sequence][first.lane / block_size];
+    int64_t block = step.table(layer_index, first.sequence)[first.lane / block_size];
     auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
-                 step.block_stride() * block + 2 * half * layer_index;
-    const float *head = step.qkv_row(tile.first) + model.query_width();
-    for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
+                 step.block_stride() * block + step.layer_elements(layer_index);
+    int64_t head = step.head_elements();
+    for (int h = 0; h < model.shape.kv_heads; h++, keys += head) {
         for (int r = 0; r < tile.rows; r++) {
-            const float *key = head + r * step.qkv_stride, *value = key + model.kv_width();
+            float *key = step.qkv_row(tile.first + r) + model.query_width() + static_cast<int64_t>(h) * width;
+            float *value = key + model.kv_width();
+            Stored *values = keys + half;
+            if constexpr (kHasScales<Stored>) {
+                store_scale(keys, head, block_size, lane + r, round_head(key, width));
+                store_scale(values, head, block_size, lane + r, round_head(value, width));
+            }
             write_key(key, width, keys + lane + r, block_size);
-            Stored *values = keys + half + static_cast<int64_t>(lane + r) * width;
-            by_lanes(
-                width, [&](int i) { store(values + i, load(value + i)); },
-                [&](int i, int rest) { store_part(values + i, load_part(value + i, rest), rest); });
+            write_value(value, width, values + static_cast<int64_t>(lane + r) * width);
         }
     }
 }

@@ -1,6 +1,6 @@
 """Launch between the QKV product and attention: norms, rotary embedding, and the write of the KV blocks.
 
-The meaning is kernels/rms_norm.py and kernels/rotary.py, then kernels/paged_decode.py's `write_kv_rows`. One
+The meaning is kernels/rms_norm.py and kernels/rotary.py, then kernels/kv_blocks.py's `write_kv_rows`. One
 program takes a tile of tokens of one head. Keys lie transposed in a block, so neighbouring threads store
 neighbouring tokens: a tile of 16 consecutive tokens fills whole sectors.
 """

@@ -19,7 +19,7 @@ from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.peer import Copying, Peer
 from kvtransfer.drivers.puller import Puller
-from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.drivers.scratch import Scratch, Tiers
 from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
@@ -48,6 +48,7 @@ class HandoffClient:
     Args:
         scratch: makes the own blocks when the first copying peer needs them; without it only peers that share
             memory are accepted.
+        tiers: makes the tiers below these blocks, when they are made.
         on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
         on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
         heartbeat: state of this worker's engine.
@@ -59,6 +60,7 @@ class HandoffClient:
         device: device on which this worker computes.
         ranks: the other processes of this worker that compute, where it is a group.
         tls: certificates for links and data sockets; None: they are plain.
+        chunk_tokens: most tokens of a prompt that this worker computes at once.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class HandoffClient:
         layout: KVLayout,
         transports: Sequence[str],
         scratch: Callable[[], tuple[KVMemory, BlockPool]] | None,
+        tiers: Callable[[Scratch, BlockPool], Tiers | None] = lambda scratch, pool: None,
         on_abort: Callable[[Key], None],
         on_peer_lost: Callable[[str, list[Key]], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
@@ -81,15 +84,17 @@ class HandoffClient:
         device: torch.device = CPU,
         ranks: WriterRanks | None = None,
         tls: InternalTls | None = None,
+        chunk_tokens: int = 0,
     ) -> None:
         self._tls = tls
+        self._chunk_tokens = chunk_tokens
         self._device, self._ranks = device, ranks
         self._stall_s = stall_s
         self._writer_id = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
         self._layout = layout
         self._transports = [t for t in transports if scratch is not None or t in registry.IN_PLACE]
-        self._make_scratch = scratch
+        self._make_scratch, self._make_tiers = scratch, tiers
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
         self._cache_changed, self._on_pull_end = cache_changed, on_pull_end
@@ -159,6 +164,7 @@ class HandoffClient:
             gpu_uuid(self._device),
             () if self._ranks is None else self._ranks.pids,
             self._tls,
+            self._chunk_tokens,
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -244,8 +250,8 @@ class HandoffClient:
         return [] if self._scratch is None else self._scratch.cached_keys()
 
     def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
-        if not welcome.pull_endpoint:
-            return None
+        if not welcome.pull_endpoint or self._layout.windows is not None:
+            return None  # what a decode worker has of a prefix is of use with its windowed blocks only
         return Puller(
             lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
             self.pull_rates,
@@ -261,7 +267,8 @@ class HandoffClient:
                 memory, pool = self._make_scratch()
             except (MemoryError, RuntimeError) as error:  # of torch: another program took the memory
                 raise TransportError(f"no memory for the blocks that copies start from: {error}") from error
-            self._scratch = Scratch(memory, pool, self._cache_changed)
+            self._scratch = Scratch(memory, pool, self._cache_changed, self._chunk_tokens)
+            self._scratch.tiers = self._make_tiers(self._scratch, pool)
         return self._scratch
 
     # -- life and death of links

@@ -53,9 +53,14 @@ def failure(reason: int, message: str) -> work_pb2.Failure:
 def response_of(action: SendGrant | SendDenied | SendAbort) -> Response:
     """Return the message of the decode worker for an action."""
     match action:
-        case SendGrant(_, ref, block_ids, cached_tokens):
+        case SendGrant(_, ref, block_ids, cached_tokens, pins):
             return Response(
-                grant=handoff_pb2.Grant(grant=grant_id(ref), block_ids=block_ids, cached_tokens=cached_tokens)
+                grant=handoff_pb2.Grant(
+                    grant=grant_id(ref),
+                    block_ids=block_ids,
+                    cached_tokens=cached_tokens,
+                    window_pins=pins,
+                )
             )
         case SendDenied(_, key, reason, message):
             why = None if reason is None else failure(reason, message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
@@ -17,6 +18,9 @@ from kvtransfer.transports import pull_mapped
 from kvtransfer.transports.base import Locality, RankedReceiver, ReceivingTransport
 from kvtransfer.transports.pull_frames import PullServer
 from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _FREE = frozenset({"tensor_parallel"})
 """Fields in which two workers may differ."""
@@ -70,9 +74,9 @@ class Fingerprint:
         return cls(**{**found, "sum_parts": message.sum_parts or 1})
 
 
-def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
-    """Return the name of the first field in which the two differ, None if blocks can be exchanged."""
-    for field in fields(Fingerprint):
+def incompatible_field(a: DataclassInstance, b: DataclassInstance) -> str | None:
+    """Return the name of the first field in which two fingerprints differ, None if they are equal."""
+    for field in fields(a):
         if field.name not in _FREE and getattr(a, field.name) != getattr(b, field.name):
             return field.name
     return None

@@ -7,35 +7,27 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-import grpc
-
 from diptych.runtime.internal_tls import InternalTls
-from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
 from diptych.runtime.send_queue import SendQueue
-from diptych.worker.v1 import handoff_pb2, work_pb2
+from diptych.worker.v1 import handoff_pb2
+from kvtransfer.drivers.client_link import INCOMPATIBLE, ClientLink, exchange_hello, open_stream
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
 from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import host_id
 
-_CONNECT_S = 3.0
-_INCOMPATIBLE = work_pb2.FailureReason.FAILURE_REASON_INCOMPATIBLE
-_PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
+_DECODE = "decode worker"
 
 
-class PeerLink:
+class PeerLink(ClientLink):
     """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
 
     def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
+        super().__init__(stream)
         self.welcome = welcome
-        self._stream = stream
-        self._send_queue: SendQueue[Request] = SendQueue()
-        # From the hello on: heartbeats to the peer do not wait until this side reads.
-        self._writing = asyncio.create_task(self._write())
-        self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -47,6 +39,7 @@ class PeerLink:
         device: str = "",
         rank_pids: Sequence[int] = (),
         tls: InternalTls | None = None,
+        chunk_tokens: int = 0,
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
@@ -54,6 +47,7 @@ class PeerLink:
             device: UUID of the GPU that holds this worker's blocks, empty for host memory.
             rank_pids: processes of this worker that write blocks, beside this one.
             tls: certificates; None: the link is plain.
+            chunk_tokens: most tokens of a prompt that this worker computes at once.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -67,91 +61,18 @@ class PeerLink:
             host_id=host_id(),
             device=device,
             rank_pids=rank_pids,
+            chunk_tokens=chunk_tokens,
         )
-        stream = await _open_stream(address, tls)
+        stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:
-            welcome = await _exchange_hello(stream, hello)
+            welcome = await exchange_hello(stream, Request(hello=hello), _DECODE)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
             if field is not None:
-                raise HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {field}")
+                raise HandoffDenied(INCOMPATIBLE, f"the decode worker differs in {field}")
         except BaseException:
             await stream.close()
             raise
         return cls(stream, welcome)
-
-    def start(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
-        """Pass every message to `handle` until the stream ends, then call `ended` once."""
-        self._task = asyncio.create_task(self._run(handle, ended))
-
-    def put(self, request: Request) -> None:
-        """Send a message after those that were put before; it is dropped once the stream is gone."""
-        self._send_queue.put(request)
-
-    def close(self) -> None:
-        """End the stream from this side; `ended` follows."""
-        self._stream.cancel()
-
-    async def wait_closed(self) -> None:
-        """Wait until the stream has ended, and `ended` was called if the link was started."""
-        self._stream.cancel()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        else:
-            await self._end()
-
-    async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
-        try:
-            # The link is lost however the stream ends.
-            with contextlib.suppress(StreamLost, asyncio.CancelledError):
-                while (response := await self._stream.read()) is not None:
-                    handle(response)
-        finally:
-            self._send_queue.close()
-            self._stream.cancel()
-            ended()
-            await self._end()
-
-    async def _end(self) -> None:
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
-        await self._stream.close()
-
-    async def _write(self) -> None:
-        # A stream that cannot be written is broken: the reader sees that too and ends the link.
-        with contextlib.suppress(StreamLost):
-            while requests := await self._send_queue.take():
-                for request in requests:
-                    await self._stream.write(request)
-
-
-async def _open_stream(address: str, tls: InternalTls | None) -> ClientStream:
-    try:
-        return await open_link(address, HANDOFF, tls)
-    except StreamLost as error:
-        raise _denied(error) from error
-
-
-async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
-    first: Response | None
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            await stream.write(Request(hello=hello))
-            first = await stream.read()
-    except StreamLost as error:
-        raise _denied(error) from error
-    except TimeoutError as error:
-        raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
-    if first is None or first.WhichOneof("message") != "welcome":
-        raise HandoffDenied(_PEER_LOST, "the decode worker did not send welcome")
-    return first.welcome
-
-
-def _denied(error: StreamLost) -> HandoffDenied:
-    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
-        return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
-    if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return HandoffDenied(_PEER_LOST, f"no link to the decode worker: {error.details}")
-    return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
 
 
 class ServerLink:

@@ -44,23 +44,25 @@ class CommitNote:
 class LocalListener:
     """Callbacks of the grants, called on the event loop.
 
-    `granted(ref, block_ids, cached_tokens)` gives blocks for all of an attempt's tokens. `revoked(ref)` asks
-    for `stop`, once no step writes to the grant. An ask that is denied ends with its attempt.
+    `granted` gives blocks for all of an attempt's tokens. `revoked(ref)` asks for `stop`, once no step writes
+    to the grant. An ask that is denied ends with its attempt.
     """
 
-    granted: Callable[[GrantRef, list[int], int], None]
+    granted: Callable[[SendGrant], None]
     revoked: Callable[[GrantRef], None]
 
 
 class LocalWriter:
     """The sender's half of the protocol for one process that is sender and receiver."""
 
-    def __init__(self, identity: WriterId, receiver: Receiver, actions: ActionQueue[ReceiverAction]) -> None:
+    def __init__(
+        self, identity: WriterId, receiver: Receiver, actions: ActionQueue[ReceiverAction], chunk: int = 0
+    ) -> None:
         self.id = identity
         self.listener: LocalListener | None = None
         self._receiver = receiver
         self._actions = actions
-        actions.run(receiver.link_up(identity, in_place=True))
+        actions.run(receiver.link_up(identity, in_place=True, chunk=chunk))
 
     def ask(self, key: Key) -> None:
         """Ask for the blocks of an attached attempt."""
@@ -82,8 +84,8 @@ class LocalWriter:
         if self.listener is None:
             raise RuntimeError("no listener takes the grants of local prefills")
         match action:
-            case SendGrant(_, ref, block_ids, cached_tokens):
-                self.listener.granted(ref, list(block_ids), cached_tokens)
+            case SendGrant():
+                self.listener.granted(action)
             case SendAbort(_, ref):
                 self.listener.revoked(ref)
             case SendDenied():

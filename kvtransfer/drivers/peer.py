@@ -21,6 +21,7 @@ from kvtransfer.drivers.puller import Puller
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.drivers.scratch import Scratch, ScratchBlocks
 from kvtransfer.drivers.types import GrantedBlocks
+from kvtransfer.drivers.window_grant import split_grant, window_runs
 from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, PeerLost
 from kvtransfer.protocol.lease import TransferProgress
 from kvtransfer.protocol.messages import (
@@ -131,7 +132,7 @@ class Peer:
         finally:
             del self._pending_asks[key]
         if blocks is None or self._copying is None:
-            return self._granted_blocks(grant, None, keep, grant.cached_tokens)
+            return self._granted_blocks(grant, num_tokens, None, keep, grant.cached_tokens)
         started = time.monotonic()
         try:
             cached_tokens = await self._pull(self._copying, grant, blocks, keep)
@@ -140,7 +141,7 @@ class Peer:
             self._copying.scratch.release(blocks, keep=False)
             raise
         pull_s = time.monotonic() - started if grant.cached_tokens > blocks.cached_tokens else 0.0
-        return self._granted_blocks(grant, blocks, keep, cached_tokens, pull_s)
+        return self._granted_blocks(grant, num_tokens, blocks, keep, cached_tokens, pull_s)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """Send the full blocks of the first `upto_tokens` tokens, which are computed. Returns at once."""
@@ -162,6 +163,7 @@ class Peer:
         ref = granted.ref
         if granted.scratch is not None:
             self._push(granted, len(granted.block_table))
+            self._push_window(granted, num_tokens)
             if self._queue is not None:
                 await self._queue.flush(ref)
         state = self._push_states.pop(ref, None)
@@ -285,6 +287,7 @@ class Peer:
     def _granted_blocks(
         self,
         grant: GrantReceived,
+        num_tokens: int,
         blocks: ScratchBlocks | None,
         keep: bool,
         computed_tokens: int,
@@ -294,10 +297,13 @@ class Peer:
         if memory is None:
             raise RuntimeError("granted without memory")
         self._push_states[grant.ref] = _PushState(grant.cached_tokens // memory.layout.block_size)
+        target, window = split_grant(
+            memory.layout, num_tokens, grant.block_ids, grant.cached_tokens, grant.window_pins
+        )
         return GrantedBlocks(
             key=grant.ref.key,
             memory=memory,
-            block_table=list(grant.block_ids) if blocks is None else blocks.block_ids,
+            block_table=target if blocks is None else blocks.block_ids,
             computed_tokens=computed_tokens,
             cached_tokens=grant.cached_tokens,
             ref=grant.ref,
@@ -305,6 +311,8 @@ class Peer:
             target_table=grant.block_ids,
             transport=self._transport,
             keep=keep,
+            window=window if blocks is None else blocks.window,
+            target_window=window,
             pull_s=pull_s,
         )
 
@@ -322,6 +330,19 @@ class Peer:
             computed = queued_work(granted.memory)
             self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets, computed))
 
+    def _push_window(self, granted: GrantedBlocks, num_tokens: int) -> None:
+        """Send the windowed blocks that stay of a prompt, which is computed."""
+        state, memory = self._push_states.get(granted.ref), granted.memory
+        own, target = granted.window, granted.target_window
+        if state is None or self._queue is None or own is None or target is None:
+            return
+        if not self._sender.is_writing(granted.ref):
+            return
+        for first, blocks in window_runs(memory.layout, num_tokens, own, target):
+            state.bytes_sent += len(blocks) * memory.layout.bytes_per_block
+            targets = granted.target_table[first : first + len(blocks)]
+            self._queue.put(Run(granted.ref, first, memory, blocks, targets, queued_work(memory)))
+
     def _on_sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
         self._actions.run(self._sender.push(ref, first, len(digests), digests))
 
@@ -334,7 +355,9 @@ class Peer:
             case "grant":
                 grant = response.grant
                 ref = ref_of(grant.grant)
-                self._actions.run(self._sender.granted(ref, grant.block_ids, grant.cached_tokens))
+                self._actions.run(
+                    self._sender.granted(ref, grant.block_ids, grant.cached_tokens, grant.window_pins)
+                )
             case "denied":
                 denied = response.denied
                 reason = denied.failure.reason if denied.HasField("failure") else None
@@ -350,7 +373,7 @@ class Peer:
 
     def _perform(self, action: SenderAction) -> None:
         match action:
-            case GrantReceived(ref, _, _):
+            case GrantReceived(ref):
                 waiting = self._pending_asks.get(ref.key)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(action)

@@ -15,6 +15,7 @@ from typing import cast
 import grpc
 
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.window_table import PromptWindow
 from diptych.runtime.failpoints import ARMED
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.method import HANDOFF
@@ -67,6 +68,7 @@ class HandoffServer:
         heartbeat: state of this worker's engine.
         gate: what attempts need beside blocks; None: nothing.
         tls: certificates for the sockets of transports; None: they are plain.
+        local_chunk: most tokens of a prompt that this worker computes itself at once.
     """
 
     def __init__(
@@ -87,14 +89,16 @@ class HandoffServer:
         timeouts: EscalationTimeouts | None = None,
         gate: GrantGate | None = None,
         tls: InternalTls | None = None,
+        local_chunk: int = 0,
     ) -> None:
         self._memory = memory.memory
         self._on_ready, self._on_failed, self._heartbeat = on_ready, on_failed, heartbeat
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
-        self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts, gate)
+        layout = self._memory.layout
+        self._receiver = Receiver(pool, layout.block_size, running, timeouts, gate, layout.windows)
         self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
         self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
-        self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions)
+        self.local = LocalWriter(WriterId(worker_id, incarnation), self._receiver, self._actions, local_chunk)
         """Writer that stands for this worker itself."""
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None
@@ -196,7 +200,12 @@ class HandoffServer:
         link.put(self._handshake.make_welcome(hello, transport, self._forgotten))
         reads_prefix = transport.name in PULLS_MAPPED
         self._actions.run(
-            self._receiver.link_up(writer_id, in_place=transport.in_place, reads_prefix=reads_prefix)
+            self._receiver.link_up(
+                writer_id,
+                in_place=transport.in_place,
+                reads_prefix=reads_prefix,
+                chunk=hello.chunk_tokens,
+            )
         )
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
         try:
@@ -316,5 +325,13 @@ class HandoffServer:
                 times=times,
                 in_place=done.in_place,
                 transport=LOCAL if done.writer == self.local.id else self._writers.transport_of(done.writer),
+                window=self._window_of(done),
             )
         )
+
+    def _window_of(self, done: Handoff) -> PromptWindow | None:
+        layout = self._memory.layout
+        if layout.windows is None:
+            return None
+        cached = done.cached_tokens // layout.block_size
+        return PromptWindow(layout.windows.tables, done.window_pins, done.window_blocks, cached)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.window_table import PromptWindow
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.scratch import ScratchBlocks
 from kvtransfer.protocol.messages import GrantRef, Key
@@ -13,7 +15,7 @@ from kvtransfer.protocol.messages import GrantRef, Key
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Verified blocks of a finished handoff. The references to all of `block_ids` belong to the recipient."""
+    """Verified blocks of a finished handoff. The references to all blocks belong to the recipient."""
 
     key: Key
     block_ids: list[int]
@@ -30,6 +32,13 @@ class Ready:
     """True if the prefill worker computed straight into the blocks."""
     transport: str
     """Name of the transport that brought them."""
+    window: PromptWindow | None = None
+    """Blocks of the layers with a window, where these have blocks of their own."""
+
+    @property
+    def held(self) -> list[int]:
+        """Return all blocks."""
+        return self.block_ids if self.window is None else [*self.block_ids, *self.window.held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class GrantedBlocks:
     memory: KVMemory
     """Memory of the blocks in `block_table`: the decode worker's pool, or scratch."""
     block_table: list[int]
-    """Blocks for all of the attempt's tokens, in order."""
+    """Blocks for all of the attempt's tokens, in order: of all layers but those in `window`."""
     computed_tokens: int
     """Tokens whose KV is in `memory` already: compute from here."""
     cached_tokens: int
@@ -94,5 +103,15 @@ class GrantedBlocks:
     """Name of the transport."""
     keep: bool
     """True if the scratch blocks may enter the prefix cache once they are complete."""
+    window: PromptWindow | None = None
+    """Blocks of the layers with a window in `memory`, where these have blocks of their own."""
+    target_window: PromptWindow | None = None
+    """Windowed blocks of the grant."""
     pull_s: float = 0.0
     """Seconds for which cached blocks were pulled from the decode worker."""
+
+    @property
+    def loaded(self) -> Loaded:
+        """Blocks that came from this worker's tiers, before the ask."""
+        loaded = None if self.scratch is None else self.scratch.loaded
+        return Loaded() if loaded is None else loaded

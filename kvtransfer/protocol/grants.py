@@ -22,8 +22,9 @@ class Grant:
     """Blocks granted to one writer.
 
     `block_ids[:cached_blocks]` are pinned blocks of the prefix cache, which the writer reads and never
-    writes. `block_ids[cached_blocks:num_blocks]` are the writer's to fill. The rest is reserved for growth
-    and is not sent.
+    writes. `block_ids[cached_blocks:num_blocks]` are the writer's to fill: full blocks, then windowed ones
+    where layers with a window have their own (window_allocator.py). The rest is reserved for growth and is
+    not sent.
     """
 
     ref: GrantRef
@@ -34,6 +35,8 @@ class Grant:
     """Tokens whose KV the writer must deliver."""
     reads_prefix: bool = False
     """True if the writer may read the cached prefix in this pool: its pins last as long as the writer."""
+    window_pins: tuple[int, ...] = ()
+    """Windowed blocks of the cached prefix, pinned as it is."""
     first_tokens: FirstTokens = ()
     """Set by the commit; empty before."""
     note: object = None
@@ -55,12 +58,17 @@ class Grant:
     @property
     def pinned(self) -> list[int]:
         """The blocks of the cached prefix."""
-        return self.block_ids[: self.cached_blocks]
+        return [*self.block_ids[: self.cached_blocks], *self.window_pins]
 
     @property
     def allocated(self) -> list[int]:
         """The blocks that were allocated for this grant."""
         return self.block_ids[self.cached_blocks :]
+
+    @property
+    def held(self) -> list[int]:
+        """Return all blocks of the grant."""
+        return [*self.block_ids, *self.window_pins]
 
     def all_pushed(self) -> bool:
         """Return True once the writer announced every writable block with a digest."""
@@ -137,6 +145,8 @@ class Allocation:
     cached_blocks: int
     writable_blocks: int
     """Number of blocks that the writer needs; the rest is reserved for growth."""
+    window_pins: tuple[int, ...] = ()
+    """Windowed blocks of the cached prefix."""
 
 
 class BlockAllocator:
@@ -151,23 +161,39 @@ class BlockAllocator:
         """Return the number of tokens in `num_blocks` full blocks."""
         return num_blocks * self._block_size
 
-    def blocks_needed(self, pending: PendingTransfer) -> int:
-        """Return the number of blocks that the attempt holds, its reserve included."""
-        return max(self._blocks_for(pending.num_tokens), pending.reserve_blocks or 0)
+    def blocks_needed(self, pending: PendingTransfer, chunk: int) -> int:
+        """Return the number of blocks that the attempt holds, its reserve included; `chunk` as below."""
+        return max(self.places_for(pending.num_tokens), pending.reserve_blocks or 0)
 
-    def allocate(self, pending: PendingTransfer) -> Allocation | None:
-        """Pin the cached prefix and allocate the rest; None, and nothing changed, while room is short."""
+    def allocate(self, pending: PendingTransfer, chunk: int) -> Allocation | None:
+        """Pin the cached prefix and allocate the rest; None, and nothing changed, while room is short.
+
+        `chunk` is the most tokens that a writer in place computes at once, 0 for one that copies. Here it
+        changes nothing.
+        """
         # At least one token has to be computed: its logits give the first token.
         pins = self._pool.acquire_prefix(pending.keys[: (pending.num_tokens - 1) // self._block_size])
-        blocks, running = self.blocks_needed(pending), self._running()
+        blocks = self.blocks_needed(pending, chunk)
         fresh = blocks - len(pins)
-        spare = running
-        if pending.reserve_blocks is None:
-            spare += max(0, min(pending.sequences - 1, self._pool.total - blocks - running))
-        if self._pool.available() - fresh < spare:
+        if not self._has_room(pending, fresh, blocks):
             self._pool.release(pins)
             return None
-        return Allocation(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(pending.num_tokens))
+        return Allocation(pins + self._pool.allocate(fresh), len(pins), self.places_for(pending.num_tokens))
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    @property
+    def _spare_each(self) -> int:
+        """Blocks that a sequence needs to go on by a block of tokens."""
+        return 1
+
+    def _has_room(self, pending: PendingTransfer, fresh: int, blocks: int) -> bool:
+        """Return whether the pool can give `fresh` of an attempt's `blocks` and keep what is spare."""
+        running = self._running() * self._spare_each
+        spare = running
+        if pending.reserve_blocks is None:
+            more = (pending.sequences - 1) * self._spare_each
+            spare += max(0, min(more, self._pool.total - blocks - running))
+        return self._pool.available() - fresh >= spare
+
+    def places_for(self, num_tokens: int) -> int:
+        """Return the number of full blocks that so many tokens take."""
         return -(-num_tokens // self._block_size)

@@ -48,6 +48,8 @@ class PendingTransfer:
     """Number of sequences that will go on from those tokens, each with blocks of its own."""
     priority: int = 0
     """A waiting attempt of higher priority is served first."""
+    reserve_windowed: int = 0
+    """Number of windowed blocks to hold for its sequences beside the prompt's, with `reserve_blocks`."""
 
 
 # -- actions of the receiver
@@ -61,6 +63,8 @@ class SendGrant:
     ref: GrantRef
     block_ids: tuple[int, ...]
     cached_tokens: int
+    window_pins: tuple[int, ...] = ()
+    """Windowed blocks of the cached prefix, where layers with a window have blocks of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,15 @@ class Handoff:
     in_place: bool
     note: object
     """Opaque value that the driver gave with the commit."""
+    window_pins: tuple[int, ...] = ()
+    """Windowed blocks of the cached prefix."""
+    window_blocks: tuple[int, ...] = ()
+    """Windowed blocks that were filled; `block_ids` has none."""
+
+    @property
+    def held(self) -> list[int]:
+        """Return all blocks, those of the window included."""
+        return [*self.block_ids, *self.window_pins, *self.window_blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +186,8 @@ class GrantReceived:
     ref: GrantRef
     block_ids: tuple[int, ...]
     cached_tokens: int
+    window_pins: tuple[int, ...] = ()
+    """Windowed blocks of the cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.worker.v1.work_pb2 import FailureReason
 from kvtransfer.protocol.grants import BlockAllocator, Grant, GrantGate
 from kvtransfer.protocol.messages import (
@@ -35,12 +36,14 @@ from kvtransfer.protocol.transfer_table import (
     TransferTable,
 )
 from kvtransfer.protocol.transfer_table import ReceiverPhase as Phase
+from kvtransfer.protocol.window_allocator import WindowAllocator
 
 
 class Receiver:
     """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now.
 
-    `gate` knows what attempts need beside blocks; None: nothing.
+    `gate` knows what attempts need beside blocks; None: nothing. `groups` are those of layers that have
+    blocks of their own (window_allocator.py); None: one block a place serves all layers.
     """
 
     def __init__(
@@ -50,15 +53,22 @@ class Receiver:
         running: Callable[[], int],
         timeouts: EscalationTimeouts | None = None,
         gate: GrantGate | None = None,
+        groups: WindowGroups | None = None,
     ) -> None:
         self._pool = pool
         self._gate = gate
-        self._allocator = BlockAllocator(pool, block_size, running)
+        self._allocator = (
+            BlockAllocator(pool, block_size, running)
+            if groups is None
+            else WindowAllocator(pool, block_size, running, groups)
+        )
         self._timeouts = timeouts if timeouts is not None else EscalationTimeouts()
         self._transfers = TransferTable(pool, self._allocator)
         # Writers with a stream, True where they write in place.
         self._links: dict[WriterId, bool] = {}
         self._readers: set[WriterId] = set()
+        self._chunks: dict[WriterId, int] = {}
+        """Most tokens that writers in place compute at once."""
         self._now = 0.0
 
     # -- the gateway's side
@@ -88,7 +98,7 @@ class Receiver:
         actions: list[ReceiverAction] = []
         while (attempt := self._transfers.next_waiting(self._gate)) is not None:
             reads = attempt.requester in self._readers
-            grant = self._transfers.try_grant(attempt, reads_prefix=reads)
+            grant = self._transfers.try_grant(attempt, reads_prefix=reads, chunk=self._chunk_of(attempt))
             if grant is None:
                 break
             if self._gate is not None:
@@ -106,13 +116,15 @@ class Receiver:
     # -- the writer's side
 
     def link_up(
-        self, writer: WriterId, *, in_place: bool, reads_prefix: bool = False
+        self, writer: WriterId, *, in_place: bool, reads_prefix: bool = False, chunk: int = 0
     ) -> list[ReceiverAction]:
         """Record a writer's stream, and send Abort again for each of its quarantined grants.
 
-        `reads_prefix`: the writer copies the cached prefix of its grants out of the mapped pool.
+        `reads_prefix`: the writer copies the cached prefix of its grants out of the mapped pool. `chunk`: the
+        most tokens that it computes at once.
         """
         self._links[writer] = in_place
+        self._chunks[writer] = max(chunk, 1) if in_place else 0
         if reads_prefix:
             self._readers.add(writer)
         return [SendAbort(writer, grant.ref) for grant in self._transfers.quarantined_by(writer)]
@@ -122,6 +134,7 @@ class Receiver:
         if self._links.pop(writer, None) is None:
             return []
         self._readers.discard(writer)
+        self._chunks.pop(writer, None)
         actions: list[ReceiverAction] = []
         for attempt in [a for a in self._transfers.attempts.values() if a.writer == writer]:
             actions += self._fail(
@@ -298,7 +311,7 @@ class Receiver:
 
     def _enqueue(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
         self._transfers.enqueue(attempt)
-        blocks = self._allocator.blocks_needed(attempt.attached)
+        blocks = self._allocator.blocks_needed(attempt.attached, self._chunk_of(attempt))
         if blocks > self._pool.total:
             text = f"{blocks} blocks are needed, the pool has {self._pool.total}"
             return self._deny(attempt, FailureReason.FAILURE_REASON_EXCEEDS_KV_CAPACITY, text)
@@ -314,17 +327,23 @@ class Receiver:
                 return self._fail_corrupt(attempt, "a block differs from what was pushed")
         self._transfers.hand_off(attempt)
         cached_tokens = self._allocator.tokens_in(grant.cached_blocks)
+        places = self._allocator.places_for(grant.num_tokens)
         done = Handoff(
             writer,
             grant.ref,
-            grant.block_ids,
+            grant.block_ids[:places] + grant.block_ids[grant.num_blocks :],
             cached_tokens,
             grant.num_tokens,
             grant.first_tokens,
             in_place,
             grant.note,
+            grant.window_pins,
+            tuple(grant.block_ids[places : grant.num_blocks]),
         )
         return [done]
+
+    def _chunk_of(self, attempt: ReceivingAttempt) -> int:
+        return self._chunks.get(attempt.requester, 0)
 
     def _deny(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
         writer = attempt.requester

@@ -151,14 +151,16 @@ class Sender:
 
     # -- the decode worker's side
 
-    def granted(self, ref: GrantRef, block_ids: Sequence[int], cached_tokens: int) -> list[SenderAction]:
+    def granted(
+        self, ref: GrantRef, block_ids: Sequence[int], cached_tokens: int, window_pins: Sequence[int] = ()
+    ) -> list[SenderAction]:
         """Take a grant; send it straight back if no attempt waits for it."""
         attempt = self._attempts.get(ref.key)
         if attempt is None or attempt.phase is not SenderPhase.ASKED:
             return [SendStopped(ref)]
         attempt.ref = ref
         attempt.move(SenderPhase.GRANTED)
-        return [GrantReceived(ref, tuple(block_ids), cached_tokens)]
+        return [GrantReceived(ref, tuple(block_ids), cached_tokens, tuple(window_pins))]
 
     def denied(self, key: Key, reason: int | None, message: str) -> list[SenderAction]:
         """End an attempt whose ask was denied."""

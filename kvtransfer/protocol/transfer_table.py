@@ -146,9 +146,11 @@ class TransferTable:
             waiting = [attempt for attempt in waiting if gate.may_grant(attempt.key)]
         return max(waiting, key=lambda attempt: attempt.attached.priority, default=None)
 
-    def try_grant(self, attempt: ReceivingAttempt, *, reads_prefix: bool = False) -> SendGrant | None:
-        """Grant blocks to a waiting attempt; None while there is no room."""
-        allocation = self._allocator.allocate(attempt.attached)
+    def try_grant(
+        self, attempt: ReceivingAttempt, *, reads_prefix: bool = False, chunk: int = 0
+    ) -> SendGrant | None:
+        """Grant blocks to a waiting attempt; None while there is no room. `chunk` as the allocator has it."""
+        allocation = self._allocator.allocate(attempt.attached, chunk)
         if allocation is None:
             return None
         ref = self.grants.open(attempt.key, attempt)
@@ -159,12 +161,14 @@ class TransferTable:
             allocation.writable_blocks,
             attempt.attached.num_tokens,
             reads_prefix,
+            allocation.window_pins,
         )
         attempt.grant = grant
         del self.waiting[attempt.key]
         attempt.move(ReceiverPhase.GRANTED)
         block_ids = tuple(grant.block_ids[: grant.num_blocks])
-        return SendGrant(attempt.requester, ref, block_ids, self._allocator.tokens_in(grant.cached_blocks))
+        cached_tokens = self._allocator.tokens_in(grant.cached_blocks)
+        return SendGrant(attempt.requester, ref, block_ids, cached_tokens, grant.window_pins)
 
     def hand_off(self, attempt: ReceivingAttempt) -> None:
         """End an attempt whose blocks, references included, have a new owner now."""
@@ -194,7 +198,7 @@ class TransferTable:
             self._pool.release_quarantined(grant.allocated)
             attempt.move(ReceiverPhase.OVER)
         else:
-            self._pool.release(grant.block_ids)
+            self._pool.release(grant.held)
             self.drop(attempt)
 
     def drop(self, attempt: ReceivingAttempt) -> None:

@@ -6,31 +6,28 @@
     decode  → "registered"
 
 The socket, which leaves no file behind, is closed then. From here on only the death of the process proves
-that it stopped writing. A writer may be several processes, the ranks of a group: each registers with a token
-of its own, and only the death of all of them proves that the writer stopped.
+that it stopped writing (registered_writers.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from diptych.runtime.peer_credentials import peer_credentials
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import TransportError, Welcome
 from kvtransfer.transports.memory_mapping import ExportedPool
+from kvtransfer.transports.registered_writers import TOKEN_BYTES, RegisteredWriters
 from kvtransfer.transports.writer_process import WriterProcess
 
 _REGISTRATION_S = 2.0
-_TOKEN_BYTES = 32
 _HANDLE_BYTES = 1024
 _MAX_FDS = 4
 _MAP = b"map:"
@@ -38,24 +35,15 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Admission:
-    writer: WriterId
-    pid: int
-
-
 class PoolFdSocket:
     """Listening socket that sends the result of `export` to admitted writers, and keeps a pidfd of each."""
 
     def __init__(self, export: Callable[[], ExportedPool], dead: Callable[[WriterId], None]) -> None:
         """Take `export`, which runs off the event loop, and `dead`, which is called on it."""
-        self._export, self._dead = export, dead
+        self._export = export
+        self._writers = RegisteredWriters(dead)
         self._listener: socket.socket | None = None
         self._path = f"diptych-{secrets.token_hex(16)}"
-        self._admitted: dict[bytes, _Admission] = {}
-        self._writers: dict[WriterId, dict[int, WriterProcess]] = {}
-        """Processes of each writer that map the pool, by pid."""
-        self._expected: dict[WriterId, frozenset[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -73,29 +61,19 @@ class PoolFdSocket:
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
         """Let the process `pid` register as `writer`; return the token."""
-        return self.admit_ranks(writer, [pid])[0]
+        return self._writers.admit(writer, [pid])[0]
 
     def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
         """Let the processes `pids` register as `writer`, all of them; return the token of each."""
-        for old in [t for t, admission in self._admitted.items() if admission.writer == writer]:
-            del self._admitted[old]
-        self._expected[writer] = frozenset(pids)
-        tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in pids]
-        self._admitted.update((t, _Admission(writer, pid)) for t, pid in zip(tokens, pids, strict=True))
-        return tokens
+        return self._writers.admit(writer, pids)
 
     def registered(self, writer: WriterId) -> bool:
         """Return True if all processes of this writer map the pool, as far as this process knows."""
-        return writer in self._writers and self._expected[writer] <= self._writers[writer].keys()
+        return self._writers.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
         """Kill the writer's processes; `dead` follows."""
-        for process in list(self._writers.get(writer, {}).values()):
-            try:
-                process.kill()
-            except (ValueError, OSError) as error:
-                name = writer.worker_id
-                _log.error("cannot fence prefill worker %s (pid %d): %s", name, process.pid, error)
+        self._writers.fence(writer)
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
@@ -106,10 +84,7 @@ class PoolFdSocket:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for processes in self._writers.values():
-            for process in processes.values():
-                process.close()
-        self._writers.clear()
+        self._writers.close()
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -130,14 +105,14 @@ class PoolFdSocket:
         process: WriterProcess | None = None
         with connection:
             try:
-                token = await asyncio.to_thread(connection.recv, _TOKEN_BYTES + 1)
-                admission = self._take_admission(token, peer_credentials(connection).pid)
+                token = await asyncio.to_thread(connection.recv, TOKEN_BYTES + 1)
+                writer = self._writers.take(token, peer_credentials(connection).pid)
                 process = WriterProcess.of_peer(connection)
                 exported = await asyncio.to_thread(self._export)
                 socket.send_fds(connection, [_MAP + exported.handle], exported.fds)
                 if await asyncio.to_thread(connection.recv, 16) != b"mapped":
                     raise TransportError("the writer did not map the pool")
-                self._keep(admission.writer, process)
+                self._writers.keep(writer, process)
                 process = None
                 connection.send(b"registered")
             except (OSError, TransportError) as error:
@@ -145,31 +120,6 @@ class PoolFdSocket:
             finally:
                 if process is not None:
                     process.close()
-
-    def _take_admission(self, token: bytes, pid: int) -> _Admission:
-        for known, admission in self._admitted.items():
-            if hmac.compare_digest(known, token):
-                del self._admitted[known]
-                if admission.pid != pid:
-                    raise TransportError("another process than the one of the hello")
-                return admission
-        raise TransportError("an unknown token")
-
-    def _keep(self, writer: WriterId, process: WriterProcess) -> None:
-        processes = self._writers.setdefault(writer, {})
-        earlier = processes.pop(process.pid, None)
-        if earlier is not None:
-            earlier.close()  # the same process again: the hello's pid was checked both times
-        processes[process.pid] = process
-
-        def dead() -> None:
-            del processes[process.pid]
-            if not processes:
-                del self._writers[writer]
-                self._expected.pop(writer, None)
-                self._dead(writer)
-
-        process.watch(dead)
 
 
 async def register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:

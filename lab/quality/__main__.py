@@ -20,7 +20,7 @@ from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
-from lab.precisions import PRECISIONS, load_precision
+from lab.precisions import PRECISIONS, load_kept, load_precision
 from lab.quality.divergence import judge
 from lab.quality.measure import REFERENCE, measure
 from lab.quality.report import as_object, markdown, passes
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     console.print(f"{text.source}: {len(token_ids):,} tokens, sha256 {text.sha256}", highlight=False)
     models = _load(path, options.dtype, console)
+    models |= {f"fp32, KV in {kept}": load_kept(path, kept) for kept in options.kv_cache_dtype}
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("windows", total=len(pieces))
         sums = measure(models, pieces, options.threads, lambda: progress.advance(task))
@@ -60,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=list(PRECISIONS),
         help=f"precisions beside fp32, by commas (default: {','.join(PRECISIONS)})",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="*",
+        choices=["int8", "fp8"],
+        default=[],
+        help="types of keys and values beside fp32's own",
     )
     parser.add_argument("--text", type=Path, help="a UTF-8 file instead of the Python reference")
     parser.add_argument("--windows", type=int, default=40, help="pieces of text (default: 40)")

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from decode_worker.max_blocks import max_blocks
 from decode_worker.prefix_publisher import PrefixPublisher
-from decode_worker.sequence import AttemptBlocks, DecodeSequence, max_blocks
+from decode_worker.sequence import AttemptBlocks, DecodeSequence
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.worker_process.attempt import Attempt
@@ -55,7 +56,8 @@ class Blocks(RuleBasedStateMachine):
         attempt = Attempt.from_work(message, max_context=100)
         needed = -(-tokens // SIZE)
         if reserve:
-            needed, sequences = max_blocks(attempt, block_size=SIZE, total_blocks=TOTAL)
+            most = max_blocks(attempt, layout=self.memory.layout, total_blocks=TOTAL)
+            needed, sequences = most.blocks, most.groups
         if self.pool.available() < needed:
             return
         group = Group(attempt, AttemptBlocks(attempt, self.pool, self.memory, self.prefixes), room)
@@ -167,7 +169,9 @@ TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline
 def test_max_blocks_counts_shared_blocks_once():
     def needs(choices: int, prompt: int, max_tokens: int, total: int, **changes: object) -> tuple[int, int]:
         message = work(("r", 1), range(prompt), max_tokens, choices=range(choices), **changes)
-        return max_blocks(Attempt.from_work(message, max_context=999), block_size=4, total_blocks=total)
+        attempt, layout = Attempt.from_work(message, max_context=999), KVLayout(1, 1, 1, 4, torch.float32)
+        most = max_blocks(attempt, layout=layout, total_blocks=total)
+        return most.blocks, most.groups
 
     assert needs(1, 9, 7, 99) == (4, 1)
     assert needs(3, 9, 7, 99) == (2 + 3 * 2, 3)

@@ -14,10 +14,12 @@ import yaml
 from decode_worker.config import DecodeSettings
 from diptych.runtime.settings import ProgramSettings
 from diptych.runtime.telemetry import _FLUSH_S
+from diptych.worker_process.config import RoleSettings
 from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
 from gateway.listeners import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -28,6 +30,7 @@ SETTINGS: dict[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "encode": EncodeSettings,
 }
 Document = dict[str, Any]
 
@@ -105,7 +108,7 @@ def leaves_within_s(settings: ProgramSettings) -> float:
     """From SIGTERM to the end of the process, when nothing finishes by itself."""
     if isinstance(settings, GatewaySettings):
         return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + _FLUSH_S
-    assert isinstance(settings, PrefillSettings | DecodeSettings)
+    assert isinstance(settings, RoleSettings)
     return (
         DrainDeadline(settings.worker_shutdown_timeout, 0.0).end_at + 2 * LAST_MESSAGES_S + CLOSE_S + _FLUSH_S
     )

@@ -32,7 +32,13 @@ EVERYTHING: dict[str, Any] = {
     "gateway": {"tls": {"secret": "diptych-tls"}, "batches": {"claim": "batches"}},
     "prefill": {"gpus": 1},
     "decode": {"gpus": 1, "kvMemoryMib": 0, "environment": {"DIPTYCH_MAX_BATCH": 32}},
-    "internalTls": {"gateway": "gateway-tls", "prefill": "prefill-tls", "decode": "decode-tls"},
+    "encode": {"replicas": 1, "gpus": 1},
+    "internalTls": {
+        "gateway": "gateway-tls",
+        "prefill": "prefill-tls",
+        "decode": "decode-tls",
+        "encode": "encode-tls",
+    },
     "metrics": {"enabled": True, "labels": {"release": "prometheus"}},
     "autoscaling": {"kind": "hpa"},
     "inferencePool": {"enabled": True},
@@ -169,7 +175,7 @@ def test_programs_read_their_flags_and_variables(
             assert leaves_within_s(settings) < template["spec"]["terminationGracePeriodSeconds"]
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert (settings.grpc_port, settings.http_port) == (ports["grpc"], ports["http"])
-    assert seen == set(SETTINGS)
+    assert seen == set(SETTINGS) - (set() if variant == "everything" else {"encode"})
 
 
 @every_variant
@@ -208,6 +214,13 @@ def test_values_reach_their_objects() -> None:
     assert deployments(render_chart(release="canary")).keys() == {
         f"canary-diptych-{part}" for part in ("gateway", "prefill", "decode", "valkey")
     }
+
+
+def test_encode_workers_need_a_certificate_where_the_others_have_one() -> None:
+    secrets = {role: f"{role}-tls" for role in ("gateway", "prefill", "decode")}
+    assert "diptych-encode" not in deployments(render_chart({"internalTls": secrets}))
+    with pytest.raises(RuntimeError, match=r"internalTls\.encode"):
+        render_chart({"internalTls": secrets, "encode": {"replicas": 1}})
 
 
 @pytest.mark.parametrize(

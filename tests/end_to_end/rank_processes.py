@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diptych.client import Client
+from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.generate import generate
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import Dealing, load_parts, open_parts
+from diptych.engine.parallel_model import Dealing, load_native_parts, load_parts, open_parts, why_not_native
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SamplingParams
 from tests.end_to_end.stack import Stack, running_stack
@@ -59,11 +58,16 @@ def alone(
     tokens: int,
     *,
     whole_experts: bool = False,
+    precision: Precision = "fp32",
+    backend: str = "auto",
 ) -> list[list[int]]:
-    """Return the greedy answers of one process that computes all parts itself."""
-    opened = open_parts(model, "fp32", Dealing(parts, whole_experts=whole_experts))
-    loaded = load_parts(opened, ALONE, StopWord(), 1)
-    made = Model(opened.shape, "fp32", torch.float32, loaded.backend, "torch")
+    """Return the greedy answers of one process that computes all parts itself, with a group's backend."""
+    opened = open_parts(model, precision, Dealing(parts, whole_experts=whole_experts))
+    if backend == "torch" or why_not_native(opened.shape, precision) is not None:
+        loaded = load_parts(opened, ALONE, StopWord(), 1)
+    else:
+        loaded = load_native_parts(opened, precision, ALONE, -1, 1)
+    made = Model(opened.shape, precision, stored_dtype(precision), loaded.backend, loaded.name)
     runner, memory = Runner(made, 1), KVMemory(made.kv_layout(16), 64)
     return [
         generate(
@@ -89,12 +93,19 @@ def answer(stack: Stack, prompt: Sequence[int], tokens: int) -> list[int]:
 
 @contextlib.contextmanager
 def serving(
-    model: str | Path, prefill: Degrees, decode: Degrees, transport: str = "shared_memory"
+    model: str | Path,
+    prefill: Degrees,
+    decode: Degrees,
+    transport: str = "shared_memory",
+    *,
+    precision: Precision = "fp32",
+    backend: str = "auto",
 ) -> Iterator[Stack]:
     """Run a system of two groups, of which no process is left at the end."""
-    flags = ["--model", str(model), "--dtype", "fp32", "--prefill-chunk", "48", "--kv-blocks", "96"]
+    chosen = ("--quantization" if precision == "int8" else "--dtype", precision)
+    flags = ["--model", str(model), *chosen, "--prefill-chunk", "48", "--kv-blocks", "96"]
     for role, degrees in (("prefill", prefill), ("decode", decode)):
-        for flag, value in degrees.items():
+        for flag, value in {**degrees, "backend": backend}.items():
             flags += ["--set", f"{role}.{flag}={str(value).lower()}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
     with running_stack(*flags, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:

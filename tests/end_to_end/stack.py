@@ -21,7 +21,11 @@ STOP_TIMEOUT_S = 60.0
 
 REQUEST_GAUGES = ("diptych_requests_running", "diptych_requests_waiting")
 BLOCK_GAUGES = ("diptych_kv_cache_utilization", "diptych_kv_cache_quarantined_blocks")
-IDLE_GAUGES = {"prefill": REQUEST_GAUGES, "decode": REQUEST_GAUGES + BLOCK_GAUGES}
+IDLE_GAUGES = {
+    "prefill": REQUEST_GAUGES,
+    "decode": REQUEST_GAUGES + BLOCK_GAUGES,
+    "encode": REQUEST_GAUGES,
+}
 
 
 class StackFailed(AssertionError):
@@ -52,7 +56,8 @@ class Stack:
 
     def pids(self) -> list[int]:
         account = self.account
-        processes = [account["valkey"], account["gateway"], *account["prefill"], *account["decode"]]
+        workers = [*account["prefill"], *account["decode"], *account["encode"]]
+        processes = [account["valkey"], account["gateway"], *workers]
         return [p["pid"] for p in processes if p and p.get("pid")]
 
     def metric(self, role: str, name: str, index: int = 0) -> float:

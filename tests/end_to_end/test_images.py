@@ -1,6 +1,7 @@
 """Images through the whole system, of several families: the answers are transformers' own, whatever happens.
 
-All but Idefics3 and Gemma 3 go over tcp. Only Qwen2.5-VL is not a part of the long form.
+All but Idefics3 and Gemma 3 go over tcp, and have an encode worker. Only Qwen2.5-VL is not a part of the long
+form.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests import vision_models
 from tests.diptych.runtime.images.test_decode import bomb
-from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests.end_to_end.stack import START_TIMEOUT_S, Stack, http_root, running_stack
 
 MODEL = "tiny-vision"
 OUTPUT = 24
@@ -118,10 +119,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
     flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
-    transport = "shared_memory" if family in ("idefics3", "gemma3") else "tcp"
-    with running_stack(
-        *flags, "--kv-blocks", "256", "--transport", transport, "--set", "gateway.max-images=4"
-    ) as stack:
+    inside = family in ("idefics3", "gemma3")  # the prefill worker encodes
+    flags += ["--transport", "shared_memory"] if inside else ["--transport", "tcp", "--encode", "1"]
+    with running_stack(*flags, "--kv-blocks", "256", "--set", "gateway.max-images=4") as stack:
         yield Served(
             family,
             folder,
@@ -247,6 +247,13 @@ def test_clients_of_openais_and_anthropics_get_the_same_answers(served: Served) 
     status, messages = over_http(served, "/v1/messages", body)
     assert status == 200
     assert messages["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    status, counted = over_http(served, "/v1/messages/count_tokens", {"messages": body["messages"]})
+    assert (status, counted) == (200, {"input_tokens": len(prompt)})
+    tokenized = {
+        "messages": [{"role": "user", "content": chat_body(data_url(file))["messages"][0]["content"]}]
+    }
+    status, tokens = over_http(served, "/tokenize", tokenized)
+    assert (status, tokens["tokens"]) == (200, prompt)
     usage = messages["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     with urllib.request.urlopen(http_root(served.stack) + "/v1/models", timeout=60) as listed:
@@ -301,18 +308,23 @@ def test_a_broken_stream_goes_on_with_its_images_and_no_others(served: Served) -
         ask(served.stack, request([("user", ["Go on about ", other])], **resumed))
 
 
-@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.full)])
+@pytest.mark.parametrize("role", ["decode", "encode", pytest.param("prefill", marks=pytest.mark.full)])
 def test_a_worker_that_dies_under_an_image_changes_no_token(served: Served, role: str) -> None:
-    """A decode worker dies in mid-stream, a prefill worker as soon as it has the pixels."""
+    """A decode worker dies in mid-stream, the others as soon as they have the pixels.
+
+    In place of an encode worker that is gone the prefill worker encodes.
+    """
     count = 300
     image = vision_models.picture(33 + len(role), 50, 41)
     turns = [("user", ["Tell me all of ", image])]
     _, expected = served.expected(turns, count)
     victims = [worker["pid"] for worker in served.stack.account[role]]
+    if not victims:
+        pytest.skip("the prefill worker encodes")
 
     async def streamed() -> list[int]:
         found: list[int] = []
-        if role == "prefill":
+        if role != "decode":
             asyncio.get_running_loop().call_later(0.03, os.kill, victims.pop(), signal.SIGKILL)
         async with grpc.aio.insecure_channel(served.stack.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
@@ -325,4 +337,4 @@ def test_a_worker_that_dies_under_an_image_changes_no_token(served: Served, role
 
     assert asyncio.run(streamed()) == expected
     assert not victims
-    served.stack.wait_idle()
+    served.stack.wait_idle(START_TIMEOUT_S)  # the next one is there by then

@@ -24,11 +24,12 @@ TP = {degree: {"tensor-parallel": degree} for degree in (1, 2, 3)}
 PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate((5, 33, 100))]
 
 
-def test_two_ranks_to_two_are_one_process_and_a_stream_outlives_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", pytest.param("torch", marks=pytest.mark.full)])
+def test_two_ranks_to_two_are_one_process_and_a_stream_outlives_a_rank(tmp_path: Path, backend: str) -> None:
     """Uneven heads; rank 1 dies, which is not the process that holds the links."""
     model = tiny_model.write(tmp_path, **ODD)
-    expected = alone(model, 2, PROMPTS, TOKENS)
-    with serving(model, TP[2], TP[2]) as stack:
+    expected = alone(model, 2, PROMPTS, TOKENS, backend=backend)
+    with serving(model, TP[2], TP[2], backend=backend) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         before = processes(stack, "decode")
         assert resumed(stack, PROMPTS[2], TOKENS, victim=1) == expected[2]
@@ -76,8 +77,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--tensor-parallel", "2", "--backend", "native"), "--backend native"),
-        (("--tensor-parallel", "2", "--quantization", "int8"), "--quantization int8"),
+        (("--tensor-parallel", "2", "--backend", "triton"), "--backend triton"),
+        (("--tensor-parallel", "2", "--quantization", "gguf"), "--quantization gguf"),
         (("--tensor-parallel", "2", "--sum-parts", "3"), "--sum-parts 3 is no multiple"),
         (("--tensor-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--tensor-parallel", "2", "--device", "cuda"), "groups compute on CPUs so far"),
@@ -85,7 +86,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--sum-parts", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
         (("--sum-parts", "2", "--speculative-model", "bundled"), "--speculative-model bundled"),
         (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
-        (("--pipeline-parallel", "2", "--backend", "native"), "--backend native"),
+        (("--pipeline-parallel", "2", "--backend", "triton"), "--backend triton"),
         (("--pipeline-parallel-size", "2", "--device", "cuda"), "groups compute on CPUs so far"),
         (("--pipeline-parallel", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
         (("--pipeline-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),

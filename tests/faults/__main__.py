@@ -8,6 +8,7 @@ import sys
 from tests.faults import (
     corruptions,
     disconnects,
+    encoder_kills,
     group_kill,
     kill_matrix,
     next_token,
@@ -16,7 +17,16 @@ from tests.faults import (
 )
 from tests.faults.figures import add_output
 
-CAMPAIGNS = (kill_matrix, pull_kills, next_token, stopped_writer, group_kill, corruptions, disconnects)
+CAMPAIGNS = (
+    kill_matrix,
+    pull_kills,
+    next_token,
+    stopped_writer,
+    encoder_kills,
+    group_kill,
+    corruptions,
+    disconnects,
+)
 
 
 def main() -> int:

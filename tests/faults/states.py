@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["gateway", "prefill", "decode"]
-Victim = Role | Literal["redis", "pair", "all prefill", "all decode"]
+Role = Literal["gateway", "prefill", "decode", "encode"]
+Victim = Role | Literal["redis", "pair", "all prefill", "all decode", "all encode"]
 VICTIMS: tuple[Victim, ...] = ("gateway", "prefill", "decode", "redis", "pair", "all prefill", "all decode")
 """Processes to kill. The last three are several in one moment: a pair is a prefill and a decode worker that
 have requests."""

@@ -26,12 +26,15 @@ SETTLED_WITHIN_S = 120.0  # a starved machine takes its time to start a worker a
 
 
 @contextlib.contextmanager
-def breakable_system(*flags: str, local_prefill: str = "never") -> Iterator[tuple[Breakable, Path]]:
-    """A system over the tiny model, which is in the folder; later flags win."""
+def breakable_system(
+    *flags: str, local_prefill: str = "never", write: Callable[[Path], object] = tiny_model.write
+) -> Iterator[tuple[Breakable, Path]]:
+    """A system over the tiny model, or the one that `write` makes in a folder; later flags win."""
     with tempfile.TemporaryDirectory(prefix="diptych-faults-") as folder:
         model, points = Path(folder, "model"), Path(folder, "failpoints")
         points.mkdir()
-        tiny_model.write(model)
+        model.mkdir()
+        write(model)
         armory = Armory(points, local_prefill)
         env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
         with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
@@ -60,13 +63,14 @@ def settle(stack: Stack) -> None:
 
     def ready() -> bool:
         account = stack.account
-        here = [*account["prefill"], *account["decode"], account["valkey"]]
+        workers_here = [*account["prefill"], *account["decode"], *account["encode"]]
+        here = [*workers_here, account["valkey"]]
         if not all(one.get("pid") for one in here):
             return False
         with grpc.insecure_channel(stack.admin_address) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             workers = stub.ListWorkers(pb.ListWorkersRequest(), timeout=10).workers
-        ids = {one.get("worker_id") for one in [*account["prefill"], *account["decode"]]}
+        ids = {one.get("worker_id") for one in workers_here}
         return {w.worker_id for w in workers if w.state == pb.WORKER_STATE_READY} == ids
 
     try:

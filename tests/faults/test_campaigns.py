@@ -65,6 +65,7 @@ WITH_HEADS = [
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("drafts", ["eagle", "eagle-tree", "medusa-tree"])
 def test_no_token_is_lost_with_heads(
     drafts: str, tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -86,6 +87,7 @@ def test_no_token_is_lost_with_heads(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_no_token_is_lost_with_adapters(
     tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -85,7 +85,7 @@ def test_files_of_a_killed_system_are_found_and_give_the_same_tokens(
         assert blocks(strangers) == [0] * len(PROMPTS)
 
 
-@pytest.mark.full  # tests/decode_worker/test_kv_tiers.py damages files of smaller ones
+@pytest.mark.full  # tests/diptych/worker_process/test_kv_tiers.py damages files of smaller ones
 def test_damaged_files_are_misses_and_give_the_same_tokens(
     first: tuple[Path, list[list[int]]], tiny: Path
 ) -> None:

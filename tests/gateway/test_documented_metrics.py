@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from gateway.access.journal import Journal
 from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.model_directory import ModelDirectory
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
 def test_documented_metrics_equal_exported_metrics() -> None:
-    gateway, prefill, decode = new_registry(), CollectorRegistry(), CollectorRegistry()
+    gateway, prefill, decode, encode = new_registry(), *(CollectorRegistry() for _ in range(3))
     metrics = GatewayMetrics(gateway)
     models = ModelDirectory(lambda *_: pytest.fail("no model is added"), lambda: None)
     gateway.register(LoadMetrics(list))
@@ -31,9 +31,10 @@ def test_documented_metrics_equal_exported_metrics() -> None:
     Journal(gateway, None, "g")
     PrefillMetrics(prefill)
     DecodeMetrics(decode)
+    EncodeMetrics(encode)
     exported = {
         f"{family.name}_total" if family.type == "counter" else family.name
-        for registry in (gateway, prefill, decode)
+        for registry in (gateway, prefill, decode, encode)
         for family in registry.collect()
     }
     words = re.findall(r"`([a-z0-9_]+(?::[a-z0-9_]+)?)`", PAGE.read_text())

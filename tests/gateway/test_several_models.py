@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 
@@ -56,6 +57,15 @@ class Several:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         return caught.value.code(), reason_of(caught.value), caught.value.details() or ""
+
+    async def digest_header(self, path: str, model: str, **body: object) -> str | None:
+        url = f"http://127.0.0.1:{self.gateway.http_port}{path}"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json={"model": model, **body}) as answer,
+        ):
+            await answer.read()
+            return answer.headers.get("x-model-digest")
 
     async def http(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -128,6 +138,8 @@ async def test_each_name_is_answered_by_its_own_workers(bundled: ServedModel, re
             body = {"model": name, "prompt": "Hi"}
             answer = await system.http("/v1/completions", body)
             assert (answer["model"], answer["system_fingerprint"]) == (name, f"fp_{digest[:12]}")
+            for stream in (False, True):
+                assert await system.digest_header("/v1/responses", name, input="Hi", stream=stream) == digest
         listed = await system.http("/v1/models")
         assert [(one["id"], one["digest"]) for one in listed["data"]] == [("one", ONE), ("two", TWO)]
         info = await system.operator.GetServerInfo(admin.GetServerInfoRequest())

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels.fp8_cache import DTYPE, LARGEST, quantise
+from kernels.kv_blocks import write_kv_rows
 from kernels.paged_attention import paged_attention, write_kv
-from kernels.paged_decode import paged_decode, write_kv_rows
+from kernels.paged_decode import paged_decode
 
 LAYERS, LAYER = 2, 1
 

@@ -73,7 +73,7 @@ def test_numbers_are_those_of_the_codes(
     assert torch.equal(dequantise(found.rows(chosen)), numbers[chosen])
 
 
-@pytest.mark.parametrize("format", [*BLOCK_BYTES, *KQUANT_BYTES])
+@pytest.mark.parametrize("format", [name for name in (*BLOCK_BYTES, *KQUANT_BYTES) if name != "mxfp4"])
 def test_blocks_of_files_keep_their_numbers_and_their_size(format: BlockFormat) -> None:
     size, nbytes = block_of(format)
     if format in KQUANT_BYTES:
@@ -86,12 +86,16 @@ def test_blocks_of_files_keep_their_numbers_and_their_size(format: BlockFormat) 
     found = from_blocks(matrix)
     assert found is not None
     assert torch.equal(dequantise(found), numbers_of_blocks(matrix))
-    if format in ("q4_0", "q4_1", "q8_0", "q4_k", "iq4_xs"):
+    if format in ("q4_0", "q4_1", "q8_0", "q4_k", "iq4_xs", "iq4_nl"):
         assert found.nbytes <= 1.04 * matrix.blocks.nbytes + 64  # a table has 64 bytes
 
 
 def test_columns_that_are_no_whole_blocks_are_not_packed() -> None:
     assert from_blocks(BlockMatrix("q8_0", 40, torch.zeros(2, 68, dtype=torch.uint8))) is None
+
+
+def test_mxfp4_is_not_packed() -> None:
+    assert from_blocks(BlockMatrix("mxfp4", 64, torch.zeros(2, 34, dtype=torch.uint8))) is None
 
 
 def test_groups_that_end_within_a_run_or_differ_in_size_are_not_packed() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.kv_blocks import write_kv_rows
 from kernels.paged_attention import paged_attention, write_kv
-from kernels.paged_decode import paged_decode, write_kv_rows
+from kernels.paged_decode import paged_decode
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kernels.quantised_linear import (
     BLOCK_BYTES,
     BlockFormat,
     BlockMatrix,
+    GroupFormat,
     dequantise,
     quantise_matrix,
     quantise_rows,
@@ -29,7 +30,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("format", BLOCK_BYTES)
+@pytest.mark.parametrize("format", KINDS)
 def test_blocks_stand_for_the_numbers_that_gguf_says(format: BlockFormat) -> None:
     numbers = (random(7, 96) * torch.logspace(-6, 2, 7).unsqueeze(1)).numpy()
     packed = gguf.quants.quantize(numbers, KINDS[format])
@@ -37,6 +38,22 @@ def test_blocks_stand_for_the_numbers_that_gguf_says(format: BlockFormat) -> Non
     matrix = BlockMatrix(format, 96, torch.from_numpy(np.array(packed)))
     assert torch.equal(dequantise(matrix), torch.from_numpy(np.array(meant)))
     assert matrix.shape == (7, 96)
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [("iq4_nl", gguf.GGMLQuantizationType.IQ4_NL), ("mxfp4", gguf.GGMLQuantizationType.MXFP4)],
+)
+def test_codes_in_tables_stand_for_the_numbers_that_gguf_says(
+    format: GroupFormat, kind: gguf.GGMLQuantizationType
+) -> None:
+    blocks = torch.arange(256).repeat(64)[: 9 * 3 * BLOCK_BYTES[format]].to(torch.uint8).view(9, -1)
+    if format == "iq4_nl":
+        blocks.view(9, 3, -1)[..., :2] = random(9, 3, 1).half().view(torch.uint8)
+    else:
+        blocks.view(9, 3, -1)[..., 0] = torch.tensor([0, 1, 250])  # subnormal scales, and a large one
+    meant = gguf.quants.dequantize(blocks.numpy(), kind)
+    assert torch.equal(dequantise(BlockMatrix(format, 96, blocks)), torch.from_numpy(np.array(meant)))
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 100])

@@ -10,7 +10,7 @@ import torch
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
-from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.image_store import BadImages, ImageStore
@@ -55,14 +55,19 @@ def span(first: int, rows: int, data: bytes, first_row: int = 0) -> work_pb2.Ima
     return work_pb2.ImageSpan(first_position=first, rows=rows, digest=digest(data), first_row=first_row)
 
 
-def parts(data: bytes, size: int = 40) -> list[prefill_pb2.ImagePart]:
+def parts(data: bytes, size: int = 40) -> list[work_pb2.ImagePart]:
     name = work_pb2.AttemptId(request_id="r", attempt=1)
     found = [
-        prefill_pb2.ImagePart(id=name, digest=digest(data), data=data[at : at + size])
+        work_pb2.ImagePart(id=name, digest=digest(data), data=data[at : at + size])
         for at in range(0, len(data), size)
     ]
     found[0].shape.extend(SHAPE)
     return found
+
+
+def take(store: ImageStore, one: work_pb2.ImageSpan, spec: ImageSpec = SPEC) -> dict[bytes, torch.Tensor]:
+    made = attempt(one)
+    return store.take(made.key, made.images, made.cache_namespace, spec)
 
 
 def encoding(store: ImageStore, cache_bytes: int = 1 << 20) -> tuple[ImageEncoding, list[str]]:
@@ -76,7 +81,7 @@ def test_images_come_whole_and_leave_the_store_with_their_dispatch() -> None:
     for part in parts(pixels(1)):
         store.receive(part, "gateway")
     assert store.num_bytes == 96
-    taken = store.take(attempt(span(0, 10, pixels(1))), SPEC)
+    taken = take(store, span(0, 10, pixels(1)))
     assert bytes(taken[digest(pixels(1))].flatten().tolist()) == pixels(1)
     assert store.num_bytes == 0
 
@@ -95,7 +100,7 @@ def test_images_that_did_not_come_whole_fail_their_attempt(fault: str) -> None:
         store.receive(part, "gateway")
     spec = replace(SPEC, tile=(8, 2)) if fault == "other tiles" else SPEC
     with pytest.raises(BadImages):
-        store.take(attempt(span(0, 10, pixels(1))), spec)
+        take(store, span(0, 10, pixels(1)), spec)
     assert store.num_bytes == 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.simulation.campaign import Summary, campaign, prepare
 from tests.simulation.run import simulate
-from tests.simulation.scenario import make_scenario
+from tests.simulation.scenario import THEMES, make_scenario
 from tests.simulation.shrink import explain
 
 SHOWN = 3
@@ -26,24 +26,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seed", type=int, help="only this one, with its trace")
+    parser.add_argument("--theme", choices=list(THEMES), help="all scenarios of this theme, not of any")
     parser.add_argument(
         "--output", type=Path, nargs="?", const=_results(), help="write the summary there too"
     )
     options = parser.parse_args(argv)
     if options.seed is not None:
-        return _one(options.seed)
-    summary = campaign(options.first, options.seeds, jobs=options.jobs, progress=_progress(options.seeds))
+        return _one(options.seed, options.theme)
+    progress, theme = _progress(options.seeds), options.theme
+    summary = campaign(options.first, options.seeds, jobs=options.jobs, progress=progress, theme=theme)
     print(f"\n\n{summary.table()}\n")
     if options.output is not None:
         options.output.write_text(_report(summary, options.first, options.jobs))
         print(f"written to {options.output}")
-    _explain(summary)
+    _explain(summary, theme)
     return 1 if summary.violations else 0
 
 
-def _one(seed: int) -> int:
+def _one(seed: int, theme: str | None) -> int:
     prepare()
-    scenario = make_scenario(seed)
+    scenario = make_scenario(seed, theme)
     outcome = simulate(scenario, keep_trace=True)
     if outcome.violation:
         print(explain(seed, scenario))
@@ -53,11 +55,11 @@ def _one(seed: int) -> int:
     return 0
 
 
-def _explain(summary: Summary) -> None:
+def _explain(summary: Summary, theme: str | None) -> None:
     if summary.violations:
         prepare()
     for seed, _ in summary.violations[:SHOWN]:
-        print(explain(seed, make_scenario(seed)), end="\n\n")
+        print(explain(seed, make_scenario(seed, theme)), end="\n\n")
     for seed, violation in summary.violations[SHOWN:]:
         print(f"seed {seed}: {violation}")
 

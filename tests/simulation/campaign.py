@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,6 +32,8 @@ class Summary:
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    loaded: int = 0
+    damaged: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
@@ -42,6 +45,8 @@ class Summary:
         self.messages += outcome.messages
         self.tokens += outcome.tokens
         self.virtual_s += outcome.seconds
+        self.loaded += outcome.loaded
+        self.damaged += outcome.damaged
         self.faults.update(outcome.faults)
         self.ends.update(outcome.ends)
         self.retries.update(outcome.retries)
@@ -49,7 +54,7 @@ class Summary:
             self.violations.append((seed, outcome.violation))
 
     def merge(self, other: Summary) -> None:
-        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s"):
+        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s", "loaded", "damaged"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults.update(other.faults)
         self.ends.update(other.ends)
@@ -65,6 +70,7 @@ class Summary:
             ("faults that met something", f"{self.faults.total():,}: {_counts(self.faults)}"),
             ("requests", f"{self.ends.total():,}: {_counts(self.ends)}"),
             ("tokens delivered, each compared with the oracle", f"{self.tokens:,}"),
+            ("blocks loaded from tiers, entries found damaged", f"{self.loaded:,}, {self.damaged:,}"),
             ("attempts retried", f"{self.retries.total():,}: {_counts(self.retries)}"),
             ("simulated time", f"{self.virtual_s / 3600:.1f} h"),
             ("CPU time", f"{self.cpu_s:.0f} s, {1000 * self.cpu_s / max(self.seeds, 1):.0f} ms a seed"),
@@ -87,21 +93,23 @@ def prepare() -> None:
     gc.freeze()
 
 
-def run_seeds(seeds: Iterable[int]) -> Summary:
-    """Run these seeds in this process."""
+def run_seeds(seeds: Iterable[int], theme: str | None = None) -> Summary:
+    """Run these seeds in this process, all of one theme if one is named."""
     summary, started = Summary(), time.process_time()
     for seed in seeds:
-        summary.add(seed, simulate(make_scenario(seed)))
+        summary.add(seed, simulate(make_scenario(seed, theme)))
     summary.cpu_s = time.process_time() - started
     return summary
 
 
-def campaign(first: int, count: int, *, jobs: int, progress: Callable[[Summary], None]) -> Summary:
+def campaign(
+    first: int, count: int, *, jobs: int, progress: Callable[[Summary], None], theme: str | None = None
+) -> Summary:
     """Run `count` seeds from `first` on over `jobs` processes; `progress` is called after each portion."""
     total, started = Summary(), time.perf_counter()
     portions = [range(n, min(n + PORTION, first + count)) for n in range(first, first + count, PORTION)]
     with multiprocessing.get_context("spawn").Pool(jobs, prepare) as pool:
-        for summary in pool.imap_unordered(run_seeds, portions):
+        for summary in pool.imap_unordered(partial(run_seeds, theme=theme), portions):
             total.merge(summary)
             total.wall_s = time.perf_counter() - started
             progress(total)

@@ -22,13 +22,17 @@ from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
+from prefill_worker.encoder.worker import EncodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
 from tests.simulation.in_place import SharedPools
 from tests.simulation.network import Network
+from tests.simulation.ranks import SimulatedGroup
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
+from tests.simulation.tiers import Folder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 from tests.simulation.watched_pool import (
     WatchedPool,
@@ -50,7 +54,7 @@ def served_model() -> ServedModel:
 
 
 @cache
-def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
+def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings, EncodeSettings]:
     common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
     worker = {
         **common,
@@ -62,6 +66,7 @@ def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
         GatewaySettings(**common, admin_port=0, shutdown_timeout=1.0),
         PrefillSettings(**worker),
         DecodeSettings(**worker),
+        EncodeSettings(**worker),
     )
 
 
@@ -75,6 +80,8 @@ class Machine:
     stop: asyncio.Event | None = None
     calls: Calls | None = None
     pool: WatchedPool | None = None
+    ranks: SimulatedGroup | None = None
+    runner: model.SimulatedRunner | None = None
     scratch: list[WatchedPool] = field(default_factory=list)
 
     @property
@@ -105,8 +112,10 @@ class Cluster:
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
+        self.folder = Folder()
         self.machines: dict[str, Machine] = {}
-        self.roles = {"g": "gateway", "p": "prefill", "d": "decode"}  # by name, else by its first letter
+        # By name, else by its first letter.
+        self.roles = {"g": "gateway", "p": "prefill", "d": "decode", "e": "encode"}
         self.hosts: list[Host] = []
         self.restarting = 0
         self.deaths_by_poison = 0
@@ -117,7 +126,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start every program of the scenario."""
-        for name in [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]:
+        for name in self.scenario.processes:
             self.boot(name)
 
     def boot(self, name: str) -> None:
@@ -128,7 +137,12 @@ class Cluster:
         self.hosts.append(host)
         role = self.roles.get(name) or self.roles[name[0]]
         self.machines[name] = machine = Machine(host, role)
-        run = {"gateway": self._gateway, "prefill": self._prefill, "decode": self._decode}[role]
+        run = {
+            "gateway": self._gateway,
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "encode": self._encode,
+        }[role]
         self.loop.start(host, lambda: self._life(machine, run))
 
     async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
@@ -145,7 +159,9 @@ class Cluster:
         self.loop.call_soon(self.kill, machine.host, "it ended")
 
     def kill(self, host: Host, why: str) -> None:
-        """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one."""
+        """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one, but
+        for a rank: rank 0 goes with it.
+        """
         if host.dead:
             return
         host.dead = True
@@ -154,15 +170,21 @@ class Cluster:
         self.network.servers = {a: s for a, s in self.network.servers.items() if s.host is not host}
         for callback in host.on_death:
             callback()
+        if "/" in host.name:
+            return
         self.restarting += 1
-        self._outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
+        self.outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
 
     def _restart(self, name: str) -> None:
         self.restarting -= 1
         self.note(name, "starts again")
         self.boot(name)
 
-    def _outside(self, delay: float, callback: Callable[..., None], *args: Any) -> None:
+    def chance(self) -> float:
+        """Return a number of [0, 1), by the scenario's seed."""
+        return self._random.random()
+
+    def outside(self, delay: float, callback: Callable[..., None], *args: Any) -> None:
         token = current_host.set(None)
         self.loop.call_later(delay, callback, *args)
         current_host.reset(token)
@@ -174,9 +196,18 @@ class Cluster:
 
     def port_of(self, host: Host) -> int:
         """Return the port of a host; half of the restarted programs get that of the one before."""
-        names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
+        names = self.scenario.processes
         moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
         return 1000 + names.index(host.name) + 100 * moved
+
+    def process(self, name: str) -> Host | None:
+        """Return the process of that name, a worker's rank 0 or another rank (`p0/1`), if it is alive."""
+        worker, _, rank = name.partition("/")
+        machine = self.alive(worker)
+        if machine is None or not rank:
+            return None if machine is None else machine.host
+        hosts = [] if machine.ranks is None else machine.ranks.hosts
+        return next((host for host in hosts if host.name == name and not host.dead), None)
 
     def alive(self, name: str) -> Machine | None:
         machine = self.machines.get(name)
@@ -218,7 +249,8 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("prefill", machine.host.name)
-        machine.program = PrefillWorker(settings, self._engine(machine), telemetry)
+        engine = self._engine(machine, **model.prefill_parts(self.scenario.own_encoders))
+        machine.program = PrefillWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
@@ -239,24 +271,45 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("decode", machine.host.name)
-        machine.program = DecodeWorker(settings, self._engine(machine), telemetry)
+        engine = self._engine(machine)
+        machine.program = DecodeWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
-    def _engine(self, machine: Machine) -> Any:
+    async def _encode(self, machine: Machine) -> int:
+        settings = _settings()[3].model_copy(
+            update={
+                "worker_id": machine.host.worker_id,
+                "replaces": self._replaced_by(machine.host),
+                "image_cache_mib": self.scenario.network % 2,
+            }
+        )
+        telemetry = Telemetry.start("encode", machine.host.name)
+        machine.program = EncodeWorker(settings, model.encode_engine(), telemetry)
+        machine.stop = asyncio.Event()
+        return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
+
+    def _engine(self, machine: Machine, **parts: Any) -> model.SimulatedEngine:
+        """Return the engine of a worker, with these `parts` beside those of all."""
+
         def poisoned() -> None:
             # A worker that drains does not count, here as in the gateway: it was leaving.
             self.deaths_by_poison += not (machine.stop is not None and machine.stop.is_set())
             self.kill(machine.host, "poison")
 
-        return model.SimulatedEngine(
-            model.SimulatedRunner(
-                lambda sequence: self._check_write(machine, sequence),
-                poisoned,
-                mixes_chunks=self.scenario.mixed_steps,
-            ),
-            model._Model(),
+        count = self.scenario.ranks.get(machine.role, 1)
+        if count > 1:
+            machine.ranks = SimulatedGroup(self, machine, count)
+        machine.runner = model.SimulatedRunner(
+            lambda sequence: self._check_write(machine, sequence),
+            poisoned,
+            mixes_chunks=self.scenario.mixed_steps,
+            ranks=count,
         )
+        laid: dict[str, Any] = {}
+        if self.scenario.window:
+            laid = {"layout": model.WINDOW_LAYOUT, "fingerprint": model.WINDOW_FINGERPRINT}
+        return model.SimulatedEngine(machine.runner, group=machine.ranks, **laid, **parts)
 
     # ---- pools ---------------------------------------------------------------------------------------
 
@@ -288,6 +341,10 @@ class Cluster:
         rows = len(args[0]) if args else 1
         slowness = 1.0 if host is None else host.slowness
         duration = self.scenario.step_s * slowness * (0.7 + 0.1 * rows) * self._random.uniform(0.8, 1.3)
+        machine = next((m for m in self.machines.values() if m.host is host), None)
+        if machine is not None and machine.ranks is not None and machine.runner is not None:
+            self._compute_in_ranks(machine.ranks, machine.runner, duration, done, lambda: func(*args))
+            return done
         early = self._random.random() < EARLY_SHARE
         computed = [func(*args)] if early else []
 
@@ -298,6 +355,19 @@ class Cluster:
 
         loop.call_later(duration, finish)
         return done
+
+    def _compute_in_ranks(
+        self,
+        group: SimulatedGroup,
+        runner: model.SimulatedRunner,
+        duration: float,
+        done: asyncio.Future[Any],
+        compute: Callable[[], Any],
+    ) -> None:
+        """Run a step of a group: what each rank writes is known now, and written when it gets to it."""
+        result = compute()
+        writes = runner.take_writes() or [lambda: None] * group.size
+        group.write(writes, duration, lambda: done.cancelled() or done.set_result(result))
 
     # ---- checks --------------------------------------------------------------------------------------
 
@@ -322,6 +392,8 @@ class Cluster:
     def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
         try:
             if machine.pool is not None:
+                if machine.host.dead:
+                    return  # a rank that outlives its rank 0 writes to blocks that nobody reads any more
                 if is_granted(machine.receiver, machine.host, sequence):
                     return  # a prompt that this worker computes itself
                 check_own_write(machine.pool, sequence)
@@ -340,6 +412,7 @@ class Cluster:
             if (
                 machine.host.dead
                 or machine.host.stopped
+                or (machine.ranks is not None and machine.ranks.hangs)
                 or program is None
                 or (machine.role == "decode" and machine.pool is None)
             ):

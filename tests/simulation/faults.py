@@ -44,17 +44,16 @@ class Faults:
     # ---- processes
 
     def _kill(self, fault: Fault) -> bool:
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None:
+        host = self._cluster.process(fault.target[0])
+        if host is None:
             return False
-        self._cluster.kill(machine.host, "killed")
+        self._cluster.kill(host, "killed")
         return True
 
     def _stop(self, fault: Fault) -> bool:
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None or machine.host.stopped:
+        host, loop = self._cluster.process(fault.target[0]), self._cluster.loop
+        if host is None or host.stopped:
             return False
-        host, loop = machine.host, self._cluster.loop
         host.stopped = True
 
         def go_on() -> None:
@@ -67,10 +66,10 @@ class Faults:
 
     def _hang(self, fault: Fault) -> bool:
         """Stop a process for good; a peer that waits for its end has to fence it."""
-        machine = self._cluster.alive(fault.target[0])
-        if machine is None or machine.host.stopped:
+        host = self._cluster.process(fault.target[0])
+        if host is None or host.stopped:
             return False
-        machine.host.stopped = True
+        host.stopped = True
         return True
 
     def _slow(self, fault: Fault) -> bool:
@@ -114,7 +113,7 @@ class Faults:
     def _flush_cache(self, fault: Fault) -> bool:
         """Flush the prefix cache of every worker, as an operator does."""
         for machine in list(self._cluster.machines.values()):
-            if machine.pool is not None or machine.scratch:
+            if machine.pool is not None or machine.scratch or machine.role == "encode":
                 self._on_host(machine, self._flush)
         return True
 
@@ -135,7 +134,8 @@ class Faults:
             machine.program._loop.requests.prefixes.report_changes()
 
     async def _flush(self, machine: Machine) -> None:
-        machine.program._loop.flush_prefix_cache()
+        loop = machine.program._loop
+        (loop.flush if machine.role == "encode" else loop.flush_prefix_cache)()
 
     # ---- links
 
@@ -177,6 +177,21 @@ class Faults:
         return self._cluster.scenario.decodes[number].transport == "tcp"
 
     _flip = _flip_header = _cut = _twice = _damage
+
+    # ---- tiers
+
+    def _tier_damage(self, fault: Fault) -> bool:
+        return self._cluster.folder.damage(fault.kind.removeprefix("tier_"), fault.number)
+
+    _tier_flip = _tier_cut = _tier_swap = _tier_vanish = _tier_damage
+
+    def _tier_mode(self, fault: Fault) -> bool:
+        folder, mode = self._cluster.folder, fault.kind.removeprefix("tier_")
+        setattr(folder, mode, True)
+        self._cluster.loop.call_later(fault.lasts_s, setattr, folder, mode, False)
+        return bool(self._cluster.scenario.tiers)
+
+    _tier_full = _tier_slow = _tier_mode
 
     # ---- Redis
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from contextvars import copy_context
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.registered_writers import RegisteredWriters
 from kvtransfer.transports.shared_memory import NAME
+from tests.simulation.ranks import KERNEL_S, pid_of
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
-
-KERNEL_S = 0.003
-"""Seconds from a process' end to the kernel's report of it."""
 
 
 class InPlaceReceiver:
@@ -30,10 +29,8 @@ class InPlaceReceiver:
     def __init__(self, shared_pools: SharedPools, pool: PoolMemory, hooks: ReceiverHooks) -> None:
         self._shared_pools = shared_pools
         self.memory = pool.memory
-        self._hooks = hooks
         self._context = copy_context()
-        self._admitted: dict[bytes, WriterId] = {}
-        self._writers: dict[WriterId, Host] = {}
+        self._writers = RegisteredWriters(hooks.dead)
         self.endpoint = shared_pools.enter(self)
 
     def unreachable_reason(self, writer: Locality) -> str | None:
@@ -44,43 +41,59 @@ class InPlaceReceiver:
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None: ...
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        token = f"{self.endpoint}/{next(self._shared_pools.numbers)}".encode()
-        for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
-            del self._admitted[old]
-        self._admitted[token] = writer
-        return token
+        return self._writers.admit(writer, [pid])[0]
+
+    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+        return self._writers.admit(writer, pids)
 
     def registered(self, writer: WriterId) -> bool:
-        return writer in self._writers
+        return self._writers.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
-        """Kill the process; its death is reported by the kernel."""
-        host = self._writers.get(writer)
-        if host is not None:
-            self._shared_pools.kill(host, "fenced")
+        """Kill the processes; their death is reported by the kernel."""
+        self._writers.fence(writer)
 
     def link_lost(self, writer: WriterId) -> None:
         """Do nothing: a lost link proves nothing."""
 
     async def close(self) -> None:
-        self._writers.clear()
+        self._writers.close()
         self._shared_pools.leave(self)
 
     def keep(self, token: bytes, host: Host) -> None:
-        writer = self._admitted.pop(token, None)
-        if writer is None:
-            raise TransportError("an unknown token")
-        if self._writers.get(writer) is host:
-            return
-        self._writers[writer] = host
+        writer = self._writers.take(token, pid_of(host))
+        self._writers.keep(writer, MappingHost(host, self._shared_pools, self._context))
+
+
+class MappingHost:
+    """A simulated process that maps a pool."""
+
+    def __init__(self, host: Host, shared_pools: SharedPools, context: Context) -> None:
+        self._host, self._shared_pools, self._context = host, shared_pools, context
+        self._watched = True
+
+    @property
+    def pid(self) -> int:
+        return pid_of(self._host)
+
+    def kill(self) -> None:
+        self._shared_pools.kill(self._host, "fenced")
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Call `on_death` in the decode worker once the kernel reports the end of the process."""
+        loop = self._shared_pools.loop
 
         def reported() -> None:
-            if self._writers.get(writer) is host:
-                del self._writers[writer]
-                self._hooks.dead(writer)
+            if self._watched:
+                on_death()
 
-        loop = self._shared_pools.loop
-        host.on_death.append(lambda: loop.at(loop.now + KERNEL_S, reported, context=self._context))
+        def report() -> None:
+            loop.at(loop.now + KERNEL_S, reported, context=self._context)
+
+        report() if self._host.dead else self._host.on_death.append(report)
+
+    def close(self) -> None:
+        self._watched = False
 
 
 class SharedPools:
@@ -108,3 +121,10 @@ class SharedPools:
             raise TransportError("no receiver listens there")
         receiver.keep(welcome.token, host)
         return receiver.memory
+
+    def register(self, welcome: Welcome, token: bytes, host: Host) -> None:
+        """Register another process of a writer, which maps the same pool. Raises TransportError."""
+        receiver = self._receivers.get(welcome.endpoint)
+        if receiver is None or host.dead:
+            raise TransportError("no receiver listens there")
+        receiver.keep(token, host)

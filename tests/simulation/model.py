@@ -4,14 +4,16 @@ The "keys and values" of a token are eight bytes: a hash of the token and of the
 of a position are a hash of all entries up to it, read block by block through the block table, as attention
 does. So a block that was freed too early, written by another process, shared by mistake or copied wrongly
 changes the next token, and the stream differs from `oracle`, which knows no blocks.
+
+A model with a window keeps the entries in windowed blocks as well, and reads those of the last tokens there.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +25,18 @@ from diptych.engine.backend import Backend
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.worker_process.adapter_store import AdapterStore, _Loaded
+from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.worker_spec import EngineRecord
 from gateway.adapters.adapter import Adapter
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.base import CPU
+from prefill_worker.encoder.engine import LoadedEncoder
+from tests.simulation.images import SPEC, SimulatedEncoder, fingerprint, step_tokens, with_rows
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256
@@ -38,6 +46,9 @@ POISON = 2000  # a prompt that begins with it kills the worker that computes it
 DIGEST = "d" * 64
 LAYOUT = KVLayout(1, 1, 1, BLOCK_SIZE, torch.float32)
 ENTRY = LAYOUT.bytes_per_block // BLOCK_SIZE
+WINDOW = 10
+"""Tokens that the layers with a window see, where the model has some: two, in blocks of their own."""
+WINDOW_LAYOUT = replace(LAYOUT, num_layers=3, windows=WindowGroups(WINDOW, 1, 2, ((1, 0), (0, 0), (2, 0))))
 
 FINGERPRINT = Fingerprint(
     model_digest=DIGEST,
@@ -50,6 +61,7 @@ FINGERPRINT = Fingerprint(
     head_dim=1,
     hash_version=HASH_VERSION,
 )
+WINDOW_FINGERPRINT = replace(FINGERPRINT, kv_layout=WINDOW_LAYOUT.name, num_layers=3)
 
 
 def _extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") -> None:
@@ -83,6 +95,7 @@ class SimulatedAdapterStore(AdapterStore):
 @dataclass(frozen=True)
 class _Shape:
     max_context: int = MAX_CONTEXT
+    vocab_size: int = VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,11 @@ class SimulatedRunner:
         poisoned: Callable[[], None],
         *,
         mixes_chunks: bool = True,
+        ranks: int = 1,
     ) -> None:
+        """With several `ranks`, a step leaves what each of them has to write in `writes`."""
+        self._ranks = ranks
+        self.writes: list[list[Callable[[], None]]] = []
         self.mixes_chunks = mixes_chunks
         self.on_step: Callable[[float, int], None] | None = None
         self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
@@ -160,16 +177,34 @@ class SimulatedRunner:
             if abort is not None and abort.is_aborted(number):
                 rows += [0] * sequence.logit_rows
                 continue
-            self._watch(sequence)
             entries = _read(sequence, sequence.start)
             adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
-            _extend(entries, sequence.token_ids, adapter)
-            _write(sequence, entries)
+            _extend(entries, step_tokens(sequence.token_ids, sequence.embeddings), adapter)
+            if self._ranks == 1:
+                self._watch(sequence)
+                _write(sequence, entries)
+            else:
+                lanes = (range(rank, ENTRY, self._ranks) for rank in range(self._ranks))
+                self.writes.append([partial(self._write_lanes, sequence, entries, own) for own in lanes])
             if entries.startswith(_POISONED):
                 self._poisoned()
             ends = range(len(entries) - ENTRY * (sequence.logit_rows - 1), len(entries) + 1, ENTRY)
             rows += [xxh3_64_intdigest(entries[:end]) for end in ends if sequence.wants_logits]
         return rows
+
+    def take_writes(self) -> list[Callable[[], None]]:
+        """Return what each rank writes of the step that was computed last."""
+        steps, self.writes = self.writes, []
+        return [partial(_call_all, of_rank) for of_rank in zip(*steps, strict=True)]
+
+    def _write_lanes(self, sequence: SequenceStep, entries: bytearray, lanes: Sequence[int]) -> None:
+        self._watch(sequence)
+        _write(sequence, entries, lanes)
+
+
+def _call_all(acts: Sequence[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 def _read(sequence: SequenceStep, tokens: int) -> bytearray:
@@ -177,16 +212,33 @@ def _read(sequence: SequenceStep, tokens: int) -> bytearray:
     for block in sequence.block_table[: LAYOUT.blocks_for(tokens)]:
         entries += sequence.memory.block_bytes(block)
     del entries[tokens * ENTRY :]
+    for table in sequence.window_tables:
+        for position in range(max(0, tokens - WINDOW + 1), tokens):
+            entries[position * ENTRY : (position + 1) * ENTRY] = _lane(sequence, table, position)
     return entries
 
 
-def _write(sequence: SequenceStep, entries: bytearray) -> None:
+def _lane(sequence: SequenceStep, table: Sequence[int], position: int) -> memoryview:
+    """Return the entry at `position` in a windowed table."""
+    block = sequence.memory.block_bytes(table[position // BLOCK_SIZE - sequence.window_first])
+    at = position % BLOCK_SIZE * ENTRY
+    return block[at : at + ENTRY]
+
+
+def _write(sequence: SequenceStep, entries: bytearray, lanes: Sequence[int] = range(ENTRY)) -> None:
+    """Write the entries of a step's tokens; a rank writes some bytes of each, as it has some heads."""
     size = LAYOUT.bytes_per_block
     for place in range(sequence.start // BLOCK_SIZE, LAYOUT.blocks_for(len(entries) // ENTRY)):
         begin = max(place * size, sequence.start * ENTRY)
         piece = entries[begin : (place + 1) * size]
         block = sequence.memory.block_bytes(sequence.block_table[place])
-        block[begin - place * size : begin - place * size + len(piece)] = piece
+        for lane in lanes:
+            block[begin - place * size + lane : begin - place * size + len(piece) : ENTRY] = piece[
+                lane::ENTRY
+            ]
+    for table in sequence.window_tables:
+        for position in range(sequence.start, len(entries) // ENTRY):
+            _lane(sequence, table, position)[:] = entries[position * ENTRY : (position + 1) * ENTRY]
 
 
 def sample(logits: Sequence[int], rows: Sequence[SampleRow]) -> list[Sampled]:
@@ -233,7 +285,7 @@ class SimulatedDrafter:
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`."""
+    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`, whose descriptions it has."""
 
     runner: SimulatedRunner
     model: _Model = _Model()
@@ -241,13 +293,40 @@ class SimulatedEngine:
     digest: str = DIGEST
     dtype: str = "fp32"
     fingerprint: Fingerprint = FINGERPRINT
-    encoder: None = None
-    group: None = None
+    images: ImageSpec | None = None
+    encoder: SimulatedEncoder | None = None
+    group: Any = None
     parts: int = 1
     draft: None = None
     draft_chunks: None = None
     heads: None = None
     eagle: None = None
+    embedding_fingerprint = LoadedEngine.embedding_fingerprint
+    record = LoadedEngine.record
+    computes = LoadedEngine.computes
+    device_type = LoadedEngine.device_type
+    count_steps = LoadedEngine.count_steps
+    yield_cores = LoadedEngine.yield_cores
+
+
+def prefill_parts(own_encoder: bool) -> dict[str, Any]:
+    """Return the parts of a prefill worker's engine that others have not."""
+    return {"images": SPEC, "encoder": SimulatedEncoder() if own_encoder else None}
+
+
+def encode_engine() -> LoadedEncoder:
+    """Return the encoder of an encode worker."""
+    rows = fingerprint(DIGEST)
+    record = EngineRecord(
+        model_digest=DIGEST,
+        dtype=rows.dtype,
+        block_size=BLOCK_SIZE,
+        max_context=MAX_CONTEXT,
+        num_threads=1,
+        image_rows=rows.format,
+        encodes=1,
+    )
+    return LoadedEncoder(SimulatedEncoder(), rows, CPU, 1, record)
 
 
 @dataclass(frozen=True)
@@ -278,7 +357,7 @@ def oracle(
     """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
     params, entries, output = sampling.params(choice), bytearray(), list[int]()
     digest = ADAPTERS[adapter].digest if adapter else b""
-    _extend(entries, prompt, digest)
+    _extend(entries, with_rows(prompt), digest)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()
         token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))

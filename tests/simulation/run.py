@@ -44,6 +44,8 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
+    loaded: int = 0  # blocks that came from tiers
+    damaged: int = 0  # entries of tiers that were found damaged
 
 
 class Run:
@@ -156,6 +158,7 @@ class Run:
         outcome.seconds = cluster.loop.now
         outcome.tokens = sum(client.tokens for client in self.clients)
         outcome.faults.update(fault.kind for fault in self.faults.done)
+        outcome.loaded, outcome.damaged = cluster.folder.loaded, cluster.folder.damaged
         outcome.ends.update(client.end or "unfinished" for client in self.clients)
 
 

@@ -6,13 +6,25 @@ A scenario without some of its requests or faults is a scenario too, by which a 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from tests.simulation.model import ADAPTERS, BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling, oracle
+from tests.simulation.images import IMAGE, image_tokens
+from tests.simulation.model import (
+    ADAPTERS,
+    BLOCK_SIZE,
+    FIRST_TOKEN,
+    POISON,
+    TOKENS,
+    WINDOW_LAYOUT,
+    RequestSampling,
+    oracle,
+)
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
+WINDOWED_SHARE = 0.35
+"""Share of scenarios whose model has a window."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,24 @@ class Scenario:
     local_prefill: str = "auto"
     local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Processes of each worker, by role; else it is one."""
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
+    tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
+    window: bool = False  # the model has layers with a window, in blocks of their own
+    encoders: int = 0  # encode workers
+    own_encoders: bool = True  # prefill workers encode where no encode worker does
 
     @property
     def workers(self) -> list[str]:
+        """Names of the workers that can change their role."""
         return [f"p{n}" for n in range(self.prefills)] + [f"d{n}" for n in range(len(self.decodes))]
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of all programs."""
+        gateways, encoders = range(self.gateways), range(self.encoders)
+        return [f"g{n}" for n in gateways] + self.workers + [f"e{n}" for n in encoders]
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,9 @@ class Theme:
     leave: float = 0.33  # share of clients that go before the end
     at_prefill: bool = False  # processes and links of prefill workers only
     requests: tuple[int, int] = (4, 9)  # least and most
+    groups: float = 0.2  # share of scenarios whose workers are several processes
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
+    tiered: float = 0.3  # share of scenarios with tiers
 
 
 _EVERYTHING = {
@@ -166,6 +193,41 @@ THEMES = {
         requests=(8, 14),
         turns=0.8,
     ),
+    "groups": Theme(  # workers of several processes, of which each may die, hang or write late
+        {"kill": 4, "stop": 4, "hang": 2, "slow": 2, "delay": 2, "partition": 3, "reset": 3, "drain": 1},
+        transports=("shared_memory", "shared_memory", "tcp"),
+        blocks=(12, 14, 24),
+        step_s=(0.01, 0.03),
+        chunks=(4, 8),
+        burst_s=0.5,
+        leave=0.5,
+        groups=1.0,
+    ),
+    "tiers": Theme(  # prefixes that pools have lost to tiers, while these and their workers fail
+        {
+            "kill": 4,
+            "stop": 1,
+            "slow": 2,
+            "drain": 2,
+            "reset": 1,
+            "flush_cache": 2,
+            "distrust": 2,
+            "tier_flip": 5,
+            "tier_cut": 2,
+            "tier_swap": 2,
+            "tier_vanish": 2,
+            "tier_full": 2,
+            "tier_slow": 3,
+        },
+        blocks=(12, 14, 16),
+        step_s=(0.002, 0.005, 0.015),
+        leave=0.05,
+        burst_s=1.9,
+        requests=(14, 22),
+        turns=0.8,
+        tiered=1.0,
+        groups=0.0,
+    ),
     "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
@@ -173,7 +235,8 @@ THEMES = {
         leave=0.15,
     ),
 }
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "crowd": 1}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1, "groups": 2}
+_TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
 def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
@@ -187,11 +250,20 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     )
     local = random.Random(f"local prefill {seed}")
     adapters = random.Random(f"adapters {seed}")
+    tiers = random.Random(f"tiers {seed}")
+    ranks = _ranks(seed, theme)
+    images = random.Random(f"images {seed}")
+    encoders = images.choice([0, 0, 0, 1, 2])
     shape = Scenario(
+        # Tiers are refused with groups.
+        tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered and not ranks else (),
+        encoders=encoders,
+        own_encoders=not encoders or images.random() < 0.6,
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
         max_loras=adapters.choice([0, 0, 1, 1, 2]),
+        ranks=ranks,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -204,9 +276,48 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
+    whole = bool(shape.ranks or shape.tiers)  # neither goes with blocks of windows
+    if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
+        shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
-    faults = tuple(sorted((*faults, *_role_changes(shape)), key=lambda fault: fault.at))
+    more = (*_role_changes(shape), *_rank_faults(shape, requests), *_encoder_faults(shape, requests))
+    faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return replace(shape, requests=requests, faults=faults)
+
+
+def _with_window(shape: Scenario) -> Scenario:
+    """Return the scenario of a model with a window, with pools that hold as many requests at once."""
+    decodes = tuple(replace(one, blocks=one.blocks * WINDOW_LAYOUT.blocks_per_place) for one in shape.decodes)
+    return replace(shape, window=True, decodes=decodes)
+
+
+def _ranks(seed: int, theme: Theme) -> dict[str, int]:
+    """Return the processes of a worker, by role: most scenarios have no groups."""
+    rng = random.Random(f"ranks {seed}")
+    if rng.random() >= theme.groups:
+        return {}
+    return {"prefill": rng.choice([1, 2, 2, 3]), "decode": rng.choice([1, 1, 2])}
+
+
+def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of ranks other than 0, while a request is on its way."""
+    rng = random.Random(f"faults of ranks {shape.network}")
+    roles = {"p": "prefill", "d": "decode"}
+    ranks = [
+        f"{worker}/{number}"
+        for worker in shape.workers
+        for number in range(1, shape.ranks.get(roles[worker[0]], 1))
+    ]
+    return [
+        Fault(
+            round(rng.choice(requests).at + rng.uniform(0.0, 0.2), 4),
+            rng.choice(["kill", "stop", "stop", "hang"]),
+            (rng.choice(ranks),),
+            rng.choice([0.05, 0.3, 1.0]),
+        )
+        for _ in range(rng.choice([1, 2, 4]))
+        if ranks
+    ]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:
@@ -214,6 +325,47 @@ def _role_changes(shape: Scenario) -> list[Fault]:
     rng = random.Random(f"roles {shape.network}")
     at = (round(rng.uniform(0.3, FAULTS_UNTIL_S), 4) for _ in range(rng.choice([0, 0, 1, 2, 3])))
     return [Fault(one, "role", (rng.choice(shape.workers),)) for one in at]
+
+
+def _encoder_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of encode workers, and of the links to them, most of them while a request is young."""
+    if not shape.encoders:
+        return []
+    rng = random.Random(f"encoders {shape.network}")
+    processes = ("kill", "kill", "stop", "hang", "slow", "drain")
+    kinds = (*processes, "reset", "reset", "partition", "delay", "flush_cache")
+    found = []
+    for _ in range(rng.choice([0, 1, 2, 3])):
+        at = round(rng.choice(requests).at + rng.uniform(0.0, 0.1), 4)
+        kind, encoder = rng.choice(kinds), f"e{rng.randrange(shape.encoders)}"
+        others = [f"g{rng.randrange(shape.gateways)}", f"p{rng.randrange(shape.prefills)}"]
+        lasts = rng.choice([0.05, 0.3, 1.0, 2.5])
+        if kind in ("reset", "partition", "delay"):
+            found.append(Fault(at, kind, (rng.choice(others), encoder), 0.0 if kind == "reset" else lasts))
+        elif kind == "flush_cache":
+            found.append(Fault(at, kind))
+        else:
+            found.append(Fault(at, kind, (encoder,), lasts if kind in ("stop", "slow") else 0.0))
+    return found
+
+
+def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:
+    """Put images into some prompts, as far as there is room."""
+    rng = random.Random(f"images of requests {shape.network}")
+    if not shape.encoders and rng.random() < 0.7:
+        return requests
+    found = []
+    for plan in requests:
+        prompt = plan.prompt
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            image = image_tokens(rng.randrange(3), rng.choice([1, 2, 2, 3]))
+            place = rng.choice([0, 0, rng.randint(0, len(plan.prompt))])
+            if len(prompt) + len(image) + plan.max_tokens + 2 <= room:
+                # Not within another image: rows end with the token that names it.
+                place = next(n for n in range(place, len(prompt) + 1) if n == 0 or prompt[n - 1] != IMAGE)
+                prompt = (*prompt[:place], *image, *prompt[place:])
+        found.append(replace(plan, prompt=prompt))
+    return found
 
 
 def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[RequestPlan, ...]:
@@ -226,6 +378,7 @@ def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[R
     if shape.max_loras:
         adapters = random.Random(f"adapters of requests {shape.network}")
         requests = [replace(plan, adapter=adapters.choice(["", *ADAPTERS])) for plan in requests]
+    requests = _add_images(shape, requests, smallest)
     if theme.turns:
         requests = _make_turns(rng, theme, requests, smallest)
     if poisoned:
@@ -325,6 +478,10 @@ def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
             return Fault(at, kind, (rng.choice(decodes), rng.choice(gateways)), number=rng.randint(1, 4))
         case "flip" | "flip_header" | "cut" | "twice":
             return Fault(at, kind, pair, number=rng.getrandbits(16))
+        case "tier_flip" | "tier_cut" | "tier_swap" | "tier_vanish":
+            return Fault(at, kind, number=rng.getrandbits(16))
+        case "tier_full" | "tier_slow":
+            return Fault(at, kind, lasts_s=lasts)
         case "store_down" | "store_frozen" | "store_slow":
             return Fault(at, kind, lasts_s=lasts)
         case _:

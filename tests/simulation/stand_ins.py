@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from kvtransfer.transports import registry, shared_memory
 from kvtransfer.transports.pool_memory import PoolMemory
 from prefill_worker.scratch_memory import ScratchPlan
-from tests.simulation import model
+from tests.simulation import model, tiers
+from tests.simulation.images import located
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
 from tests.simulation.sockets import SimulatedSocket
@@ -35,8 +36,11 @@ _METRICS = {
     "DecodeMetrics": DecodeMetrics(new_registry()),
     "GatewayMetrics": GatewayMetrics(new_registry()),
     "PrefillMetrics": PrefillMetrics(new_registry()),
+    "EncodeMetrics": EncodeMetrics(new_registry()),
 }
 _make_receiver = registry.make_receiver
+_NO_FILE = -1
+"""Descriptor of a pool's file: simulated processes map pools without one."""
 
 
 @contextlib.contextmanager
@@ -73,7 +77,7 @@ class _Errors(logging.Handler):
 
 def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
     chance = random.Random(f"chance {cluster.scenario.network}")
-    network = cluster.network
+    network, threads = cluster.network, tiers.Threads(cluster)
     found: dict[str, Any] = {
         "time.monotonic": cluster.loop.time,
         "os.getpid": _pid,
@@ -89,6 +93,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
+        "decode_worker.worker.rank_statuses": lambda group: (),
+        "prefill_worker.worker.rank_statuses": lambda group: (),
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "decode_worker.drafters.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
@@ -98,6 +104,11 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "gateway.program.read_configured": lambda given, max_rank: (
             list(model.ADAPTERS.values()) if cluster.scenario.max_loras else []
         ),
+        "diptych.worker_process.kv_tiers.ThreadPoolExecutor": threads.executor,
+        "diptych.worker_process.tier_loads.ThreadPoolExecutor": threads.executor,
+        "diptych.worker_process.kv_tiers.threading": SimpleNamespace(Event=threads.event),
+        "diptych.worker_process.kv_tiers.RESCAN_S": tiers.RESCAN_S,
+        "gateway.request.validation._located": located,
         "decode_worker.choices.sample": model.sample,
         "diptych.worker_process.prompt_chunk.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
@@ -112,15 +123,20 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "gateway.program",
         "decode_worker.worker",
         "prefill_worker.worker",
+        "prefill_worker.encoder.worker",
         "diptych.worker_process.server",
     ):
         found[f"{module}.incarnation"] = _incarnation
-    for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
+    for module in ("decode_worker.worker", "prefill_worker.worker"):
+        found[f"{module}.make_stack"] = tiers.stack_maker(cluster)
+    workers = ("decode_worker.worker", "prefill_worker.worker", "prefill_worker.encoder.worker")
+    for module in ("gateway.program", *workers):
         found[f"{module}.new_registry"] = CollectorRegistry
     for module, name in (
         ("gateway.program", "GatewayMetrics"),
         ("decode_worker.worker", "DecodeMetrics"),
         ("prefill_worker.worker", "PrefillMetrics"),
+        ("prefill_worker.encoder.worker", "EncodeMetrics"),
     ):
         found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
     for module in ("gateway.listeners", "diptych.worker_process.server"):
@@ -160,7 +176,7 @@ def _pid() -> int:
 
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    return PoolMemory(KVMemory(layout, num_blocks), None)
+    return PoolMemory(KVMemory(layout, num_blocks), _NO_FILE)
 
 
 def _small_scratch(configured: int, transports: Sequence[str], *_: object) -> ScratchPlan:

@@ -12,20 +12,31 @@ from decode_worker.choices import Choice
 from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
+from decode_worker.window_rows import WindowRows
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.tiers import entry
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
+from diptych.engine.vision.embedding_cache import EmbeddingCache
+from diptych.runtime import block_hash
+from diptych.worker_process import kv_tiers
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
-from gateway.attempt.types import TokensArrived
+from gateway.attempt.types import Role, TokensArrived
 from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState
 from gateway.session.events import Emit
 from gateway.worker_pool.prefix_index import PrefixIndexReader
+from kvtransfer.protocol.messages import SendGrant
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import pull_frames, tcp
+from kvtransfer.transports.registered_writers import RegisteredWriters
+from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.model import BLOCK_SIZE
+from tests.simulation.ranks import SimulatedGroup
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -187,10 +198,10 @@ def local_prompt_stops_during_its_step(patch: Patch) -> None:
 def local_prompt_skips_a_block(patch: Patch) -> None:
     """A decode worker takes a block for cached that nothing was written to."""
 
-    def granted(self: LocalPrefills, ref: Any, block_ids: list[int], cached: int) -> None:
-        prompt = self._prompts.get(ref.key)
+    def granted(self: LocalPrefills, grant: SendGrant) -> None:
+        prompt, cached = self._prompts.get(grant.ref.key), grant.cached_tokens
         more = prompt is not None and cached + BLOCK_SIZE < len(prompt.token_ids)
-        real(self, ref, block_ids, cached + BLOCK_SIZE * more)
+        real(self, replace(grant, cached_tokens=cached + BLOCK_SIZE * more))
 
     real = LocalPrefills._granted
     patch.setattr(LocalPrefills, "_granted", granted)
@@ -199,8 +210,8 @@ def local_prompt_skips_a_block(patch: Patch) -> None:
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     """Blocks enter the prefix cache when they are granted, before they are verified."""
 
-    def try_grant(self: TransferTable, attempt: Any) -> Any:
-        grant = real(self, attempt)
+    def try_grant(self: TransferTable, attempt: Any, **options: Any) -> Any:
+        grant = real(self, attempt, **options)
         if grant is not None:
             parent = b""
             for block, key in zip(attempt.open_grant.block_ids, attempt.attached.keys, strict=False):
@@ -254,7 +265,118 @@ def queued_tokens_are_not_released(patch: Patch) -> None:
     patch.setattr(AdmissionQueue, "leave", leave)
 
 
+def one_dead_rank_counts_as_all(patch: Patch) -> None:
+    """The death of one process of a writer counts as a proof that the writer has stopped."""
+
+    def died(self: RegisteredWriters, writer: Any, process: Any) -> None:
+        processes = self._writers.get(writer, {})
+        for other in list(processes.values()):
+            other.close()
+            real(self, writer, other)
+
+    real = RegisteredWriters._process_died
+    patch.setattr(RegisteredWriters, "_process_died", died)
+
+
+def step_ends_with_rank_0(patch: Patch) -> None:
+    """A step of a group is over when rank 0 has written its share."""
+
+    def write(self: SimulatedGroup, writes: Any, duration: float, finish: Callable[[], None]) -> None:
+        def first() -> None:
+            writes[0]()
+            finish()
+
+        real(self, [first, *writes[1:]], duration, lambda: None)
+
+    real = SimulatedGroup.write
+    patch.setattr(SimulatedGroup, "write", write)
+
+
+def stored_blocks_are_not_verified(patch: Patch) -> None:
+    """Blocks that tiers hold are believed as they are."""
+    patch.setattr(entry, "_digest", lambda head, payload: bytes(16))
+
+
+def evicted_blocks_are_written_during_their_copy(patch: Patch) -> None:
+    """A block is given out while a thread copies it for the tiers."""
+
+    def evicted(self: kv_tiers.KvTiers, key: bytes, block: int) -> None:
+        if key != self._copying:
+            real(self, key, block)
+
+    real = kv_tiers.KvTiers._evicted
+    patch.setattr(kv_tiers.KvTiers, "_evicted", evicted)
+
+
+def loaded_blocks_are_granted_before_they_are_copied(patch: Patch) -> None:
+    """A block enters the prefix cache when it was found in a tier."""
+    patch.setattr(kv_tiers, "write_block", lambda memory, block, payload: None)
+
+
+def loaded_block_is_one_place_off(patch: Patch) -> None:
+    """A prefill worker loads what tiers have into the blocks before those that lack it."""
+
+    async def fill(self: kv_tiers.KvTiers, keys: Any, first: int, blocks: Any) -> Any:
+        return await real(self, keys, first, [*blocks[1:], *blocks[:1]])
+
+    real = kv_tiers.KvTiers.fill
+    patch.setattr(kv_tiers.KvTiers, "fill", fill)
+
+
+def hits_ignore_windowed_blocks(patch: Patch) -> None:
+    """A cached prefix is used though the windowed blocks before its end are gone."""
+    patch.setattr(WindowPrefix, "_last_missing", lambda self, keys, first, end: None)
+
+
+def windowed_blocks_are_not_copied(patch: Patch) -> None:
+    """Copy-on-write copies the full block of a place alone."""
+    patch.setattr(WindowRows, "own", lambda self, sequence, place, writable: None)
+
+
+def ring_is_too_short(patch: Patch) -> None:
+    """A chunk of a prompt writes where it still reads."""
+    real = WindowGroups.span
+    patch.setattr(WindowGroups, "span", lambda self, chunk, size: real(self, chunk, size) - 2)
+
+
+def windowed_blocks_are_read_while_free(patch: Patch) -> None:
+    """What is behind the window is given up a place too early."""
+    real = WindowGroups.first_kept
+    patch.setattr(WindowGroups, "first_kept", lambda self, at, size: max(0, real(self, at, size)) + (at > 20))
+
+
+def images_share_cached_blocks(patch: Patch) -> None:
+    """The key of a block leaves out which image its rows are of."""
+    patch.setattr(block_hash, "_rows_within", lambda images, begin, block_size: b"")
+
+
+def lost_encode_workers_cost_nothing(patch: Patch) -> None:
+    """A prompt whose encode worker is lost waits for its rows: neither worker nor gateway moves it."""
+
+    def down(self: ChoiceState, worker_id: str, graceful: bool, now: float) -> Any:
+        return [] if worker_id == self._working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
+
+    real = ChoiceState._worker_down
+    patch.setattr(ChoiceState, "_worker_down", down)
+    patch.setattr(ImageFetching, "failed", lambda self, key, failure: None)
+
+
+def embeddings_are_kept_without_their_image(patch: Patch) -> None:
+    """One image's embeddings are taken for another one's."""
+
+    def get(self: EmbeddingCache, digest: bytes) -> Any:
+        return next(iter(self._found.values()), None)
+
+    patch.setattr(EmbeddingCache, "get", get)
+
+
 PLANTED: list[Any] = [
+    (hits_ignore_windowed_blocks, "pulls", 40),
+    (windowed_blocks_are_not_copied, "crowd", 30),
+    (ring_is_too_short, "writers", 60),
+    pytest.param(windowed_blocks_are_read_while_free, "everything", 40, marks=pytest.mark.full),
+    (one_dead_rank_counts_as_all, "groups", 20),
+    (step_ends_with_rank_0, "groups", 10),
     (drafts_are_not_verified, "everything", 40),
     (quarantine_ends_without_proof, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
@@ -273,7 +395,14 @@ PLANTED: list[Any] = [
     (local_prompt_stops_during_its_step, "writers", 60),
     (local_prompt_skips_a_block, "everything", 10),
     (adapters_share_cached_blocks, "pulls", 40),
+    (stored_blocks_are_not_verified, "tiers", 80),
+    (evicted_blocks_are_written_during_their_copy, "tiers", 60),
+    (loaded_blocks_are_granted_before_they_are_copied, "tiers", 10),
+    (loaded_block_is_one_place_off, "tiers", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
+    (images_share_cached_blocks, "pulls", 40),
+    (lost_encode_workers_cost_nothing, "everything", 120),
+    (embeddings_are_kept_without_their_image, "everything", 10),
 ]
 
 

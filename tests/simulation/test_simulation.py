@@ -29,6 +29,8 @@ def test_seeds_violate_no_invariant() -> None:
         summary.add(seed, outcome)
     assert summary.ends["ok"] > SEEDS, "too few requests ended well: the runs show nothing"
     assert summary.faults.total() > 2 * SEEDS
+    assert summary.loaded > SEEDS, "tiers were not used"
+    assert summary.damaged > 0
 
 
 def test_seed_has_one_trace_in_two_processes() -> None:

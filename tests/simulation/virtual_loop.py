@@ -192,6 +192,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         context.run(current_host.set, host)
         return context.run(lambda: self.create_task(make(), context=context))
 
+    def on_host(self, host: Host, delay: float, callback: Callable[..., Any], *args: Any) -> None:
+        """Call a callback of `host` after `delay`: not if it is dead by then, and late if it is stopped."""
+        context = copy_context()
+        context.run(current_host.set, host)
+        self.at(self.now + delay, callback, *args, context=context)
+
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         if self.run_on_thread is None:
             raise NotImplementedError

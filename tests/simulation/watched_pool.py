@@ -76,7 +76,7 @@ def check_pool(pool: WatchedPool, receiver: Receiver | None) -> None:
 
 def check_own_write(pool: WatchedPool, sequence: SequenceStep) -> None:
     """Check that a decode step reads blocks that are held and writes blocks that only it holds."""
-    blocks = list(sequence.block_table)
+    blocks = [block for table in (sequence.block_table, *sequence.window_tables) for block in table]
     written = _written(sequence)
     for block in blocks:
         _require(pool.references(block) > 0, f"a step reads block {block}, which no request holds")
@@ -108,7 +108,11 @@ def _granted_to(receiver: Receiver, writer: Host) -> set[int]:
 def _written(sequence: SequenceStep) -> Iterable[int]:
     first = sequence.start // BLOCK_SIZE
     last = (sequence.start + len(sequence.token_ids) - 1) // BLOCK_SIZE
-    return sequence.block_table[first : last + 1]
+    begin = sequence.window_first
+    windowed = [
+        block for table in sequence.window_tables for block in table[first - begin : last + 1 - begin]
+    ]
+    return [*sequence.block_table[first : last + 1], *windowed]
 
 
 def _require(holds: bool, what: str) -> None:

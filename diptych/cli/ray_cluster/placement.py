@@ -73,6 +73,8 @@ def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str)
 
     Raises BadOptions where programs on other nodes could not work with these options.
     """
+    if options.encode_workers:
+        raise BadOptions("--encode: encode workers are not placed on a Ray cluster: leave it out with --ray")
     one_machine = address == LOCAL or options.redis_url is None
     if not one_machine or len(nodes) > 1:
         _check_several_nodes(options, nodes)

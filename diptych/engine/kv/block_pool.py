@@ -46,6 +46,7 @@ class BlockPool:
         self._cache = PrefixCache()
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._unlisted: set[bytes] = set()
         self.distrusted = 0
         """Number of times that keys were forgotten because their content cannot be trusted."""
         self.on_released: Callable[[], None] | None = None
@@ -53,7 +54,7 @@ class BlockPool:
         self.on_forgotten: list[Callable[[Sequence[bytes]], None]] = []
         """Called with the keys that `forget` was given, and with none when the whole cache is cleared."""
         self.on_evicted: Callable[[bytes, int], None] | None = None
-        """Called with a key and its block when it is evicted; the block is given out after it returns."""
+        """Called with a listed key and its block at its eviction; the block is given out after it returns."""
 
     # -- counts
 
@@ -92,7 +93,7 @@ class BlockPool:
             if evicted is None:
                 raise BlockMisuse("the cache counted more evictable blocks than it could evict")
             key, block = evicted
-            if self.on_evicted is not None:
+            if self.on_evicted is not None and key not in self._unlisted:
                 self.on_evicted(key, block)
             self._note_removed(key)
             self._free.append(block)
@@ -156,12 +157,17 @@ class BlockPool:
         """Return the block under `key` and the key before it, None if it is not cached."""
         return self._cache.place_of(key)
 
-    def insert(self, block: int, key: bytes, parent: bytes) -> bool:
+    def is_cached(self, block: int) -> bool:
+        """Return whether `block` has a key."""
+        return self._cache.key_of(block) is not None
+
+    def insert(self, block: int, key: bytes, parent: bytes, *, listed: bool = True) -> bool:
         """Enter a held, full, verified block into the cache under `key`; `parent` is the key before it, b""
         at the root.
 
         True if the block now has that key. False if another block has it, or if the parent is not cached
-        (evicted, or cleared meanwhile): the block is then simply uncached, which is no error.
+        (evicted, or cleared meanwhile): the block is then simply uncached, which is no error. A key that is
+        not `listed` can be looked up, and is in no list or event of the pool.
         """
         if self._refs[block] == 0:
             raise BlockMisuse(f"block {block} is not held")
@@ -174,7 +180,10 @@ class BlockPool:
             raise BlockMisuse(f"block {block} is cached under another key")
         if not self._cache.add(block, key, parent, referenced=True):
             return False
-        self._note_added(key)
+        if listed:
+            self._note_added(key)
+        else:
+            self._unlisted.add(key)
         return True
 
     def forget(self, keys: Iterable[bytes]) -> int:
@@ -195,12 +204,14 @@ class BlockPool:
         return gone
 
     def cached_keys(self) -> list[bytes]:
-        """Return all cached keys, parents before children."""
-        return self._cache.keys()
+        """Return all listed keys that are cached, parents before children."""
+        keys = self._cache.keys()
+        return [key for key in keys if key not in self._unlisted]
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys added and removed since the last call. Net: a key is in at most one list, so their order is
-        free.
+        """Return the listed keys added and removed since the last call.
+
+        Net: a key is in at most one list, so their order is free.
         """
         added, removed = list(self._added), list(self._removed)
         self._added.clear()
@@ -270,7 +281,9 @@ class BlockPool:
             self._added[key] = None
 
     def _note_removed(self, key: bytes) -> None:
-        if key in self._added:
+        if key in self._unlisted:
+            self._unlisted.remove(key)
+        elif key in self._added:
             del self._added[key]
         else:
             self._removed[key] = None

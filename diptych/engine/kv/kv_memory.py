@@ -3,7 +3,8 @@
 Block-major: one block is one contiguous region over all layers, so that a handoff moves (or grants) one
 region per block whatever the depth of the model. Inside it, per layer and KV head, keys lie transposed
 `[head_dim, block_size]` (the lanes of a dot product over the head are tokens, so a score kernel reads them
-contiguously) and values lie `[block_size, head_dim]`. A model with latent attention keeps one vector a token
+contiguously) and values lie `[block_size, head_dim]`. In int8 a scale a token follows each of the two
+(kernels/int8_cache.py). A model with latent attention keeps one vector a token
 and layer for all its heads, keys and values: `[block_size, width]`.
 
 Where a draft model computes beside the model, each block has a second segment after the model's own: the
@@ -23,8 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.engine.kv.window_groups import WindowGroups
+from kernels import int8_cache
+from kernels.kv_blocks import head_numbers, token_views
+
 LAYOUT_NAME = "block-major/k-transposed/1"
 LATENT_LAYOUT_NAME = "block-major/latent/1"
+SCALED_LAYOUT_NAME = "block-major/k-transposed/token-scales/1"
 SEGMENT_BYTES = 64
 """Segments begin at multiples of it: whole cache lines, and whole numbers of any type."""
 
@@ -45,29 +51,54 @@ class KVLayout:
     """
     draft: KVLayout | None = None
     """Layout of the draft model's segment of each block; None: a block is this model's alone."""
+    windows: WindowGroups | None = None
+    """Groups of layers that lie in blocks of their own; None: a block has all layers."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1")
+        if self.latent and self.has_scales:
+            raise ValueError("latents are not kept in int8")
         if self.latent and self.num_kv_heads != 1:
             raise ValueError("latents are kept once for all heads: num_kv_heads must be 1")
         if self.draft is not None and (self.draft.block_size, self.draft.draft) != (self.block_size, None):
             raise ValueError("the draft model's segment has blocks of as many tokens, and no further segment")
+        if self.windows is not None and (self.latent or self.draft is not None):
+            raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
 
     @property
     def name(self) -> str:
         """The arrangement inside a block; changes when its meaning changes."""
-        return LATENT_LAYOUT_NAME if self.latent else LAYOUT_NAME
+        name = LATENT_LAYOUT_NAME if self.latent else SCALED_LAYOUT_NAME if self.has_scales else LAYOUT_NAME
+        return name if self.windows is None else f"{name}/window-{self.windows.window}/{self.windows.slots}"
+
+    @property
+    def has_scales(self) -> bool:
+        """True if blocks hold a scale for each token and head: those of int8 do."""
+        return self.dtype == int8_cache.DTYPE
+
+    @property
+    def block_layers(self) -> int:
+        """Layers whose keys and values lie in one block."""
+        return self.num_layers if self.windows is None else self.windows.slots
+
+    @property
+    def blocks_per_place(self) -> int:
+        """Blocks that `block_size` tokens take while all layers read them."""
+        return 1 if self.windows is None else self.windows.blocks_per_place
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
-        """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`; of latents 1 instead of 2."""
-        return (self.num_layers, 1 if self.latent else 2, self.num_kv_heads, self.head_dim * self.block_size)
+        """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`; of latents 1 instead of 2, in int8
+        with the bytes of the scales beside the last.
+        """
+        numbers = head_numbers(self.dtype, self.head_dim, self.block_size)
+        return (self.block_layers, 1 if self.latent else 2, self.num_kv_heads, numbers)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, the draft model's included."""
+        """Bytes of one block over all its layers, the draft model's included."""
         if self.draft is None:
             return self.own_bytes
         return self.draft_offset + -(-self.draft.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
@@ -85,6 +116,15 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
+
+    def prompt_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a prompt of `num_tokens` tokens takes while it is computed in chunks of up to `chunk`,
+        those of its windowed layers included.
+        """
+        places = self.blocks_for(num_tokens)
+        if self.windows is None:
+            return places
+        return places + self.windows.ring_blocks(places, chunk, self.block_size)
 
 
 class KVMemory:
@@ -223,12 +263,11 @@ class KVMemory:
         if layout.latent:
             raise ValueError("lanes of latents are not moved")
         size = layout.block_size
-        keys = self.data[:, :, 0].unflatten(-1, (layout.head_dim, size))
-        values = self.data[:, :, 1].unflatten(-1, (size, layout.head_dim))
+        views = token_views(self.data, layout.head_dim)
         for src, dst in moves:
             here, there = table[src // size], table[dst // size]
-            keys[there, :, :, :, dst % size] = keys[here, :, :, :, src % size]
-            values[there, :, :, dst % size] = values[here, :, :, src % size]
+            for view in views:
+                view[there, :, :, dst % size] = view[here, :, :, src % size]
 
 
 def _size(layout: KVLayout, num_blocks: int) -> int:

@@ -41,6 +41,10 @@ class Stored:
     """Makes the canonical tensor, whose name below the layer's is the second argument, of the file's tensor
     of full numbers, for what rows do not express.
     """
+    block_rows: Callable[[str], slice] | None = None
+    """Gives the rows of the file's quantised blocks, `[out, in]` where its full numbers are `[in, out]`, that
+    are the canonical matrix of that name below the layer's.
+    """
 
 
 Names = Mapping[str, str | Stored]

@@ -61,7 +61,16 @@ def _transposed(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
     return tensor.T
 
 
-_GATE_UP = Stored("mlp.experts.gate_up_proj", stacked=True, make=_half)
+def _turns(field: str) -> slice:
+    """Return the rows of gate or up in the blocks of both."""
+    return slice(0 if "gate" in field else 1, None, 2)
+
+
+def _every_row(_: str) -> slice:
+    return slice(None)
+
+
+_GATE_UP = Stored("mlp.experts.gate_up_proj", stacked=True, make=_half, block_rows=_turns)
 _GATE_UP_BIAS = Stored("mlp.experts.gate_up_proj_bias", stacked=True, make=_half)
 _LAYER = MappingProxyType(
     {
@@ -74,7 +83,9 @@ _LAYER = MappingProxyType(
         "experts.*.up": _GATE_UP,
         "experts.*.gate_bias": _GATE_UP_BIAS,
         "experts.*.up_bias": _GATE_UP_BIAS,
-        "experts.*.down": Stored("mlp.experts.down_proj", stacked=True, make=_transposed),
+        "experts.*.down": Stored(
+            "mlp.experts.down_proj", stacked=True, make=_transposed, block_rows=_every_row
+        ),
         "experts.*.down_bias": Stored("mlp.experts.down_proj_bias", stacked=True),
     }
 )

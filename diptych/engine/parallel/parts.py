@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from diptych.engine.models.shape import ExpertsShape, ModelShape, UnsupportedModel
@@ -68,8 +68,7 @@ def deal_parts(shape: ModelShape, count: int, *, whole_experts: bool = False) ->
         if count > size:
             raise UnsupportedModel(f"--sum-parts {count}: the model has {size} {what}")
     heads = _heads(shape, count)
-    # Where every layer has experts, nothing has these inner numbers.
-    inner = deal(max(shape.intermediate_size, count), count)
+    inner = _inner(shape, heads)
     vocab = deal(shape.vocab_size, count)
     return tuple(
         Part(*heads[index], inner[index], vocab[index], **_dealt_experts(shape, count, index, whole_experts))
@@ -108,6 +107,29 @@ def deal(size: int, count: int) -> list[range]:
     """Return `count` ranges in a row that cover `size`, whose lengths differ by 1 at most."""
     ends = [index * size // count for index in range(count + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+_INNER_UNIT = 32
+"""Inner numbers to whose multiples uneven shares are rounded: products are padded to it."""
+
+
+def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[range]:
+    """Return the inner numbers of each part: fewer where it has more heads, so that ranks end together."""
+    count = len(heads)
+    # Where every layer has experts, nothing has these inner numbers.
+    size = max(shape.intermediate_size, count)
+    lanes = [2 * (len(own) + len(kv)) * shape.head_dim for own, kv in heads]  # of q and o, k and v
+    if shape.experts is not None or len(set(lanes)) == 1:
+        return deal(size, count)
+    matrices = 3 if shape.gated else 2
+    fair = (sum(lanes) + matrices * size) / count
+    wanted = [max((fair - own) / matrices, 1.0) for own in lanes]
+    unit = _INNER_UNIT if size >= 8 * count * _INNER_UNIT else 1
+    borders = [0]
+    for part, end in enumerate(accumulate(wanted[:-1]), start=1):
+        rounded = round(size * end / sum(wanted) / unit) * unit
+        borders.append(min(max(rounded, borders[-1] + 1), size - count + part))
+    return [range(begin, end) for begin, end in pairwise([*borders, size])]
 
 
 def parts_of_rank(count: int, rank: int, ranks: int) -> range:

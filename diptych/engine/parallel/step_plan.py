@@ -21,16 +21,24 @@ class PlannedRow(NamedTuple):
     token_ids: tuple[int, ...]
     wants_logits: bool
     trailing: int
+    follows: int | None
 
 
-StepPlan = tuple[PlannedRow, ...]
+class StepPlan(NamedTuple):
+    """A step that all ranks compute."""
+
+    rows: tuple[PlannedRow, ...]
+    greedy: bytes
+    """A byte for each row of logits, 1 where its likeliest token is wanted; empty: logits of all are."""
 
 
-def make_plan(sequences: Sequence[SequenceStep], number_of: Callable[[KVMemory], int]) -> StepPlan:
+def make_plan(
+    sequences: Sequence[SequenceStep], number_of: Callable[[KVMemory], int], greedy: bytes = b""
+) -> StepPlan:
     """Return the plan of a step, with the blocks that it reads or writes. Raises KeyError for a memory
     without a number.
     """
-    return tuple(
+    rows = (
         PlannedRow(
             number_of(step.memory),
             tuple(step.block_table[: step.memory.layout.blocks_for(step.start + len(step.token_ids))]),
@@ -38,16 +46,24 @@ def make_plan(sequences: Sequence[SequenceStep], number_of: Callable[[KVMemory],
             tuple(step.token_ids),
             step.wants_logits,
             step.trailing,
+            step.follows,
         )
         for step in sequences
     )
+    return StepPlan(tuple(rows), greedy)
 
 
 def follow_plan(plan: StepPlan, memories: Mapping[int, KVMemory]) -> list[SequenceStep]:
     """Return the step of a plan, in this rank's memories. Raises KeyError for one that is not mapped."""
     return [
         SequenceStep(
-            memories[row.memory], row.block_table, row.start, row.token_ids, row.wants_logits, row.trailing
+            memories[row.memory],
+            row.block_table,
+            row.start,
+            row.token_ids,
+            row.wants_logits,
+            row.trailing,
+            row.follows,
         )
-        for row in plan
+        for row in plan.rows
     ]

@@ -29,6 +29,13 @@ class EmbeddingCache:
         """Memory of what is kept."""
         return self._bytes
 
+    def clear(self) -> int:
+        """Forget all; return how many images were kept."""
+        count = len(self._found)
+        self._found.clear()
+        self._bytes = 0
+        return count
+
     def get(self, digest: bytes) -> torch.Tensor | None:
         """Return an image's embeddings, which were used now."""
         if digest in self._found:

@@ -28,13 +28,17 @@ _ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
 }
 
 
+def rows_dtype(precision: Precision) -> torch.dtype:
+    """Return what an image encoder computes in, and what its rows are of: the plain type, else float32."""
+    return plain_dtype(precision) or torch.float32
+
+
 def load_encoder(
     path: Path, text_hidden: int, precision: Precision, device: torch.device | str = "cpu"
 ) -> ImageEncoder | None:
     """Return the image encoder of the model at `path`; None if it reads text only.
 
-    It computes in `precision` if that is a plain type, else in float32. Raises UnsupportedModel,
-    BadModelFile.
+    It computes in `rows_dtype`. Raises UnsupportedModel, BadModelFile.
     """
     try:
         spec = image_spec(path)
@@ -43,6 +47,6 @@ def load_encoder(
     if spec is None:
         return None
     config = json.loads((path / "config.json").read_bytes())
-    dtype = plain_dtype(precision) or torch.float32
+    dtype = rows_dtype(precision)
     source = EncoderSource(config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))
     return _ENCODERS[spec.family](source)

@@ -26,6 +26,8 @@ _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
     gguf.GGMLQuantizationType.Q5_K: "q5_k",
     gguf.GGMLQuantizationType.Q6_K: "q6_k",
     gguf.GGMLQuantizationType.IQ4_XS: "iq4_xs",
+    gguf.GGMLQuantizationType.IQ4_NL: "iq4_nl",
+    gguf.GGMLQuantizationType.MXFP4: "mxfp4",
 }
 _JOINED_ROWS = 32
 """Columns of a packed block, which has one format (kernels/cpu/blocks.h)."""

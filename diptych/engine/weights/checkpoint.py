@@ -40,8 +40,15 @@ def packs(path: Path) -> bool:
 
 
 def has_kquants(path: Path) -> bool:
-    """Return whether any matrix is a K-quant that is computed in its blocks. Raises BadModelFile."""
-    if path.is_dir() or path.suffix.lower() != ".gguf":
+    """Return whether any matrix is a K-quant, or has codes in a table, that is computed in its blocks.
+
+    Raises UnsupportedModel or BadModelFile.
+    """
+    if path.is_dir():
+        from diptych.engine.weights.safetensors_folder import has_tables
+
+        return has_tables(path)
+    if path.suffix.lower() != ".gguf":
         return False
     from diptych.engine.weights.gguf_file import has_kept_kquants
 

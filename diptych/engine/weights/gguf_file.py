@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision, plain_dtype
+from diptych.engine.dtype import IN_PARTS, PLAIN, Precision, plain_dtype
 from diptych.engine.models.family import GgufFamily, Stored, stored_at
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.block_quantised import (
@@ -28,7 +28,7 @@ from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_colu
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.kquants import KQUANT_BYTES
-from kernels.quantised_linear import BlockFormat, BlockMatrix, dequantise
+from kernels.quantised_linear import TABLES, BlockFormat, BlockMatrix, dequantise
 
 _ANGLES = ".attn_rot_embd"
 """Part of the names of tensors with the angles of a layer, which old converters left."""
@@ -44,9 +44,9 @@ def has_quantised_matrices(path: Path) -> bool:
 
 
 def has_kept_kquants(path: Path) -> bool:
-    """Return whether any matrix of the layers is a K-quant that can be kept. Raises BadModelFile."""
+    """Return whether any matrix of the layers is a K-quant, or has codes in a table. Raises BadModelFile."""
     layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
-    return any(kept_format(tensor.kind) in KQUANT_BYTES for tensor in layers)
+    return any(kept_format(tensor.kind) in {*KQUANT_BYTES, *TABLES} for tensor in layers)
 
 
 def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
@@ -95,7 +95,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         tensor, stored = part(name), place(name)
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
         if cut != WHOLE:
-            if precision not in PLAIN:
+            if precision not in IN_PARTS:
                 raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
             if stored.make is not None or stored.plus:
                 return cut_from(read(name), name, cut)

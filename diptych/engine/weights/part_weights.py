@@ -22,8 +22,9 @@ import torch
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.stages import Stage
-from diptych.engine.weights.canonical import Weights, assemble
+from diptych.engine.weights.canonical import Matrix, Weights, assemble
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
+from kernels.byte_linear import ByteMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
 _QUERY_ROWS = frozenset({"q", "q_bias"})
@@ -84,7 +85,7 @@ def _tensors(record: Any) -> Iterator[torch.Tensor]:
 def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str, torch.Tensor]) -> Weights:
     shape = opened.shape
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Matrix:
         below = name
         if name.startswith("layers."):
             _, layer, below = name.split(".", 2)
@@ -93,9 +94,9 @@ def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, (torch.Tensor, ByteMatrix)):
             raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
-        if cut == WHOLE:
+        if cut == WHOLE and isinstance(tensor, torch.Tensor):
             whole[name] = tensor
         return tensor
 

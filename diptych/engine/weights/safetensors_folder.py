@@ -44,6 +44,15 @@ def keeps_blocks(folder: Path) -> bool:
     return scheme is not None and scheme.keeps_codes
 
 
+def has_tables(folder: Path) -> bool:
+    """Return whether a folder's codes are places in a table, which int8 does not keep.
+
+    Raises UnsupportedModel or BadModelFile.
+    """
+    scheme = _scheme_of_folder(folder)
+    return scheme is not None and scheme.has_tables
+
+
 def packs(folder: Path) -> bool:
     """Return whether a GPU step can keep matrices of a folder in its codes.
 
@@ -236,9 +245,14 @@ class _Matrices:
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
         stored, matrix = self._places.of(name), self._places.matrix(name)
+        tensors = _of_expert(self._tensors, stored)
         try:
+            if self._precision == "gguf" and stored.block_rows is not None:
+                blocks = self._scheme.read_blocks(matrix, tensors)
+                if blocks is not None:
+                    return blocks.rows(stored.block_rows(_field(name)))
             read = self._scheme.read_packed if self._precision == "packed" else self._scheme.read
-            found = read(matrix, _of_expert(self._tensors, stored))
+            found = read(matrix, tensors)
         except BadModelFile as error:
             raise BadModelFile(f"{matrix}: {error}") from error
         size = tuple(found.codes.shape if isinstance(found, Codes) else found.shape)

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
 
 class Identity(NamedTuple):
@@ -36,7 +36,9 @@ class WorkerRecord:
     `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context` is in
     tokens. `memory_domain` is equal for workers that compute in one memory; others copy blocks. `replaces`:
     ids of dead workers, by comma, in whose place it was started. `roles`: those, by comma, in which its
-    supervisor can start it; empty where it keeps its role.
+    supervisor can start it; empty where it keeps its role. A sequence takes a block for `block_size` tokens,
+    and `window_blocks` more for the last `window_places` such stretches. `image_rows`: format of the
+    embeddings of images that it makes or takes; empty for a model of text. `encodes`: 1 if it makes them.
     """
 
     worker_id: str
@@ -61,6 +63,18 @@ class WorkerRecord:
     memory_domain: str = ""
     draft_digest: str = ""
     roles: str = ""
+    window_blocks: int = 0
+    window_places: int = 0
+    image_rows: str = ""
+    encodes: int = 0
+
+    @property
+    def pool_tokens(self) -> int:
+        """Most tokens of one sequence that its pool holds."""
+        windowed = self.window_blocks * self.window_places
+        if self.total_blocks < self.window_places + windowed:
+            return self.total_blocks // (1 + self.window_blocks) * self.block_size
+        return (self.total_blocks - windowed) * self.block_size
 
     @property
     def kept(self) -> str:
@@ -133,6 +147,8 @@ def _record(data: dict[str, Any]) -> WorkerRecord:
     # A prefill worker has no blocks.
     if values["block_size"] < 1 or values["max_context"] < 1 or values["total_blocks"] < 0:
         raise ValueError("not a worker's lease: a size is out of range")
+    if min(values.get("window_blocks", 0), values.get("window_places", 0)) < 0:
+        raise ValueError("not a worker's lease: blocks of a window below 0")
     return WorkerRecord(**values)
 
 

@@ -8,7 +8,7 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from diptych.worker.v1 import decode_pb2, handoff_pb2, prefill_pb2
+from diptych.worker.v1 import decode_pb2, encode_pb2, handoff_pb2, prefill_pb2
 
 _RPC = "Link"
 
@@ -46,4 +46,6 @@ class LinkMethod:
 
 PREFILL = LinkMethod.of(prefill_pb2.DESCRIPTOR, "PrefillService", server="prefill", client="gateway")
 DECODE = LinkMethod.of(decode_pb2.DESCRIPTOR, "DecodeService", server="decode", client="gateway")
+ENCODE = LinkMethod.of(encode_pb2.DESCRIPTOR, "EncodeService", server="encode", client="gateway")
+EMBEDDING = LinkMethod.of(encode_pb2.DESCRIPTOR, "EmbeddingService", server="encode", client="prefill")
 HANDOFF = LinkMethod.of(handoff_pb2.DESCRIPTOR, "HandoffService", server="decode", client="prefill")

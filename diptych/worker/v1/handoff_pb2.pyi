@@ -80,7 +80,7 @@ class HandoffServiceLinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., forgotten: _Optional[_Union[PrefixForgotten, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids")
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids", "chunk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class HandoffHello(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
@@ -97,7 +98,8 @@ class HandoffHello(_message.Message):
     host_id: str
     device: str
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "rank_tokens")
@@ -132,14 +134,16 @@ class GrantAsk(_message.Message):
     def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("grant", "block_ids", "cached_tokens")
+    __slots__ = ("grant", "block_ids", "cached_tokens", "window_pins")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PINS_FIELD_NUMBER: _ClassVar[int]
     grant: GrantId
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
-    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    window_pins: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., window_pins: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GrantDenied(_message.Message):
     __slots__ = ("id", "failure")

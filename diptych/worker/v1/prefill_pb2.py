@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.worker.v1 import work_pb2 as diptych_dot_worker_dot_v1_dot_work__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64iptych/worker/v1/prefill.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\xed\x03\n\x19PrefillServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.GatewayHelloH\x00\x12/\n\x08\x64ispatch\x18\x02 \x01(\x0b\x32\x1b.diptych.worker.v1.DispatchH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.CancelH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.diptych.worker.v1.DrainH\x00\x12\x34\n\x05\x66lush\x18\x06 \x01(\x0b\x32#.diptych.worker.v1.FlushPrefixCacheH\x00\x12-\n\x05image\x18\x0c \x01(\x0b\x32\x1c.diptych.worker.v1.ImagePartH\x00\x12\x36\n\x0cload_adapter\x18\n \x01(\x0b\x32\x1e.diptych.worker.v1.LoadAdapterH\x00\x12:\n\x0eunload_adapter\x18\x0b \x01(\x0b\x32 .diptych.worker.v1.UnloadAdapterH\x00\x42\t\n\x07message\"b\n\tImagePart\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x7f\n\x08\x44ispatch\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.diptych.worker.v1.Work\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\"\xa5\x03\n\x1aPrefillServiceLinkResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.diptych.worker.v1.WorkerHelloH\x00\x12\x30\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x1f.diptych.worker.v1.PrefillEndedH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x38\n\rprompt_scores\x18\x04 \x01(\x0b\x32\x1f.diptych.worker.v1.PromptScoresH\x00\x12\x38\n\x07\x66lushed\x18\x05 \x01(\x0b\x32%.diptych.worker.v1.PrefixCacheFlushedH\x00\x12\x36\n\x0c\x66irst_tokens\x18\x06 \x01(\x0b\x32\x1e.diptych.worker.v1.FirstTokensH\x00\x12:\n\x0e\x61\x64\x61pter_answer\x18\n \x01(\x0b\x32 .diptych.worker.v1.AdapterAnswerH\x00\x42\t\n\x07message\"8\n\x0b\x46irstTokens\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.diptych.worker.v1.Tokens\"\xa5\x01\n\x0cPrefillEnded\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x31\n\tcommitted\x18\x02 \x01(\x0b\x32\x1c.diptych.worker.v1.CommittedH\x00\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1a.diptych.worker.v1.FailureH\x00\x42\t\n\x07outcome\"\x0b\n\tCommitted2y\n\x0ePrefillService\x12g\n\x04Link\x12,.diptych.worker.v1.PrefillServiceLinkRequest\x1a-.diptych.worker.v1.PrefillServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64iptych/worker/v1/prefill.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\xed\x03\n\x19PrefillServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.GatewayHelloH\x00\x12/\n\x08\x64ispatch\x18\x02 \x01(\x0b\x32\x1b.diptych.worker.v1.DispatchH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.CancelH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x18.diptych.worker.v1.DrainH\x00\x12\x34\n\x05\x66lush\x18\x06 \x01(\x0b\x32#.diptych.worker.v1.FlushPrefixCacheH\x00\x12-\n\x05image\x18\x0c \x01(\x0b\x32\x1c.diptych.worker.v1.ImagePartH\x00\x12\x36\n\x0cload_adapter\x18\n \x01(\x0b\x32\x1e.diptych.worker.v1.LoadAdapterH\x00\x12:\n\x0eunload_adapter\x18\x0b \x01(\x0b\x32 .diptych.worker.v1.UnloadAdapterH\x00\x42\t\n\x07message\"\xac\x01\n\x08\x44ispatch\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.diptych.worker.v1.Work\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\x12+\n\x07\x65ncoder\x18J \x01(\x0b\x32\x1a.diptych.worker.v1.Encoder\"Y\n\x07\x45ncoder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\xa5\x03\n\x1aPrefillServiceLinkResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.diptych.worker.v1.WorkerHelloH\x00\x12\x30\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x1f.diptych.worker.v1.PrefillEndedH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x38\n\rprompt_scores\x18\x04 \x01(\x0b\x32\x1f.diptych.worker.v1.PromptScoresH\x00\x12\x38\n\x07\x66lushed\x18\x05 \x01(\x0b\x32%.diptych.worker.v1.PrefixCacheFlushedH\x00\x12\x36\n\x0c\x66irst_tokens\x18\x06 \x01(\x0b\x32\x1e.diptych.worker.v1.FirstTokensH\x00\x12:\n\x0e\x61\x64\x61pter_answer\x18\n \x01(\x0b\x32 .diptych.worker.v1.AdapterAnswerH\x00\x42\t\n\x07message\"8\n\x0b\x46irstTokens\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.diptych.worker.v1.Tokens\"\xa5\x01\n\x0cPrefillEnded\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x31\n\tcommitted\x18\x02 \x01(\x0b\x32\x1c.diptych.worker.v1.CommittedH\x00\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1a.diptych.worker.v1.FailureH\x00\x42\t\n\x07outcome\"\x0b\n\tCommitted2y\n\x0ePrefillService\x12g\n\x04Link\x12,.diptych.worker.v1.PrefillServiceLinkRequest\x1a-.diptych.worker.v1.PrefillServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLSERVICELINKREQUEST']._serialized_start=85
   _globals['_PREFILLSERVICELINKREQUEST']._serialized_end=578
-  _globals['_IMAGEPART']._serialized_start=580
-  _globals['_IMAGEPART']._serialized_end=678
-  _globals['_DISPATCH']._serialized_start=680
-  _globals['_DISPATCH']._serialized_end=807
-  _globals['_PREFILLSERVICELINKRESPONSE']._serialized_start=810
-  _globals['_PREFILLSERVICELINKRESPONSE']._serialized_end=1231
-  _globals['_FIRSTTOKENS']._serialized_start=1233
-  _globals['_FIRSTTOKENS']._serialized_end=1289
-  _globals['_PREFILLENDED']._serialized_start=1292
-  _globals['_PREFILLENDED']._serialized_end=1457
-  _globals['_COMMITTED']._serialized_start=1459
-  _globals['_COMMITTED']._serialized_end=1470
-  _globals['_PREFILLSERVICE']._serialized_start=1472
-  _globals['_PREFILLSERVICE']._serialized_end=1593
+  _globals['_DISPATCH']._serialized_start=581
+  _globals['_DISPATCH']._serialized_end=753
+  _globals['_ENCODER']._serialized_start=755
+  _globals['_ENCODER']._serialized_end=844
+  _globals['_PREFILLSERVICELINKRESPONSE']._serialized_start=847
+  _globals['_PREFILLSERVICELINKRESPONSE']._serialized_end=1268
+  _globals['_FIRSTTOKENS']._serialized_start=1270
+  _globals['_FIRSTTOKENS']._serialized_end=1326
+  _globals['_PREFILLENDED']._serialized_start=1329
+  _globals['_PREFILLENDED']._serialized_end=1494
+  _globals['_COMMITTED']._serialized_start=1496
+  _globals['_COMMITTED']._serialized_end=1507
+  _globals['_PREFILLSERVICE']._serialized_start=1509
+  _globals['_PREFILLSERVICE']._serialized_end=1630
 # @@protoc_insertion_point(module_scope)

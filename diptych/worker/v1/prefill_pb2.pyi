@@ -24,34 +24,36 @@ class PrefillServiceLinkRequest(_message.Message):
     heartbeat: _work_pb2.Heartbeat
     drain: _work_pb2.Drain
     flush: _work_pb2.FlushPrefixCache
-    image: ImagePart
+    image: _work_pb2.ImagePart
     load_adapter: _work_pb2.LoadAdapter
     unload_adapter: _work_pb2.UnloadAdapter
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ..., image: _Optional[_Union[ImagePart, _Mapping]] = ..., load_adapter: _Optional[_Union[_work_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_work_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
-
-class ImagePart(_message.Message):
-    __slots__ = ("id", "digest", "shape", "data")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    id: _work_pb2.AttemptId
-    digest: bytes
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    data: bytes
-    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., digest: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ..., image: _Optional[_Union[_work_pb2.ImagePart, _Mapping]] = ..., load_adapter: _Optional[_Union[_work_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_work_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
-    __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation")
+    __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation", "encoder")
     WORK_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
     work: _work_pb2.Work
     decode_worker_id: str
     decode_address: str
     decode_incarnation: int
-    def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
+    encoder: Encoder
+    def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., encoder: _Optional[_Union[Encoder, _Mapping]] = ...) -> None: ...
+
+class Encoder(_message.Message):
+    __slots__ = ("worker_id", "address", "incarnation", "cached_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    incarnation: int
+    cached_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillServiceLinkResponse(_message.Message):
     __slots__ = ("hello", "ended", "heartbeat", "prompt_scores", "flushed", "first_tokens", "adapter_answer")

@@ -42,6 +42,7 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_COMPUTE_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_TOO_MANY_NEW: _ClassVar[FailureReason]
     FAILURE_REASON_ADAPTER_NOT_LOADED: _ClassVar[FailureReason]
+    FAILURE_REASON_ENCODER_LOST: _ClassVar[FailureReason]
 LOCAL_PREFILL_UNSPECIFIED: LocalPrefill
 LOCAL_PREFILL_SHORT: LocalPrefill
 LOCAL_PREFILL_FALLBACK: LocalPrefill
@@ -63,6 +64,7 @@ FAILURE_REASON_NO_VALID_TOKEN: FailureReason
 FAILURE_REASON_COMPUTE_FAILED: FailureReason
 FAILURE_REASON_TOO_MANY_NEW: FailureReason
 FAILURE_REASON_ADAPTER_NOT_LOADED: FailureReason
+FAILURE_REASON_ENCODER_LOST: FailureReason
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -223,6 +225,18 @@ class ImageSpan(_message.Message):
     first_row: int
     columns: int
     def __init__(self, first_position: _Optional[int] = ..., rows: _Optional[int] = ..., digest: _Optional[bytes] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class ImagePart(_message.Message):
+    __slots__ = ("id", "digest", "shape", "data")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    digest: bytes
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., digest: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id", "choices")

@@ -3,6 +3,7 @@
     rank_group.py       starts the other ranks, and ends with them
     shared_memories.py  the KV memories that all ranks map, by number
     group_backend.py    the backend of rank 0: sends each step's plan, computes its share, waits for the rest
+    native_group_backend.py  the same where the native step computes, which waits for the others itself
     rank_program.py     the program of the other ranks
     orders.py           what rank 0 sends
 

@@ -7,16 +7,28 @@ from pathlib import Path
 
 import torch
 
-from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.backends.torch.parts_backend import PartsBackend
+from diptych.engine.dtype import PLAIN, Precision, stored_dtype
 from diptych.engine.loaded_model import Model
+from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.communicator import GroupBroken
-from diptych.engine.parallel.pipeline import ALONE
+from diptych.engine.parallel.pipeline import ALONE, Links
+from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import Dealing, LoadedParts, OpenParts, load_parts, open_parts
+from diptych.engine.parallel_model import (
+    Dealing,
+    LoadedParts,
+    OpenParts,
+    load_native_parts,
+    load_parts,
+    open_parts,
+    why_not_native,
+)
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.group.group_backend import GroupBackend
+from diptych.worker_process.group.native_group_backend import NativeGroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
 from kvtransfer.transports.base import TransportError
@@ -39,33 +51,75 @@ def load_in_parts(
 
     Raises what `load_model` raises, RankCannotStart and GroupCannotStart. Blocks, so not on the event loop.
     """
-    dealing = Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
+    dealing = _dealing(settings)
     model = open_parts(path, precision, dealing, settings.max_model_len)
+    why_torch = _why_torch(settings, model, precision)
     # Stages of a pipeline compute in turn: each has all threads.
-    threads = threads_of_rank(settings.threads or usable_cores(), settings.tensor_parallel)
-    dtype = PLAIN[precision]
-    if group is None:
-        loaded = load_parts(model, ALONE, StopWord(), threads, device)
-        return Model(model.shape, precision, dtype, loaded.backend, "torch-parts", device)
     order = StartRank(
         number=0,
-        grid=group.grid,
+        grid=Grid(1) if group is None else group.grid,
         model=path,
         precision=precision,
+        native=why_torch is None,
         dealing=dealing,
         max_context=settings.max_model_len,
-        threads=threads,
+        threads=threads_of_rank(settings.threads or usable_cores(), settings.tensor_parallel),
         device=str(device),
         store_port=0,
     )
     try:
-        loaded = _load_everywhere(model, order, group, device)
+        if group is None:
+            loaded = _load_own(model, order, ALONE, StopWord(), -1)
+        else:
+            loaded = _load_everywhere(model, order, group)
     except (GroupBroken, TransportError, OSError) as error:
         raise GroupCannotStart(f"{settings.group_flags}: {error}") from error
-    backend = GroupBackend(loaded.backend, group)
     return Model(
-        model.shape, precision, dtype, backend, "torch-parts", device, make_memory=group.memories.allocate
+        model.shape,
+        precision,
+        stored_dtype(precision),
+        loaded.backend if group is None else _with_others(loaded, group),
+        loaded.name,
+        device,
+        None if settings.backend == "torch" else why_torch,
+        make_memory=None if group is None else group.memories.allocate,
     )
+
+
+def computes_natively(settings: WorkerSettings, path: Path) -> bool:
+    """Return whether the native step computes this model in parts, in int8 as in full numbers.
+
+    Raises what opening the model raises.
+    """
+    return why_not_native(open_parts(path, "fp32", _dealing(settings)).shape, "int8") is None
+
+
+def _dealing(settings: WorkerSettings) -> Dealing:
+    return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
+
+
+def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision) -> str | None:
+    """Return None where the native step computes, or else why torch does, in words.
+
+    Raises UnsupportedModel where torch does not either, or the native step was asked for.
+    """
+    if settings.backend == "torch":
+        why = "--backend torch"
+    elif (found := why_not_native(model.shape, precision)) is not None:
+        why = found
+        _log.warning("torch computes, which is slower: %s", why)
+    else:
+        return None
+    if settings.backend == "native" or precision not in PLAIN:
+        raise UnsupportedModel(f"{settings.group_flags} in {precision}: {why}")
+    return why
+
+
+def _with_others(loaded: LoadedParts, group: RankGroup) -> GroupBackend | NativeGroupBackend:
+    """Return the backend of rank 0, whose steps all ranks compute."""
+    if isinstance(loaded.backend, PartsBackend):
+        return GroupBackend(loaded.backend, group)
+    return NativeGroupBackend(loaded.backend, group)
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:
@@ -73,11 +127,18 @@ def threads_of_rank(threads: int, ranks: int) -> int:
     return max(1, threads // ranks)
 
 
-def _load_everywhere(
-    model: OpenParts, order: StartRank, group: RankGroup, device: torch.device
+def _load_own(
+    model: OpenParts, order: StartRank, links: Links, stop_word: StopWord, sums: int
 ) -> LoadedParts:
+    """Load what this process computes."""
+    if order.native:
+        return load_native_parts(model, order.precision, links, sums, order.threads)
+    return load_parts(model, links, stop_word, order.threads, order.device)
+
+
+def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:
     links = group.join(order)
-    loaded = load_parts(model, links, group.stop_word, order.threads, device)
+    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0))
     group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
         "%d ranks in %d stages of %d parts, MiB of weights in each: %s",

@@ -1,6 +1,6 @@
 """Orders of rank 0 to another rank, over two pipes.
 
-plans    StepPlan, answered with an empty message when the rank has written its share
+plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, RegisterPool and DropMemory,
          of which all but the last are answered with None, or with RankFailed
 """
@@ -26,6 +26,8 @@ class StartRank:
     grid: Grid
     model: Path
     precision: Precision
+    native: bool
+    """True where the native step computes, False where torch does."""
     dealing: Dealing
     max_context: int | None
     threads: int

@@ -72,6 +72,7 @@ class RankGroup:
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd)
         self.stop_word.reset()
+        self._sums = [os.memfd_create("diptych-sums", os.MFD_CLOEXEC) for _ in range(grid.stages)]
         self._exchanges = [(way, exchange_file(len(way.members))) for way in ways_of(grid)]
         self._death, self._alive = os.pipe()
         """Pipe whose only writing end this process holds: its closing ends the ranks."""
@@ -118,6 +119,13 @@ class RankGroup:
             sizes.append(answer.weight_bytes)
         return sizes
 
+    def sums_of(self, number: int) -> int:
+        """Return the file in memory in which the ranks of a process' stage exchange sums in a native step;
+        -1 where the stage is that process.
+        """
+        stage, _ = self.grid.place(number)
+        return self._sums[stage] if self.grid.ranks > 1 else -1
+
     # -- steps
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -126,7 +134,7 @@ class RankGroup:
             rank.plans.send(plan)
 
     def end_step(self) -> None:
-        """Wait until every rank has written its share. Raises EOFError, OSError."""
+        """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""
         for rank in self._ranks:
             rank.plans.recv_bytes()
 
@@ -154,7 +162,8 @@ class RankGroup:
         ends = [socket.socketpair(), socket.socketpair()]
         theirs = [their.fileno() for _, their in ends]
         command = [*module_command(RANK_MODULE), name, log_level]
-        fds = (*theirs, self._stop_fd, self._death, *self._exchange_fds(number))
+        fds = (*theirs, self._stop_fd, self._death, self._sums[self.grid.place(number)[0]])
+        fds = (*fds, *self._exchange_fds(number))
         process = subprocess.Popen([*command, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL)
         for _, their in ends:
             their.close()

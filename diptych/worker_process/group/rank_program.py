@@ -1,7 +1,7 @@
 """The program of ranks 1 and up: load a share of the model, then compute it in every step of rank 0's.
 
-Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the death pipe and
-the files of the exchanges.
+Arguments: name in logs, log level, and the descriptors of the two pipes, the stop word, the death pipe, the
+file of a native step's sums, and the files of the exchanges.
 Only rank 0 starts it. It serves no port, and a signal that asks to stop is rank 0's business.
 """
 
@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 
+from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
-from diptych.engine.parallel.step_plan import follow_plan
+from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel.stop_word import StopWord
-from diptych.engine.parallel_model import LoadedParts, join_group, load_parts, open_parts
+from diptych.engine.parallel_model import (
+    LoadedParts,
+    join_group,
+    load_native_parts,
+    load_parts,
+    open_parts,
+)
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.process import OneLineFormatter, leave, watch_parent
 from diptych.worker_process.group.orders import (
@@ -84,7 +91,7 @@ class Memories:
 def main(argv: Sequence[str]) -> None:
     """Serve as one rank until rank 0 is gone."""
     name, log_level, *descriptors = argv
-    plans_fd, control_fd, stop_fd, death_fd, *exchange_fds = map(int, descriptors)
+    plans_fd, control_fd, stop_fd, death_fd, sums_fd, *exchange_fds = map(int, descriptors)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     watch_parent(death_fd)
@@ -95,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     control: Connection[Any, Any] = Connection(control_fd)
     plans: Connection[Any, Any] = Connection(plans_fd)
     try:
-        loaded = _load(control.recv(), StopWord(stop_fd), exchange_fds)
+        loaded = _load(control.recv(), StopWord(stop_fd), sums_fd, exchange_fds)
     except Exception as error:
         _log.exception("this rank cannot start")
         control.send(RankFailed(str(error) or repr(error)))
@@ -113,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
         leave(1)
 
 
-def _load(order: StartRank, stop_word: StopWord, exchange_fds: Sequence[int]) -> LoadedParts:
+def _load(order: StartRank, stop_word: StopWord, sums_fd: int, exchange_fds: Sequence[int]) -> LoadedParts:
     torch.set_num_threads(order.threads)
     model = open_parts(order.model, order.precision, order.dealing, order.max_context)
     device = torch.device(order.device)
@@ -125,13 +132,27 @@ def _load(order: StartRank, stop_word: StopWord, exchange_fds: Sequence[int]) ->
         device,
     )
     stage, _ = order.grid.place(order.number)
+    if order.native:
+        sums = sums_fd if order.grid.ranks > 1 else -1
+        return load_native_parts(model, order.precision, links, sums, order.threads, stage)
     return load_parts(model, links, stop_word, order.threads, device, stage)
 
 
-def _compute(plans: Connection[Any, Any], backend: PartsBackend, memories: Memories) -> None:
+def _compute(
+    plans: Connection[Any, Any], backend: PartsBackend | NativePartsBackend, memories: Memories
+) -> None:
+    if not isinstance(backend, PartsBackend):
+        return _follow(plans, backend, memories)
     while True:
         backend.forward(follow_plan(plans.recv(), memories.mapped), None)
         plans.send_bytes(b"")
+
+
+def _follow(plans: Connection[Any, Any], backend: NativePartsBackend, memories: Memories) -> None:
+    """Begin steps as their plans come; the ranks meet at the end of each without a word from here."""
+    while True:
+        plan: StepPlan = plans.recv()
+        backend.follow(follow_plan(plan, memories.mapped), plan.greedy)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from diptych.v1 import admin_pb2 as pb
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.registry import Worker
 
-_ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
+_ROLES = {
+    "prefill": pb.WORKER_ROLE_PREFILL,
+    "decode": pb.WORKER_ROLE_DECODE,
+    "encode": pb.WORKER_ROLE_ENCODE,
+}
 
 
 def worker_status(
@@ -78,13 +82,24 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
         return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
     if worker.link.suspected:
         return pb.WORKER_STATE_CONNECTING, "heartbeat or step overdue; not routed"
-    partners = [other for other in others if other.record.role != worker.record.role]
-    if partners and all(partner.kv_format != worker.kv_format for partner in partners):
-        return pb.WORKER_STATE_INCOMPATIBLE, "no worker of the other role can exchange blocks with it"
+    if why := _no_partner(worker, others):
+        return pb.WORKER_STATE_INCOMPATIBLE, why
     return (
         pb.WORKER_STATE_READY,
         "" if worker.leased else "it is not in the directory; it serves all the same",
     )
+
+
+def _no_partner(worker: Worker, others: Sequence[Worker]) -> str:
+    """Return why no other worker can work with this one; empty where one can, or there is no other yet."""
+    record = worker.record
+    if record.role == "encode":
+        readers = [other.record.image_rows for other in others if other.record.role == "prefill"]
+        return "no prefill worker takes its rows" if readers and record.image_rows not in readers else ""
+    partners = [other for other in others if other.record.role not in (record.role, "encode")]
+    if partners and all(partner.kv_format != worker.kv_format for partner in partners):
+        return "no worker of the other role can exchange blocks with it"
+    return ""
 
 
 def _stands_in(other: Worker, worker: Worker) -> bool:

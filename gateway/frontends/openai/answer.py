@@ -59,6 +59,7 @@ def blocks(wholes: Iterable[Sequence[str]]) -> Iterator[bytes]:
         yield "".join(held).encode()
 
 
+MODEL_DIGEST: Final = "x-model-digest"
 DONE: Final = "data: [DONE]\n\n"
 # OpenAI has the first two and tool_calls; the others are spelled as in vLLM and SGLang.
 _FINISH: Final = {
@@ -87,6 +88,12 @@ class Answer(ABC):
         self._model = model
         self._created = created
         self._usage = pb.Usage()
+        self.digest = ""
+
+    @property
+    def version_header(self) -> dict[str, str]:
+        """Return the header with the version of the model, where ``digest`` has been set."""
+        return {MODEL_DIGEST: self.digest} if self.digest else {}
 
     @abstractmethod
     def id_of(self, request_id: str) -> str:

@@ -36,7 +36,7 @@ def response_headers(origin: str) -> dict[str, str]:
     """Return the headers of any answer to a page of ``origin``."""
     headers: dict[str, str] = {
         hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
-        hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "x-request-id, x-diptych-fallback, retry-after",
+        hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "x-request-id, x-model-digest, x-diptych-fallback, retry-after",
     }
     return headers if origin == _ANY else {**headers, hdrs.VARY: hdrs.ORIGIN}
 

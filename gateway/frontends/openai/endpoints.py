@@ -30,6 +30,9 @@ GENERATING: Final = (COMPLETIONS, CHATS, RESPONSES, MESSAGES)
 Read = Callable[[dict[str, object]], tuple[HttpGenerateRequest, Answer]]
 """Reads the body of a kind of generation, and makes the answer to it."""
 
+_Asked = tuple[HttpGenerateRequest, Callable[[ModelCore], Answer]]
+_ReadFor = Callable[[dict[str, object]], _Asked]
+
 
 class Endpoints:
     """Readers of bodies. A body is read for the model that it names, by alias too."""
@@ -37,45 +40,61 @@ class Endpoints:
     def __init__(self, router: ModelRouter) -> None:
         self._router = router
         self.by_path: Mapping[str, Read] = {
-            COMPLETIONS: self._completions,
-            CHATS: self._chat,
-            RESPONSES: self._responses,
-            MESSAGES: self._messages,
+            COMPLETIONS: partial(self._read, self._completions),
+            CHATS: partial(self._read, self._chat),
+            RESPONSES: partial(self._read, self._responses),
+            MESSAGES: partial(self._read, self._messages),
         }
 
-    def _completions(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+    def _read(self, read: _ReadFor, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        """Read a body for its model, whose version the answer has."""
+        asked, answer_of = read(members)
+        core = self._router.assign([builder.request for builder in asked.builders])
+        answer = answer_of(core)
+        answer.digest = core.digest
+        return asked, answer
+
+    def _completions(self, members: dict[str, object]) -> _Asked:
         asked = read_completions(members)
-        core = self._assign(asked)
-        tokenizer = core.model.tokenizer
-        return asked, CompletionsAnswer(
-            asked,
-            model=_shown_name(asked, core),
-            fingerprint=_fingerprint(core),
-            created=int(time.time()),
-            decode=lambda ids: tokenizer.decode(ids, False),
-            text_after=partial(text_after, tokenizer, prompt_shown=asked.echo),
-            special=tokenizer.is_special,
-        )
 
-    def _chat(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        def answer(core: ModelCore) -> Answer:
+            tokenizer = core.model.tokenizer
+            return CompletionsAnswer(
+                asked,
+                model=_shown_name(asked, core),
+                fingerprint=_fingerprint(core),
+                created=int(time.time()),
+                decode=lambda ids: tokenizer.decode(ids, False),
+                text_after=partial(text_after, tokenizer, prompt_shown=asked.echo),
+                special=tokenizer.is_special,
+            )
+
+        return asked, answer
+
+    def _chat(self, members: dict[str, object]) -> _Asked:
         asked = read_chat(members)
-        core = self._assign(asked)
-        return asked, ChatAnswer(
-            asked, model=_shown_name(asked, core), fingerprint=_fingerprint(core), created=int(time.time())
-        )
 
-    def _responses(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        def answer(core: ModelCore) -> Answer:
+            name, created = _shown_name(asked, core), int(time.time())
+            return ChatAnswer(asked, model=name, fingerprint=_fingerprint(core), created=created)
+
+        return asked, answer
+
+    def _responses(self, members: dict[str, object]) -> _Asked:
         asked, body = read_responses(members)
-        name = _shown_name(asked, self._assign(asked))
-        return asked, ResponsesAnswer(asked, body, model=name, created=int(time.time()))
 
-    def _messages(self, members: dict[str, object]) -> tuple[HttpGenerateRequest, Answer]:
+        def answer(core: ModelCore) -> Answer:
+            return ResponsesAnswer(asked, body, model=_shown_name(asked, core), created=int(time.time()))
+
+        return asked, answer
+
+    def _messages(self, members: dict[str, object]) -> _Asked:
         asked = read_messages(members)
-        name = _shown_name(asked, self._assign(asked))
-        return asked, MessagesAnswer(asked, model=name, created=int(time.time()))
 
-    def _assign(self, asked: HttpGenerateRequest) -> ModelCore:
-        return self._router.assign([builder.request for builder in asked.builders])
+        def answer(core: ModelCore) -> Answer:
+            return MessagesAnswer(asked, model=_shown_name(asked, core), created=int(time.time()))
+
+        return asked, answer
 
 
 def _shown_name(asked: HttpGenerateRequest, core: ModelCore) -> str:

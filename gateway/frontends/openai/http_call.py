@@ -58,7 +58,9 @@ class EventStream:
     def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
         self._request = request
         self._answer = answer
-        self._response = web.StreamResponse(headers={**_EVENT_HEADERS, **request.get(cors.HEADERS, {})})
+        self._response = web.StreamResponse(
+            headers={**_EVENT_HEADERS, **answer.version_header, **request.get(cors.HEADERS, {})}
+        )
         self._written_at = 0.0  # of the loop's clock
         self._writing = 0  # writes that wait for the client
         self._comments: asyncio.Task[None] | None = None

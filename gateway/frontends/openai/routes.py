@@ -156,9 +156,8 @@ class OpenAIRoutes:
                 await call.stream.close()
         if call.stream is not None:
             return await call.stream.end()
-        return await send_whole(
-            request, await answer.whole(call.request_id, messages), call.id_header(answer.id_headers)
-        )
+        headers = {**call.id_header(answer.id_headers), **answer.version_header}
+        return await send_whole(request, await answer.whole(call.request_id, messages), headers)
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         call = HttpCall(_MODELS, request, self._calls.clock())

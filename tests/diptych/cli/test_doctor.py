@@ -74,6 +74,7 @@ def test_given_model_is_described_with_the_backend_that_computes_it(
         found = doctor.given_model(model)
         assert found.state == state
         assert "starcoder2, 30 layers, 3.03 billion parameters, 5.6 GiB in bf16" in found.text
+        assert "30 KiB a token for keys and values (15.5 with --kv-cache-dtype int8 on CPUs)" in found.text
         assert text in found.text
 
 

@@ -173,3 +173,12 @@ def test_every_model_has_workers_of_its_own() -> None:
     alone = specs(StackOptions(model="/m/a", decode_workers=2))["decode-0"]
     shares = [float(str(flag(one, "gpu-memory-utilization"))) for one in (alone, made["decode-0"])]
     assert abs(shares[0] - 2 * shares[1]) < 0.002
+
+
+def test_tiers_keep_one_block_for_all_layers_in_every_worker() -> None:
+    for name in ("prefill-0", "decode-0"):
+        assert flag(specs(StackOptions())[name], "window-blocks") is None
+        assert flag(specs(StackOptions(kv_tier="ram:1g"))[name], "window-blocks") == "off"
+        assert (
+            flag(specs(StackOptions(kv_tier="ram:1g", window_blocks="auto"))[name], "window-blocks") == "auto"
+        )

@@ -49,6 +49,6 @@ def test_systemd_finds_no_fault_but_one_that_is_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_role_is_refused(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["units", str(tmp_path), "--role", "encode"])
+    refused = CliRunner().invoke(app, ["units", str(tmp_path), "--role", "compute"])
     assert refused.exit_code == 2
     assert not list(tmp_path.iterdir())

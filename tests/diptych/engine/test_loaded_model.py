@@ -205,5 +205,7 @@ def test_load_model_names_what_is_not_computed(tmp_path: Path) -> None:
     for backend in ("auto", "native"):
         with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8: the native CPU step"):
             load_model(tmp_path, torch.float32, backend=backend, kv_cache="fp8")
+    with pytest.raises(UnsupportedModel, match="kv-cache-dtype int8: a GPU keeps"):
+        load_model(tmp_path, torch.float32, device="cuda", kv_cache="int8")
     with pytest.raises(UnsupportedModel, match="backend native computes on the CPU"):
         load_model(tmp_path, torch.float32, backend="native", device="cuda")

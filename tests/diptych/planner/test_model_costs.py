@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
-from diptych.planner.model_costs import model_costs
+from diptych.planner.model_costs import kv_bytes, model_costs
 from diptych.planner.model_shape import NotPlanned, read_shape
 from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, LLAMA_7B, write_config
 
@@ -43,6 +45,15 @@ def test_the_bundled_file_has_its_parameters() -> None:
     costs = model_costs(read_shape(resolve_model("bundled")))
     assert costs.parameters == 134_515_008
     assert costs.kv_bytes == 2 * 30 * 3 * 64 * 2
+
+
+def test_kv_bytes_in_int8_are_those_of_a_block() -> None:
+    from diptych.runtime.settings import resolve_model
+
+    shape = read_shape(resolve_model("bundled"))
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, torch.int8)
+    assert 16 * kv_bytes(shape, "int8") == layout.bytes_per_block
+    assert kv_bytes(shape, "bf16") == model_costs(shape).kv_bytes
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ records = st.builds(
     block_size=sizes,
     max_context=sizes,
     total_blocks=st.integers(0, 2**63),  # a prefill worker has none
+    window_blocks=st.integers(0, 2**63),
+    window_places=st.integers(0, 2**63),
 )
 leases = st.builds(Lease, records, st.integers(0, 2**63))
 RECORD = WorkerRecord("w", "decode", "h:1", 2**62 + 1, "d", "m", "fp32", "fp32", "l", 16, 100, 10, 1)
@@ -76,3 +78,12 @@ def test_what_is_no_update_is_refused() -> None:
         decode_event({b"w": b"w"})
     with pytest.raises(ValueError, match="16 bytes"):
         decode_event({b"w": b"w", b"i": b"1", b"e": b"1", b"s": b"1", b"a": b"short", b"r": b""})
+
+
+def test_pool_tokens_leave_room_for_the_blocks_of_a_window() -> None:
+    windowed = dataclasses.replace(RECORD, total_blocks=100, window_blocks=2, window_places=3)
+    assert RECORD.pool_tokens == 10 * 16
+    assert windowed.pool_tokens == 94 * 16
+    assert dataclasses.replace(windowed, total_blocks=8).pool_tokens == 2 * 16
+    with pytest.raises(ValueError, match="blocks of a window below 0"):
+        Lease.from_json(Lease(dataclasses.replace(windowed, window_blocks=-1), 0).to_json())

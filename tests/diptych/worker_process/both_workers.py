@@ -32,7 +32,10 @@ from diptych.engine.heads.feature_head import FeatureHead
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.tiers.stack import TierStack
+from diptych.engine.kv.window_groups import window_groups
 from diptych.engine.loaded_model import Model
+from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
@@ -43,10 +46,13 @@ from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.eagle_chunks import EagleChunks
+from diptych.worker_process.kv_tiers import KvTiers
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.pull_rates import PullMode
 from kvtransfer.transports.pool_memory import allocate_pool
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
@@ -64,6 +70,8 @@ SHAPE = shape_of(
     intermediate_size=20,
     max_context=256,
 )
+WINDOWED = replace(SHAPE, layers=tuple(LayerShape(window) for window in (9, None, 9)))
+"""The shape of a model with a window, whose layers lie in blocks of their own: three a place."""
 TICK_S = 0.02
 MAX_BATCH = 8
 DRAFT_TOKENS = 12
@@ -71,31 +79,36 @@ LOCAL_BOUNDS = LocalBounds(short=16, fallback=200, chunk=3, idle_chunk=8)
 
 
 @cache
-def model() -> Model:
-    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
-    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
+def model(shape: ModelShape | None = None) -> Model:
+    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond.
+
+    `shape` is SHAPE by default, here and below.
+    """
+    return _own_model(shape)
 
 
-def _own_model() -> Model:
+def _own_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a torch backend with slots of its own."""
-    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
+    shape = shape or SHAPE
+    backend = TorchBackend(shape, weights_of(shape, torch.float32))
+    return Model(shape, "fp32", torch.float32, backend, "torch")
 
 
-def launching_model() -> Model:
+def launching_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
-    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
-    return Model(SHAPE, "fp32", torch.float32, backend, "triton")
+    shape = shape or SHAPE
+    backend = TritonBackend(shape, weights_of(shape, torch.float32), "cpu", REFERENCE_OPERATORS)
+    return Model(shape, "fp32", torch.float32, backend, "triton")
 
 
-def native_model() -> Model:
+def native_model(shape: ModelShape | None = None) -> Model:
     """Return the same model on the native backend, whose own thread computes launched steps."""
-    backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
-    return Model(SHAPE, "fp32", torch.float32, backend, "native")
+    shape = shape or SHAPE
+    backend = NativeBackend(shape, weights_of(shape, torch.float32), torch.float32)
+    return Model(shape, "fp32", torch.float32, backend, "native")
 
 
 MODELS = {"torch": _own_model, "device": launching_model, "native": native_model}
@@ -115,20 +128,31 @@ def draft_model(kind: str, backend: str) -> Model:
     return Model(shape, "fp32", torch.float32, TorchBackend(shape, weights), "torch")
 
 
-def layout(draft: Model | FeatureHead | None = None) -> KVLayout:
-    return replace(model().kv_layout(BLOCK), draft=None if draft is None else draft.kv_layout(BLOCK))
+def layout(draft: Model | FeatureHead | None = None, shape: ModelShape | None = None) -> KVLayout:
+    """Return the layout of blocks; layers with a window have their own where a `shape` is given."""
+    return replace(
+        model(shape).kv_layout(BLOCK),
+        draft=None if draft is None else draft.kv_layout(BLOCK),
+        windows=None if shape is None else window_groups(shape.windows),
+    )
 
 
 @cache
-def greedy(prompt: tuple[int, ...], count: int, adapter: Path | None = None) -> tuple[int, ...]:
-    """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path."""
-    runner = Runner(model(), 1)
+def greedy(
+    prompt: tuple[int, ...], count: int, adapter: Path | None = None, shape: ModelShape | None = None
+) -> tuple[int, ...]:
+    """Return the model's output after `prompt`, computed alone and at once, with the adapter at a path.
+
+    One block has all layers here.
+    """
+    runner = Runner(model(shape), 1)
     if adapter is not None:
         runner = Runner(_own_model(), 1)
         assert runner.allow_adapters(1, 8) is None
         runner.place_adapter(0, runner.prepare_adapter(read_adapter(adapter, SHAPE, 8)))
-    slot, blocks = None if adapter is None else 0, layout().blocks_for(len(prompt) + count)
-    memory, table = KVMemory(layout(), blocks), list(range(blocks))
+    laid = model(shape).kv_layout(BLOCK)
+    slot, blocks = None if adapter is None else 0, laid.blocks_for(len(prompt) + count)
+    memory, table = KVMemory(laid, blocks), list(range(blocks))
     new, start, out = list(prompt), 0, []
     for _ in range(count):
         logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True, adapter=slot)])
@@ -175,6 +199,8 @@ class Prefill:
     scratch: BlockPool
     scratch_memory: KVMemory
     ended: list[tuple[PrefillRequest, str]]
+    tiers: list[KvTiers]
+    """Its tiers, once it has scratch; none where it has none."""
 
     def leftovers(self) -> list[str]:
         self.scratch.invariants()
@@ -224,6 +250,9 @@ async def house(
     heads: MedusaHeads | None = None,
     branches: tuple[int, ...] = (),
     eagle: FeatureHead | None = None,
+    shape: ModelShape | None = None,
+    prefill_tiers: Callable[[int], TierStack] | None = None,
+    pull_mode: PullMode = "auto",
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
@@ -233,7 +262,8 @@ async def house(
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
     drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
-    `max_loras` slots for adapters.
+    `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
+    these pull from decode workers by `pull_mode`.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -244,7 +274,7 @@ async def house(
             made.shares = [SharedCores(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
+            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0), shape)
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
@@ -252,16 +282,21 @@ async def house(
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, branches)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, branches)
+                await _decode(
+                    stack, transport, number, blocks, runner, drafter, bounds, drafts, branches, shape
+                )
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
-            runner = _runner(backend, next(shares))
+            runner = _runner(backend, next(shares), shape=shape)
             drafts = eagle or _draft_runner(draft, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner, drafts))
+            tiers = None if prefill_tiers is None else prefill_tiers(number)
+            made.prefills.append(
+                _prefill(stack, transport, number, scratch, chunk, runner, drafts, shape, tiers, pull_mode)
+            )
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
             loop.requests.adapters.on_slot_free = loop.requests.place_adapters
@@ -283,22 +318,26 @@ def _add_adapters(loop: DecodeLoop | PrefillLoop, runner: Runner, slots: int) ->
     loop.requests.adapter_calls = AdapterCalls(loop.requests.adapters)
 
 
-def _runner(backend: str, shared: SharedCores | None, pacing: StepPacing | None = None) -> Runner:
-    model = MODELS[backend]()
+def _runner(
+    backend: str,
+    shared: SharedCores | None,
+    pacing: StepPacing | None = None,
+    shape: ModelShape | None = None,
+) -> Runner:
+    model = MODELS[backend](shape)
     return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
 
 
-def _fingerprint() -> Fingerprint:
-    shape = layout()
+def _fingerprint(laid: KVLayout) -> Fingerprint:
     return Fingerprint(
         model_digest="tiny",
         dtype="fp32",
         kv_dtype="float32",
-        kv_layout=shape.name,
+        kv_layout=laid.name,
         block_size=BLOCK,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=laid.num_layers,
+        num_kv_heads=laid.num_kv_heads,
+        head_dim=laid.head_dim,
         hash_version=1,
     )
 
@@ -313,8 +352,9 @@ async def _decode(
     bounds: LocalBounds,
     drafts: Runner | FeatureHead | None,
     branches: tuple[int, ...],
+    shape: ModelShape | None,
 ) -> Decode:
-    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
     runner.plan_decode(MAX_BATCH, BLOCK)
@@ -334,7 +374,7 @@ async def _decode(
         memory.memory,
         pool,
         max_batch=MAX_BATCH,
-        max_context=SHAPE.max_context,
+        max_context=(shape or SHAPE).max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
         speculation=speculation,
         draft_chunks=chunks,
@@ -342,7 +382,7 @@ async def _decode(
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
         incarnation=100 + number,
-        fingerprint=_fingerprint(),
+        fingerprint=_fingerprint(laid),
         memory=memory,
         pool=pool,
         transports=[transport],
@@ -352,6 +392,7 @@ async def _decode(
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
         gate=AdapterGate(loop.requests.adapter_of),
+        local_chunk=bounds.idle_chunk,
     )
     loop.connect(handoff, bounds)
     await handoff.start()
@@ -376,8 +417,11 @@ def _prefill(
     chunk: int,
     runner: Runner,
     drafts: Runner | FeatureHead | None,
+    shape: ModelShape | None,
+    tier_stack: TierStack | None,
+    pull_mode: PullMode,
 ) -> Prefill:
-    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts)
+    laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
@@ -386,24 +430,43 @@ def _prefill(
         chunk=chunk,
         enough=chunk,
         max_prompts=6,
-        max_context=SHAPE.max_context,
+        max_context=(shape or SHAPE).max_context,
         on_ended=lambda request, how: ended.append((request, how)),
         draft_chunks=_chunks(drafts),
     )
+    tiers: list[KvTiers] = []
+
+    def make_tiers(scratch: Scratch, pool: BlockPool) -> KvTiers | None:
+        if tier_stack is None:
+            return None
+        tiers.append(
+            KvTiers(scratch.memory, pool, tier_stack, changed=lambda: None, moved=lambda tiered, gone: None)
+        )
+        stack.push_async_callback(asyncio.to_thread, tiers[0].close)
+        return tiers[0]
+
+    def cache_changed(added: list[bytes], removed: list[bytes]) -> None:
+        for one in tiers:
+            one.cache_changed(added, removed)
+
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
-        fingerprint=_fingerprint(),
+        fingerprint=_fingerprint(laid),
         layout=laid,
         transports=[transport],
         scratch=lambda: (memory, pool),
         on_abort=loop.requests.on_abort,
         on_peer_lost=loop.requests.on_peer_lost,
+        chunk_tokens=chunk,
+        tiers=make_tiers,
+        cache_changed=cache_changed,
+        pull_mode=pull_mode,
     )
     loop.requests.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
-    return Prefill(loop, client, pool, memory, ended)
+    return Prefill(loop, client, pool, memory, ended, tiers)
 
 
 def _keep_running(

@@ -1,15 +1,16 @@
-"""`--kv-cache-dtype fp8`: the self-test passes, blocks are smaller, fp8 workers pair with each other only."""
+"""`--kv-cache-dtype`: self-test and block sizes; workers pair with those of their own type only."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_worker.config import DecodeSettings
+from diptych.engine.dtype import KVCacheDtype
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
 from kvtransfer.drivers.handshake import incompatible_field
 from tests.diptych.runtime.tokenizer.small_models import byte_level
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def load(
-    folder: Path, kept: Literal["auto", "fp8"], backend: Literal["torch", "native"] = "torch"
+    folder: Path, kept: KVCacheDtype, backend: Literal["torch", "native"] = "torch"
 ) -> LoadedEngine:
     settings = DecodeSettings(
         model=str(folder), dtype="fp32", device="cpu", backend=backend, kv_cache_dtype=kept
@@ -47,6 +48,32 @@ async def test_fp8_engines_serve_and_pair_with_each_other_only(folder: Path) -> 
     assert kept.fingerprint.kv_dtype == "float8_e4m3fn"
     assert incompatible_field(kept.fingerprint, other.fingerprint) is None
     assert incompatible_field(kept.fingerprint, plain.fingerprint) == "kv_dtype"
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+async def test_int8_engines_serve_and_pair_with_each_other_only(
+    folder: Path, backend: Literal["torch", "native"]
+) -> None:
+    plain, kept, other = [await load(folder, kind, backend) for kind in ("auto", "int8", "int8")]
+    assert kept.layout.bytes_per_block * 16 * 4 == plain.layout.bytes_per_block * (16 + 4)
+    assert kept.fingerprint.kv_dtype == "int8"
+    assert kept.fingerprint.kv_layout != plain.fingerprint.kv_layout
+    assert kept.model.backend_name == backend
+    assert incompatible_field(kept.fingerprint, other.fingerprint) is None
+    assert incompatible_field(kept.fingerprint, plain.fingerprint) == "kv_dtype"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"device": "cuda"}, "--kv-cache-dtype int8 is kept by CPUs only"),
+        ({"backend": "triton"}, "--kv-cache-dtype int8: the Triton step does not keep keys"),
+        ({"tensor_parallel": 2, "backend": "torch"}, "--kv-cache-dtype int8 is not kept with"),
+    ],
+)
+def test_what_does_not_keep_int8_is_named(folder: Path, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        DecodeSettings(**{"model": str(folder), "device": "cpu", "kv_cache_dtype": "int8", **changes})
 
 
 async def test_the_native_backend_refuses_fp8_kv(folder: Path) -> None:

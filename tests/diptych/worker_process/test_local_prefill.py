@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from diptych.engine.batch import SequenceStep
 from diptych.engine.runner import Runner
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.prompt_chunk import PromptChunk
+from kvtransfer.protocol.messages import SendGrant
 from tests.diptych.worker_process import oracle
 from tests.diptych.worker_process.both_workers import BLOCK, VOCABULARY, House, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
@@ -178,9 +180,10 @@ def skips_the_last_token(patch: Patch) -> None:
 def starts_a_block_late(patch: Patch) -> None:
     """Rows of a block that nobody computed are taken for cached."""
 
-    def granted(self: LocalPrefills, ref: Any, block_ids: list[int], cached: int) -> None:
-        late = cached + BLOCK if cached + BLOCK < len(self._prompts[ref.key].token_ids) else cached
-        real(self, ref, block_ids, late)
+    def granted(self: LocalPrefills, grant: SendGrant) -> None:
+        late = grant.cached_tokens + BLOCK
+        fits = late < len(self._prompts[grant.ref.key].token_ids)
+        real(self, replace(grant, cached_tokens=late) if fits else grant)
 
     real = LocalPrefills._granted
     patch.setattr(LocalPrefills, "_granted", granted)

@@ -34,8 +34,8 @@ def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
     shape = SHAPES[request.param]
     backend = TorchBackend(shape, weights_of(shape, torch.float32))
     other = Model(shape, "fp32", torch.float32, backend, "torch")
-    monkeypatch.setattr(both_workers, "model", lambda: other)
-    monkeypatch.setitem(both_workers.MODELS, "torch", lambda: other)
+    monkeypatch.setattr(both_workers, "model", lambda shape=None: other)
+    monkeypatch.setitem(both_workers.MODELS, "torch", lambda shape: other)
     return shape
 
 

@@ -49,6 +49,8 @@ def plan(number: int, rng: random.Random) -> Plan:
 class Walk:
     """200 requests over all workers of a house."""
 
+    requests: int | None = None
+
     def __init__(self, made: House, seed: int, local: float = 0.4) -> None:
         """Have decode workers compute a share `local` of the prompts themselves."""
         self.local = local
@@ -66,7 +68,7 @@ class Walk:
 
         trouble = asyncio.create_task(self.trouble(gateways))
         async with asyncio.timeout(250):
-            await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+            await asyncio.gather(*(one(number) for number in range(self.requests or REQUESTS)))
         trouble.cancel()
         await asyncio.gather(trouble, return_exceptions=True)
         for gateway in gateways:

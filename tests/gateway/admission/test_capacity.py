@@ -183,3 +183,11 @@ def test_throughput_follows_a_change() -> None:
     work(rate, 100, now, 10)
     assert rate.per_s is not None
     assert rate.per_s < 150
+
+
+def test_layers_with_a_window_take_blocks_of_their_own() -> None:
+    """Two more for each of the last three blocks of tokens: short requests take more than their tokens."""
+    budget = KvBudget()
+    budget.resize(100 * SIZE, SIZE, (2, 3))
+    assert budget.parts(2 * SIZE, 0, "a") == (2 * SIZE, 4 * SIZE)
+    assert budget.parts(20 * SIZE, SIZE, "a") == (20 * SIZE, (1 + 6) * SIZE)

@@ -15,6 +15,7 @@ from gateway.attempt.types import (
     Cause,
     DecodeFinished,
     FinishReason,
+    ImagesDelivered,
     PrefillCommitted,
     Role,
     TokenLogprob,
@@ -353,3 +354,62 @@ class ChoiceMachine(RuleBasedStateMachine):
 
 TestChoiceMachine = ChoiceMachine.TestCase
 TestChoiceMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def with_encoder(limits: RequestLimits | None = None) -> ChoiceState:
+    choice = ChoiceState(limits or RequestLimits(len(PROMPT), 10), now=0.0)
+    choice.handle(Admitted(), 1.0)
+    choice.handle(Launched(1, "p", "d", "e"), 2.0)
+    return choice
+
+
+def test_an_encode_worker_works_until_its_rows_are_delivered() -> None:
+    choice = with_encoder()
+    assert choice.working == {Role.PREFILL: "p", Role.DECODE: "d", Role.ENCODE: "e"}
+    assert choice.handle(ImagesDelivered(7), 3.0) == []
+    assert Role.ENCODE in choice.working
+    assert choice.handle(ImagesDelivered(1), 3.0) == []
+    assert choice.working == {Role.PREFILL: "p", Role.DECODE: "d"}
+    assert choice.handle(WorkerDown("e"), 4.0) == []
+    assert choice.state is State.PREFILLING
+
+
+def test_an_encode_worker_that_dies_before_costs_the_attempt() -> None:
+    choice = with_encoder()
+    actions = choice.handle(WorkerDown("e"), 3.0)
+    assert Cancel(Role.DECODE, "d", 1, (0,)) in actions
+    assert Cancel(Role.PREFILL, "p", 1, (0,)) in actions
+    assert actions[-1] == NeedRoute(0)
+    assert choice.retry_context.deaths == 1
+
+
+def test_a_prefill_worker_without_rows_blames_the_encode_worker() -> None:
+    limits = RequestLimits(len(PROMPT), 10)
+    choice = with_encoder(limits)
+    actions = choice.handle(AttemptFailed(1, Role.PREFILL, Cause.ENCODER_LOST), 3.0)
+    assert Cancel(Role.ENCODE, "e", 1, (0,)) in actions
+    assert actions[-1] == NeedRoute(0)
+    assert choice.history.avoid == {"e"}
+    assert limits.failed_workers.is_suspect("e", 3.0)
+    assert choice.retry_context.losses == 1
+
+
+def test_an_image_that_cannot_be_encoded_blames_the_encode_worker_alone() -> None:
+    choice = with_encoder()
+    choice.handle(AttemptFailed(1, Role.ENCODE, Cause.COMPUTE_FAILED), 3.0)
+    assert choice.history.avoid == {"e"}
+    choice.handle(Launched(2, "p", "d"), 4.0)
+    failed = choice.handle(AttemptFailed(2, Role.PREFILL, Cause.COMPUTE_FAILED), 5.0)[-1]
+    assert isinstance(failed, Fail)
+
+
+def test_a_lost_peer_is_never_the_encode_worker() -> None:
+    choice = with_encoder()
+    choice.handle(AttemptFailed(1, Role.PREFILL, Cause.PEER_LOST), 3.0)
+    assert choice.history.avoid == {"d"}
+
+
+def test_a_commit_ends_the_work_of_an_encode_worker_that_does_not_know_it() -> None:
+    choice = with_encoder()
+    assert choice.handle(PrefillCommitted(1), 3.0) == [Cancel(Role.ENCODE, "e", 1, (0,))]
+    assert choice.working == {Role.DECODE: "d"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import work_pb2
 from gateway.model.images import PreparedImage, PromptImages
-from gateway.worker_pool.image_messages import PART_BYTES, image_messages
+from gateway.worker_pool.image_messages import PART_BYTES, image_parts
 
 NAMESPACE = bytes(range(32))
 WORK = work_pb2.Work(
@@ -24,7 +24,7 @@ def image(edge: int, fill: int) -> PreparedImage:
 
 def test_images_come_in_parts_each_once() -> None:
     large, small = image(700, 1), image(4, 2)
-    parts = [message.image for message in image_messages(WORK, PromptImages((large, small, large), ()))]
+    parts = list(image_parts(WORK, PromptImages((large, small, large), ())))
     assert all(part.id == WORK.id for part in parts)
     assert all(len(part.data) <= PART_BYTES for part in parts)
     for one in (large, small):

@@ -116,3 +116,28 @@ def test_pool_is_preferred_to_a_tier_and_loaded_blocks_need_room() -> None:
         for free in (23, 13)
     ]
     assert costs[1] - costs[0] == pytest.approx(10 * 16 * 4.0)
+
+
+def test_copying_worker_is_charged_for_what_it_reads_from_its_tiers() -> None:
+    reading = replace(COPYING, cached_blocks=4, tiered_blocks=12, load_cost=0.25, pull_cost=None)
+    saving = pair_saving(359, reading, OWNER)
+    assert saving == PairSaving(16, pulled=0, read=12)
+    assert saving.compute_cost(359, 16, None, 0.0, 0.25) == pytest.approx(359 - 256 + 0.25 * 12 * 16)
+    pulling = pair_saving(359, replace(reading, pull_cost=0.1), OWNER)
+    assert pulling == PairSaving(20, pulled=4, read=12)
+
+
+def test_both_workers_of_a_pair_load_at_the_same_time() -> None:
+    saving = PairSaving(20, pulled=4, loaded=20, read=16)
+    both = saving.compute_cost(359, 16, 0.0, 0.25, 0.5)
+    assert both == pytest.approx(359 - 320 + max(20 * 16 * 0.25, 16 * 16 * 0.5))
+
+
+@pytest.mark.parametrize(("load_cost", "chosen"), [(0.1, "p2"), (2.0, "p1")])
+def test_tier_of_a_prefill_worker_attracts_a_prompt_while_loading_costs_less(
+    load_cost: float, chosen: str
+) -> None:
+    reading = replace(COPYING, worker_id="p2", tiered_blocks=20, load_cost=load_cost)
+    route = choose_route(REQUEST, [COPYING, reading], [replace(OWNER, cached_blocks=0)])
+    assert isinstance(route, Route)
+    assert route.prefill_id == chosen

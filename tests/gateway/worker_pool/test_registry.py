@@ -64,15 +64,15 @@ def test_token_limit_is_that_of_pool_and_context_of_decode_and_of_prefill_worker
 def test_load_adds_unreported_work_and_is_at_least_the_outstanding_work() -> None:
     one = worker()
     one.assign("a", 1, 1000, [0])
-    assert one.prefill_candidate(0).waiting_tokens == 1000
+    assert one.prefill_candidate(NOTHING, 0.001).waiting_tokens == 1000
     one.on_load(Load(waiting=3, waiting_tokens=2000))
     one.assign("b", 1, 50, [0])
-    assert one.prefill_candidate(0).waiting_tokens == 2050
+    assert one.prefill_candidate(NOTHING, 0.001).waiting_tokens == 2050
     one.complete("b", 1)
     one.on_load(Load())
-    assert one.prefill_candidate(0).waiting_tokens == 1000
+    assert one.prefill_candidate(NOTHING, 0.001).waiting_tokens == 1000
     one.complete("a", 1)
-    assert one.prefill_candidate(0).waiting_tokens == 0
+    assert one.prefill_candidate(NOTHING, 0.001).waiting_tokens == 0
 
 
 def test_choice_completed_twice_counts_once() -> None:

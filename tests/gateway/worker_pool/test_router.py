@@ -127,6 +127,8 @@ copying_prefills = st.lists(
         memory_domain=memories,
         cached_blocks=st.integers(0, 6),
         pull_cost=st.sampled_from([None, 0.25, 0.5, 1.5]),
+        tiered_blocks=st.sampled_from([0, 0, 3]),
+        load_cost=st.sampled_from([0.0, 0.125]),
     ),
     unique_by=lambda p: p.worker_id,
 )

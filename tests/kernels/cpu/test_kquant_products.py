@@ -13,7 +13,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.kquants import KQuantFormat
-from kernels.quantised_linear import BlockFormat, BlockMatrix
+from kernels.quantised_linear import BLOCK_BYTES, BlockFormat, BlockMatrix
 from tests.forms import sampled
 from tests.kernels.cpu import tiny_models
 from tests.kernels.cpu.test_native_step import mixed_batches
@@ -43,7 +43,7 @@ def weights_in(formats: dict[str, BlockFormat], head: BlockFormat, seed: int = 5
 
 
 def matrix_in(name: BlockFormat, rows: int, columns: int, seed: int) -> BlockMatrix:
-    if name in ("q4_0", "q4_1", "q8_0"):
+    if name in BLOCK_BYTES:
         return tiny_models.random_blocks(rows, columns, name, seed)
     blocks = random_blocks(name, rows * columns // 256, seed)
     return BlockMatrix(name, columns, blocks.view(rows, -1))

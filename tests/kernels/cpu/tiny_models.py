@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,13 @@ def random_blocks(rows: int, columns: int, format: BlockFormat, seed: int = 5) -
     generator = torch.Generator().manual_seed(seed)
     count = -(-columns // GROUP)
     blocks = torch.randint(0, 256, (rows, count, BLOCK_BYTES[format]), generator=generator).to(torch.uint8)
-    wide = {"q4_0": 8, "q4_1": 8, "q8_0": 80}[format]  # so that outputs are about as large as inputs
+    if format == "mxfp4":
+        least = 126 - round(math.log2(columns) / 2)
+        powers = torch.randint(least - 2, least + 1, (rows, count), generator=generator)
+        blocks[..., 0] = powers.to(torch.uint8)
+        return BlockMatrix(format, columns, blocks.view(rows, -1))
+    # So that outputs are about as large as inputs.
+    wide = {"q4_0": 8, "q4_1": 8, "q8_0": 80, "iq4_nl": 80}[format]
     scales = torch.randn((rows, count, 1), generator=generator) / (wide * columns**0.5)
     blocks[..., :2] = scales.half().view(torch.uint8)
     if format == "q4_1":
@@ -155,8 +162,8 @@ def layout_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KVLayou
 
 @dataclass
 class Pool:
-    """A memory whose blocks are dealt in random order; untouched blocks hold NaN, so that reading one
-    shows.
+    """A memory whose blocks are dealt in random order; untouched blocks hold NaN (in int8, scales of NaN), so
+    that reading one shows.
     """
 
     layout: KVLayout
@@ -166,7 +173,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.memory = KVMemory(self.layout, self.num_blocks)
-        self.memory.data.fill_(float("nan"))
+        self.memory.blocks.fill_(0xFF)
         self._free = list(range(self.num_blocks))
         random.Random(self.seed).shuffle(self._free)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu.rotary_write import rotary_write
-from kernels.paged_decode import write_kv_rows
+from kernels.kv_blocks import write_kv_rows
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from tests.kernels.gpu.paged import DTYPES, LAYER, LAYERS, ODD_HEADS, TOLERANCE, Heads, error

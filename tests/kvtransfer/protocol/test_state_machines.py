@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.kv.window_prefix import WindowPrefix
+from diptych.engine.kv.window_table import PromptWindow
 from kvtransfer.protocol.messages import (
     Fail,
     FenceWriter,
@@ -45,6 +48,7 @@ from kvtransfer.protocol.transfer_table import ReceiverPhase
 
 BLOCK_SIZE = 2
 POOL = 10
+CHUNK = 3
 PREFIXES = [[bytes([family, depth]) for depth in range(1, 6)] for family in range(2)]
 
 
@@ -68,11 +72,14 @@ class Process:
 
 
 class HandoffMachine(RuleBasedStateMachine):
+    total = POOL
+    groups: WindowGroups | None = None
+
     @initialize()
     def build(self) -> None:
-        self.pool = BlockPool(POOL)
+        self.pool = BlockPool(self.total)
         self.running = 0
-        self.receiver = Receiver(self.pool, BLOCK_SIZE, lambda: self.running)
+        self.receiver = Receiver(self.pool, BLOCK_SIZE, lambda: self.running, groups=self.groups)
         self.processes = [
             Process(WriterId("a", 1), True),
             Process(WriterId("b", 1), False),
@@ -124,7 +131,11 @@ class HandoffMachine(RuleBasedStateMachine):
     def link(self, process: Process) -> None:
         process.linked_there = True
         process.sender.link_up()
-        self.perform(self.receiver.link_up(process.id, in_place=process.in_place, reads_prefix=process.reads))
+        self.perform(
+            self.receiver.link_up(
+                process.id, in_place=process.in_place, reads_prefix=process.reads, chunk=CHUNK
+            )
+        )
 
     def kill(self, process: Process) -> None:
         """Kill a process with proof; its successor is another writer."""
@@ -197,7 +208,11 @@ class HandoffMachine(RuleBasedStateMachine):
         key = (f"r{len(self.attempts)}", 1)
         keys = PREFIXES[family][: num_tokens // BLOCK_SIZE] if cached else []
         expected = PendingTransfer(
-            key, num_tokens, keys, -(-num_tokens // BLOCK_SIZE) + reserve if reserve else None
+            key,
+            num_tokens,
+            keys,
+            -(-num_tokens // BLOCK_SIZE) + reserve if reserve else None,
+            reserve_windowed=reserve,
         )
         self.attempts[key] = expected
         if ask_first:
@@ -242,8 +257,18 @@ class HandoffMachine(RuleBasedStateMachine):
         for block, block_key in zip(done.block_ids, keys, strict=False):
             self.pool.insert(block, block_key, parent)
             parent = block_key
-        self.pool.release(done.block_ids)
+        if self.groups is not None:
+            self.publish_window(done, self.groups)
+        self.pool.release(done.held)
         self.perform(self.receiver.blocks_freed())
+
+    def publish_window(self, done: Handoff, groups: WindowGroups) -> None:
+        """Enter the windowed blocks behind a prompt into the prefix cache."""
+        keys, cached = self.attempts[done.ref.key].keys, done.cached_tokens // BLOCK_SIZE
+        window = PromptWindow(groups.tables, done.window_pins, done.window_blocks, cached)
+        prefix = WindowPrefix(self.pool, groups, BLOCK_SIZE)
+        for place in range(groups.first_kept(done.num_tokens - 1, BLOCK_SIZE), len(keys)):
+            prefix.insert(window.blocks(place), keys[place])
 
     @rule(seconds=st.sampled_from([0.3, 2.0, 20.0]))
     def tick(self, seconds: float) -> None:
@@ -406,7 +431,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         granted = {grant.ref: grant for _, grant in self.receiver.open_grants()}
-        owned = {block for done in self.owned.values() for block in done.block_ids}
+        owned = {block for done in self.owned.values() for block in done.held}
         seen: set[int] = set()
         for grant in granted.values():
             fresh = set(grant.allocated)
@@ -430,7 +455,7 @@ class HandoffMachine(RuleBasedStateMachine):
             return
         pool, times = self.pool, Counter[int]()
         for done in self.owned.values():
-            times.update(done.block_ids)
+            times.update(done.held)
         quarantined = 0
         for attempt in self.receiver._transfers.grants:
             if attempt.phase is ReceiverPhase.QUARANTINED:
@@ -438,11 +463,11 @@ class HandoffMachine(RuleBasedStateMachine):
                 if attempt.open_grant.reads_prefix:
                     times.update(attempt.open_grant.pinned)
             else:
-                times.update(attempt.open_grant.block_ids)
-        assert all(pool.references(block) == times[block] for block in range(POOL))
+                times.update(attempt.open_grant.held)
+        assert all(pool.references(block) == times[block] for block in range(self.total))
         shared = sum(count > 1 for count in times.values())
         resting = pool.cached() - sum(pool._cache.key_of(block) is not None for block in times)
-        assert pool.free() + resting + (len(times) - shared) + shared + quarantined == POOL
+        assert pool.free() + resting + (len(times) - shared) + shared + quarantined == self.total
 
     def teardown(self) -> None:
         """Let every writer stop and send its messages: every block returns, without one death."""
@@ -479,7 +504,14 @@ class HandoffMachine(RuleBasedStateMachine):
             self.outcome.setdefault(key, "cancelled")
         assert self.pool.quarantined() == 0
         self.pool.clear_cache()
-        assert self.pool.available() == POOL
+        assert self.pool.available() == self.total
+
+
+class WindowHandoffMachine(HandoffMachine):
+    """Grants with full blocks, and a ring of two windowed ones a place."""
+
+    total = 3 * POOL
+    groups = WindowGroups(3, 1, 2, ((1, 0), (0, 0), (2, 0)))
 
 
 def digest(ref: GrantRef, index: int) -> bytes:
@@ -488,6 +520,8 @@ def digest(ref: GrantRef, index: int) -> bytes:
 
 TestHandoff = HandoffMachine.TestCase
 TestHandoff.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestWindowHandoff = WindowHandoffMachine.TestCase
+TestWindowHandoff.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
 
 
 def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:

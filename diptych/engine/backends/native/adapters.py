@@ -70,7 +70,7 @@ class NativeAdapter:
         change = native.Change(
             layer=layer,
             which=which,
-            a=self._keep(a),
+            a=self._keep(_in_pairs(a)),
             scales=self._keep(scales),
             depth=a.shape[1],
             ranks=a.shape[0],
@@ -118,6 +118,13 @@ def _joined(
             whole[:, begin : begin + b.shape[1]] = b
         made.append(whole)
     return torch.cat(made)
+
+
+def _in_pairs(a: torch.Tensor) -> torch.Tensor:
+    """Return A `[ranks, depth]` flat: two ranks by turns `[ranks / 2, depth / 32, 2, 32]`, then the last."""
+    even = len(a) // 2 * 2
+    pairs = a[:even].view(even // 2, 2, a.shape[1] // _DEPTH, _DEPTH).transpose(1, 2)
+    return torch.cat([pairs.flatten(), a[even:].flatten()])
 
 
 def _in_strips(b: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,17 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
-from diptych.engine.backends.native.batch import NativeBatch, NativeError, Taps, native_batch, positions_of
+from diptych.engine.backends.native.batch import (
+    NativeBatch,
+    NativeError,
+    Passing,
+    Taps,
+    native_batch,
+    positions_of,
+)
 from diptych.engine.backends.native.every_row import has_every_row, with_every_row
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
+from diptych.engine.backends.native.share import Share
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import (
@@ -35,6 +43,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
 from diptych.engine.weights import Storage, Weights
+from kernels import int8_cache
 from kernels.cpu import library as native
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
@@ -59,19 +68,21 @@ class NativeBackend:
     def __init__(
         self,
         shape: ModelShape,
-        weights: Weights | MappedWeights,
+        weights: Weights | MappedWeights | Share,
         dtype: torch.dtype,
         instruction_set: str | None = None,
         *,
+        kept: torch.dtype | None = None,
         packed: EmptyFile | None = None,
     ) -> None:
-        """Pack `weights` (diptych/engine/weights), which may be freed afterwards; or take packed ones.
+        """Pack `weights` (diptych/engine/weights), which may be freed afterwards; or take packed ones, or a
+        rank's share of the model, whose steps all ranks must compute in one order.
 
         With `packed` they are packed into that file, which another process' backend of the same shape, dtype
         and instruction set takes; its content is whole when this returns.
 
         `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
-        with bfloat16).
+        with bfloat16); `kept` is that of keys and values where they are kept in int8.
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
@@ -79,17 +90,24 @@ class NativeBackend:
             raise NativeUnavailable(f"the native step does not compute {why}")
         if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
+        if kept not in (None, dtype, int8_cache.DTYPE):
+            raise NativeUnavailable(f"keys and values in {kept} are not computed natively")
         try:
             self._library = native.load()
         except native.LibraryMissing as error:
             raise NativeUnavailable(str(error)) from error
         self._shape = shape
         self._dtype = dtype
+        self._kept = dtype if kept is None else kept
         self._threads = 1
         self._guests_from = 0
         name = None if instruction_set is None else instruction_set.encode()
         number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
-        self._model: int = self._library.diptych_model_new(native_shape(shape, number), name)
+        self._share = weights if isinstance(weights, Share) else None
+        if self._share is None:
+            self._model: int = self._library.diptych_model_new(native_shape(shape, number), name)
+        else:
+            self._model = self._share.open(self._library, number, name)
         if not self._model:
             raise NativeUnavailable(native.last_error(self._library))
         self.completions, told = os.pipe()
@@ -100,6 +118,8 @@ class NativeBackend:
         self._embedding: torch.Tensor | None = None
         if isinstance(weights, MappedWeights):
             self._check(self._library.diptych_map_weights(self._model, weights.file))
+        elif isinstance(weights, Share):
+            self._embedding = weights.pack(self._library, self._model, dtype)
         else:
             self._pack(weights, packed)
         self._positions = 0
@@ -239,15 +259,47 @@ class NativeBackend:
         abort: AbortWords | None,
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
+        return (
+            self._launch(sequences, b"\x01" * len(draws), abort) if self.launches(sequences, draws) else None
+        )
+
+    def launches(self, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> bool:
+        """Return whether `launch` begins this step."""
         if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
-            return None
+            return False
         if any(step.grid is not None for step in sequences):
-            return None  # it is computed with tables of its own
+            return False  # it is computed with tables of its own
         if self._every_row and not has_every_row(sequences):
-            return None
-        if positions_of(sequences) > self._positions:
-            return None  # tables take their time to make, and a running step reads those that there are
-        batch = self._batch(sequences, b"\x01" * len(draws), abort, _turns(sequences))
+            return False
+        # Tables take their time to make, and a running step reads those that there are.
+        return positions_of(sequences) <= self._positions
+
+    @property
+    def positions(self) -> int:
+        """Positions that rotary tables reach now."""
+        return self._positions
+
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> Launched:
+        """Begin a step whose logits, of the rows that are not `greedy`, another rank of the group has.
+
+        No other step may be launched where tables do not reach its positions.
+        """
+        self._reach(positions_of(sequences))
+        return self._launch(sequences, greedy, None)
+
+    def forward_stage(
+        self, sequences: Sequence[SequenceStep], passing: Passing, abort: AbortWords | None
+    ) -> torch.Tensor:
+        """Compute the layers of a stage; return the logits that sequences want, which those of the last do.
+
+        Raises NativeError.
+        """
+        self._reach(positions_of(sequences))
+        greedy = bytes(sum(step.logit_rows for step in sequences))
+        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), passing=passing), greedy)[0]
+
+    def _launch(self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None) -> Launched:
+        batch = self._batch(sequences, greedy, abort, _turns(sequences))
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -354,16 +406,19 @@ class NativeBackend:
         abort: AbortWords | None,
         turns: npt.NDArray[np.int64] | None,
         ends: Sequence[int] | None = None,
+        passing: Passing | None = None,
     ) -> NativeBatch:
         return native_batch(
             sequences,
             greedy,
             abort,
-            self._dtype,
+            self._kept,
             turns,
             ends,
             hidden_size=self._hidden_size,
             taps=self._taps,
+            passing=passing,
+            view_offset=0 if self._share is None else self._share.view_offset(sequences[0].memory.layout),
         )
 
     def _run(self, batch: NativeBatch, greedy: bytes) -> tuple[torch.Tensor, NativeBatch]:

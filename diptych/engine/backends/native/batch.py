@@ -26,6 +26,16 @@ class Taps:
     hidden_size: int
 
 
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """Residual streams of a step's tokens, float32 `[tokens, hidden]`, between stages of a pipeline."""
+
+    enters: torch.Tensor | None
+    """Output of the stage before; None for the first one."""
+    leaves: torch.Tensor | None
+    """Memory for the input of the next one; None for the last one."""
+
+
 @dataclass(eq=False)
 class NativeBatch:
     """A batch as the native side takes it, with all that it points into."""
@@ -51,14 +61,19 @@ def native_batch(
     ends: Sequence[int] | None = None,
     hidden_size: int | None = None,
     taps: Taps | None = None,
+    view_offset: int = 0,
+    passing: Passing | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
     the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
     see, by default those after their own.
 
-    A byte is 1 where the row's likeliest token is wanted and not the logits. With `hidden_size` there is
-    memory for hidden rows of so many numbers, with `taps` for the inputs of layers. Raises NativeError for
-    memories that are not of the model's layout.
+    `dtype` is that of keys and values. A byte is 1 where the row's likeliest token is wanted and not the
+    logits. With `hidden_size` there is memory for hidden rows of so many numbers, with `taps` for the inputs
+    of layers. Keys and values begin `view_offset` bytes within each block; `passing` rows enter and leave the
+    layers of a stage.
+
+    Raises NativeError for memories that are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -76,11 +91,12 @@ def native_batch(
         "counts": array("i", [len(step.token_ids) for step in sequences]),
         "starts": array("i", [step.start for step in sequences]),
         "table_lengths": array("i", [len(step.block_table) for step in sequences]),
-        "memories": array("Q", [step.memory.address for step in sequences]),
+        "memories": array("Q", [step.memory.address + view_offset for step in sequences]),
         "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
         "logit_rows": array("i", [step.logit_rows for step in sequences]),
         "greedy": array("B", greedy),
     }
+    windowed = _add_windows(arrays, sequences)
     follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
     if any(step.adapter is not None for step in sequences):
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
@@ -96,17 +112,39 @@ def native_batch(
         sequences=len(sequences),
         block_size=layout.block_size,
         block_stride=sequences[0].memory.stride_bytes // layout.dtype.itemsize,
+        kept=native.KV_INT8 if layout.has_scales else native.KV_OWN,
+        windowed=windowed,
         taps=0 if taps is None else len(taps.layers),
         tapped=None if taps is None else taps.layers.buffer_info()[0],
         features=None if features is None else features.data_ptr(),
         hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
+        enters=None if passing is None or passing.enters is None else passing.enters.data_ptr(),
+        leaves=None if passing is None or passing.leaves is None else passing.leaves.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, memories, taps]
+    alive = [*arrays.values(), follows, abort, memories, taps, passing]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
     return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)
+
+
+def _add_windows(arrays: dict[str, array[int]], sequences: Sequence[SequenceStep]) -> int:
+    """Add the tables of layers with a window to `arrays`, where these lie in blocks of their own; return how
+    many a sequence has.
+    """
+    windows = sequences[0].memory.layout.windows
+    if windows is None:
+        return 0
+    tables = array("i")
+    for step in sequences:
+        for table in step.window_tables:
+            tables.extend(table)
+    arrays["window_tables"] = tables
+    arrays["layer_places"] = array("i", [number for place in windows.places for number in place])
+    arrays["window_firsts"] = array("i", [step.window_first for step in sequences])
+    arrays["window_lengths"] = array("i", [len(step.window_tables[0]) for step in sequences])
+    return windows.tables
 
 
 def _parents(step: SequenceStep) -> Sequence[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights, from_store
 from diptych.engine.backends.native.supports import supports
@@ -25,22 +27,24 @@ def load_native(
     precision: Precision,
     checkpoint: OpenCheckpoint,
     shape: ModelShape,
+    kept: torch.dtype,
     store: WeightStore | None,
 ) -> NativeBackend:
     """Return a backend of `checkpoint`, the opened `path`, with the context that `shape` says.
 
-    Nothing is read but the files' heads where `store` has the packed weights. Raises NativeUnavailable, and
-    what reading the files raises.
+    `kept` is the dtype of its keys and values. Nothing is read but the files' heads where `store` has the
+    packed weights. Raises NativeUnavailable, and what reading the files raises.
     """
     dtype = stored_dtype(precision)
     if (why := supports(shape)) is not None:
         raise NativeUnavailable(f"the native step does not compute {why}")
 
     def pack(file: EmptyFile | None) -> NativeBackend:
-        return NativeBackend(shape, checkpoint.read_all().weights, dtype, packed=file)
+        return NativeBackend(shape, checkpoint.read_all().weights, dtype, kept=kept, packed=file)
 
     def take(file: int) -> NativeBackend:
-        return NativeBackend(shape, MappedWeights(file, _STORAGE.get(precision, "dense")), dtype)
+        weights = MappedWeights(file, _STORAGE.get(precision, "dense"))
+        return NativeBackend(shape, weights, dtype, kept=kept)
 
     def key() -> str:
         return packed_key(path, checkpoint.shape, precision, _best_set(precision))

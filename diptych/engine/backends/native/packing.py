@@ -27,6 +27,8 @@ _FORMATS: dict[BlockFormat, int] = {
     "q5_k": native.Q5_K,
     "q6_k": native.Q6_K,
     "iq4_xs": native.IQ4_XS,
+    "iq4_nl": native.IQ4_NL,
+    "mxfp4": native.MXFP4,
 }
 _ACTIVATIONS: dict[Activation, int] = {
     "silu": native.SILU,
@@ -141,6 +143,9 @@ class Packer:
         qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
         self.set_linear(index, native.QKV, *qkv)
         self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        self.set_vectors(index, layer)
+
+    def set_vectors(self, index: int, layer: LayerWeights) -> None:
         self.set_vector(index, native.INPUT_NORM, layer.input_norm)
         self.set_vector(index, native.POST_NORM, layer.post_norm)
         self.set_vector(index, native.ATTENTION_OUTPUT_NORM, layer.attention_out_norm)
@@ -183,6 +188,13 @@ class Packer:
         made = _native_parts(parts, torch.float32 if which == native.ROUTER else self._dtype)
         status = self._library.diptych_set_linear(
             self._model, layer, which, made.matrices, len(made.matrices)
+        )
+        self._check(status)
+
+    def set_part_linear(self, layer: int, part: int, which: int, *parts: Part) -> None:
+        made = _native_parts(parts, self._dtype)
+        status = self._library.diptych_set_part_linear(
+            self._model, layer, part, which, made.matrices, len(made.matrices)
         )
         self._check(status)
 

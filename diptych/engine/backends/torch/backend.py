@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
-from diptych.engine.backends.torch.row_groups import Chunk, Decodes, attention_of, group_rows
+from diptych.engine.backends.torch.row_groups import attention_of, group_tables
 from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
@@ -90,9 +89,12 @@ class TorchBackend:
         """
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
-            groups: list[Chunk | Decodes] = group_rows(sequences)
+            tables = group_tables(sequences)
+            windows = sequences[0].memory.layout.windows
 
-            attend = partial(self._attention.attend, groups)
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                table, slot = (0, layer) if windows is None else windows.places[layer]
+                return self._attention.attend(tables[table], layer, q, k, v, slot)
 
             def wanted() -> bool:
                 if abort is None:
@@ -100,7 +102,7 @@ class TorchBackend:
                 if abort.all_aborted():
                     return False
                 if abort.words.any():
-                    groups[:] = group_rows(sequences, abort)
+                    tables[:] = group_tables(sequences, abort)
                 return True
 
             given = given_embeddings(sequences)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep, visible_ends
+from diptych.engine.batch import AbortWords, SequenceStep, cut_to_window, visible_ends
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import LatentShape, ModelShape
+from kernels.kv_blocks import write_kv_rows
 from kernels.latent_attention import latent_attention, latent_decode, write_latents
 from kernels.paged_attention import paged_attention, write_kv
-from kernels.paged_decode import paged_decode, write_kv_rows
+from kernels.paged_decode import paged_decode
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,19 @@ class Decodes:
         )
 
 
+def group_tables(
+    sequences: Sequence[SequenceStep], abort: AbortWords | None = None
+) -> list[list[Chunk | Decodes]]:
+    """Return the groups of a step for each table of its layers (`KVLayout.windows`), the full one first.
+
+    Sequences of one step have equal layouts.
+    """
+    windows = sequences[0].memory.layout.windows
+    cuts = () if windows is None else range(1, windows.tables + 1)
+    every = [sequences, *([cut_to_window(step, table) for step in sequences] for table in cuts)]
+    return [group_rows(steps, abort) for steps in every]
+
+
 @dataclass(frozen=True)
 class GroupAttention:
     """Attention of a model's layers: what of a decoder's `Attend` does not depend on the step."""
@@ -138,18 +152,21 @@ class GroupAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        slot: int | None = None,
     ) -> torch.Tensor:
         """Store keys and values `[T, K, D]` of the step's `groups` and return what `q [T, N, D]` mixes of all
         that is stored, zeros for rows of no group. Over latents, queries and latents take all three places.
+        `slot` is the layer's place in a block, by default its number.
         """
+        slot = layer if slot is None else slot
         if self.latent is not None:
             mixed = q.new_zeros(*q.shape[:-1], self.latent.rank)
             for group in groups:
-                group.attend_latents(layer, self.rules[layer].scale, q, k, mixed)
+                group.attend_latents(slot, self.rules[layer].scale, q, k, mixed)
             return mixed
         mixed = torch.zeros_like(q)
         for group in groups:
-            group.attend(layer, self.rules[layer], q, k, v, mixed, self.scales)
+            group.attend(slot, self.rules[layer], q, k, v, mixed, self.scales)
         return mixed
 
 

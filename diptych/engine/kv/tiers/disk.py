@@ -17,12 +17,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
 
+from diptych.engine.kv.tiers.tier import Moved
 from diptych.engine.kv.tiers.use_order import UseOrder
 
 SUFFIX = ".kv"
 _PART = ".part"
 RESCAN_S = 5.0
-"""Age of the list of files after which `put` reads it again: other workers write and remove, too."""
+"""Age of the list of files after which it is read again: other workers write and remove, too."""
+_RESCAN_SHARE = 0.05
+"""Most of the time that is spent on that."""
+_SETTLED_S = 1.0
+"""Age of a folder's last change after which its time stands for what is in it."""
 ABANDONED_S = 600.0
 """Age of an unfinished file whose writer is gone."""
 
@@ -46,7 +51,8 @@ class DiskTier:
         self._used = 0
         self._lock = Lock()
         self._number = itertools.count()
-        self._scanned_at = 0.0
+        self._rescan_at = 0.0
+        self._changed_ns: int | None = None
         self.refresh()
 
     @property
@@ -59,6 +65,17 @@ class DiskTier:
     def items(self) -> list[tuple[bytes, bytes]]:
         with self._lock:
             return self._order.items()
+
+    def rescan(self) -> Moved:
+        if time.monotonic() < self._rescan_at:
+            return Moved()
+        if self._folder.stat().st_mtime_ns == self._changed_ns:
+            self._rescan_at = time.monotonic() + RESCAN_S
+            return Moved()
+        before = set(self._sizes)
+        self.refresh()
+        after = set(self._sizes)
+        return Moved(after - before, before - after)
 
     def get(self, key: bytes) -> bytes | None:
         parent = self.parent_of(key)
@@ -76,8 +93,6 @@ class DiskTier:
         return entry
 
     def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
-        if time.monotonic() - self._scanned_at > RESCAN_S:
-            self.refresh()
         if len(entry) > self._quota:
             return []
         gone = self._make_room(len(entry))
@@ -104,6 +119,8 @@ class DiskTier:
 
     def refresh(self) -> None:
         """Read which files there are, in the order of their use. Raises OSError."""
+        started, changed_ns = time.monotonic(), self._folder.stat().st_mtime_ns
+        self._changed_ns = changed_ns if time.time() - changed_ns / 1e9 > _SETTLED_S else None
         found: list[tuple[float, bytes, bytes, int]] = []
         with os.scandir(self._folder) as files:
             for file in files:
@@ -123,7 +140,8 @@ class DiskTier:
                 self._order.add(key, parent, used_at)
             self._sizes = {key: size for _, key, _, size in found}
             self._used = sum(self._sizes.values())
-        self._scanned_at = time.monotonic()
+        now = time.monotonic()
+        self._rescan_at = now + max(RESCAN_S, (now - started) / _RESCAN_SHARE)
 
     def _make_room(self, needed: int) -> list[bytes]:
         gone: list[bytes] = []

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from threading import Lock
 
+from diptych.engine.kv.tiers.tier import Moved
 from diptych.engine.kv.tiers.use_order import UseOrder
 
 
@@ -32,6 +33,9 @@ class RamTier:
     def items(self) -> list[tuple[bytes, bytes]]:
         with self._lock:
             return self._order.items()
+
+    def rescan(self) -> Moved:
+        return Moved()
 
     def get(self, key: bytes) -> bytes | None:
         with self._lock:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any, Protocol
 
+from diptych.engine.kv.tiers.tier import Moved
+
 RESCAN_S = 30.0
 """Age of the list of names after which it is read again."""
 AWAY_S = 5.0
@@ -74,6 +76,14 @@ class RemoteTier:
         with self._lock:
             return list(self._parents.items())
 
+    def rescan(self) -> Moved:
+        if self._clock() - self._scanned_at <= RESCAN_S or self._clock() < self._away_until:
+            return Moved()
+        before = set(self._parents)
+        self.refresh()
+        after = set(self._parents)
+        return Moved(after - before, before - after)
+
     def get(self, key: bytes) -> bytes | None:
         parent = self.parent_of(key)
         if parent is None:
@@ -87,8 +97,6 @@ class RemoteTier:
         return entry
 
     def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
-        if self._clock() - self._scanned_at > RESCAN_S:
-            self.refresh()
         self._call(lambda: self._store.set(self._name_of(key, parent), entry))
         with self._lock:
             self._parents[key] = parent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -33,9 +33,12 @@ class StoredBlock:
 class TierStack:
     """Tiers of one worker. Used by several threads at once."""
 
-    def __init__(self, tiers: Sequence[Tier], form: EntryFormat) -> None:
-        """Take the tiers, fastest first."""
+    def __init__(
+        self, tiers: Sequence[Tier], form: EntryFormat, read_only: Collection[str] = frozenset()
+    ) -> None:
+        """Take the tiers, fastest first, and the names of those in which other workers store blocks."""
         self.tiers = tuple(tiers)
+        self._stored_in = tuple(tier for tier in tiers if tier.name not in read_only)
         self._format = form
         self._lock = Lock()
         self._epoch = 0
@@ -46,11 +49,18 @@ class TierStack:
         """Number of entries that were put, by tier."""
         self.on_dropped: Callable[[list[bytes]], None] = lambda keys: None
         """Told, by any thread, the keys that lie in no tier any more."""
+        self.on_found: Callable[[list[bytes]], None] = lambda keys: None
+        """Told, by any thread, the keys that other workers stored."""
 
     @property
     def epoch(self) -> int:
         """Number of times that something was forgotten."""
         return self._epoch
+
+    @property
+    def stores(self) -> bool:
+        """True if some tier takes blocks of this worker."""
+        return bool(self._stored_in)
 
     def __contains__(self, key: bytes) -> bool:
         return any(tier.parent_of(key) is not None for tier in self.tiers)
@@ -70,7 +80,8 @@ class TierStack:
 
     def put(self, key: bytes, parent: bytes, payload: bytes | memoryview, epoch: int) -> None:
         """Store a block that was read in `epoch` in every tier that lacks it."""
-        lacking = [tier for tier in self.tiers if tier.parent_of(key) is None]
+        self.rescan()
+        lacking = [tier for tier in self._stored_in if tier.parent_of(key) is None]
         if lacking:
             self._put(lacking, key, parent, self._format.pack(key, parent, payload), epoch)
 
@@ -88,9 +99,27 @@ class TierStack:
                 _log.warning("an entry of the %s tier is damaged, and was removed: %s", tier.name, error)
                 tier.forget([key])
                 continue
-            self._put(self.tiers[:place], key, parent, entry, epoch)
+            faster = [one for one in self.tiers[:place] if one in self._stored_in]
+            self._put(faster, key, parent, entry, epoch)
             return StoredBlock(key, parent, payload, tier.name)
         return None
+
+    def rescan(self) -> None:
+        """Take notice of what other workers stored and removed. May block."""
+        came: dict[bytes, None] = {}
+        went: dict[bytes, None] = {}
+        for tier in self.tiers:
+            try:
+                moved = tier.rescan()
+            except OSError as error:
+                self._complain(f"what the {tier.name} tier holds cannot be read: {error}")
+                continue
+            came.update(dict.fromkeys(sorted(moved.came)))
+            went.update(dict.fromkeys(sorted(moved.went)))
+        if came:
+            self.on_found(list(came))
+        if dropped := [key for key in went if key not in self]:
+            self.on_dropped(dropped)
 
     def end_epoch(self) -> None:
         """Store nothing any more that was read before now. `forget` or `clear` follows. Never blocks."""
@@ -132,7 +161,7 @@ class TierStack:
             try:
                 gone += tier.put(key, parent, entry)
             except OSError as error:
-                self._complain(tier, error)
+                self._complain(f"the {tier.name} tier takes no block: {error}")
                 continue
             self.stored[tier.name] += 1
             if self._epoch != epoch:  # forgotten meanwhile, perhaps before the entry was there to be found
@@ -140,8 +169,8 @@ class TierStack:
         if dropped := [one for one in dict.fromkeys(gone) if one not in self]:
             self.on_dropped(dropped)
 
-    def _complain(self, tier: Tier, error: OSError) -> None:
+    def _complain(self, what: str) -> None:
         now = time.monotonic()
         if now - self._complained_at >= _LOG_EVERY_S:
             self._complained_at = now
-            _log.warning("the %s tier takes no block: %s", tier.name, error)
+            _log.warning(what)

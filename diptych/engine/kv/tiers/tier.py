@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Set
+from typing import NamedTuple, Protocol
+
+
+class Moved(NamedTuple):
+    """Keys that came into a tier and left it by the hands of other workers."""
+
+    came: Set[bytes] = frozenset()
+    went: Set[bytes] = frozenset()
 
 
 class Tier(Protocol):
@@ -28,6 +35,13 @@ class Tier(Protocol):
 
     def items(self) -> list[tuple[bytes, bytes]]:
         """Return every key that it holds, with its parent. Never blocks."""
+        ...
+
+    def rescan(self) -> Moved:
+        """Read again which keys it holds, if others may have changed that and the last time is long ago.
+
+        Return those that came and went. Raises OSError. May block.
+        """
         ...
 
     def get(self, key: bytes) -> bytes | None:

@@ -9,6 +9,7 @@ import torch
 
 from diptych.engine.weights.quantised.integer_codes import Codes
 from kernels.packed_matrix import PackedMatrix
+from kernels.quantised_linear import BlockMatrix
 from kernels.scaled_matrix import ScaledMatrix
 
 Kept = PackedMatrix | ScaledMatrix
@@ -29,7 +30,10 @@ class Scheme(ABC):
     """Suffixes of the tensors of a quantised matrix, but for ``weight``."""
 
     keeps_codes = False
-    """True if its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
+    """True if its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`, or `read_blocks`)."""
+
+    has_tables = False
+    """True if its codes are places in a table, which int8 does not keep."""
 
     packs = False
     """True if a GPU step can keep its codes (`read_packed`), where their groups allow it."""
@@ -47,6 +51,13 @@ class Scheme(ABC):
     def read_packed(self, matrix: str, tensors: Tensors) -> Codes | Kept | torch.Tensor:
         """Read a quantised matrix for a GPU step: in codes that it keeps, or as `read` does."""
         return self.read(matrix, tensors)
+
+    def read_blocks(self, matrix: str, tensors: Tensors) -> BlockMatrix | None:
+        """Read a quantised matrix, `[out, in]`, whose blocks a CPU multiplies; None: it has codes.
+
+        Raises BadModelFile where its parts do not fit together.
+        """
+        return None
 
     def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
         """Return whether `matrix` (a name without ``.weight``) is quantised: schemes leave some out."""

@@ -123,6 +123,7 @@ def test_workers_of_several_nodes_are_free_and_a_gateway_on_loopback_is_not() ->
         ({"redis_url": "redis://:secret@127.0.0.1:6379/0"}, "cannot reach a server on loopback"),
         ({"internal_tls": "auto"}, "give a folder that all nodes have"),
         ({"insecure": False}, "--internal-tls encrypts that"),
+        ({"encode_workers": 1}, "--encode"),
         ({"device": "cuda:1"}, "Ray chooses the GPU"),
     ],
 )

@@ -15,10 +15,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.dtype import KVCacheDtype
 from diptych.engine.loaded_model import BackendChoice, Model, load_model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import LayerWeights, Weights
-from diptych.engine.weights.checkpoint import read_checkpoint
+from diptych.engine.weights.checkpoint import has_kquants, is_quantised, read_checkpoint
+from kernels.quantised_linear import dequantise
 from tests.diptych.engine.models.expert_models import (
     CONFIGS,
     all_logits,
@@ -234,12 +236,32 @@ def test_mxfp4_folders_give_the_logits_of_their_numbers(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **quantised}))
     got = all_logits(load(tmp_path), LONG, 20)
     torch.testing.assert_close(got, oracle_logits(oracle, LONG), atol=1e-4, rtol=0)
+    _check_kept_mxfp4(tmp_path)
 
 
-def test_latents_are_not_kept_in_fp8(tmp_path: Path) -> None:
+def _check_kept_mxfp4(folder: Path) -> None:
+    """Check that experts are kept in the folder's blocks, and multiplied so by the native step."""
+    assert is_quantised(folder)
+    assert has_kquants(folder)
+    kept, full = (read_checkpoint(folder, kind).weights.layers[0].experts for kind in ("gguf", "fp32"))
+    assert kept is not None
+    assert full is not None
+    for name in ("gates", "ups", "downs"):
+        for matrix, numbers in zip(getattr(kept, name), getattr(full, name), strict=True):
+            assert matrix.format == "mxfp4"
+            assert torch.equal(dequantise(matrix), numbers)
+    expected, found = (
+        all_logits(load_model(folder, "gguf", backend=backend), LONG, 20) for backend in ("torch", "native")
+    )
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 0.03
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_latents_are_kept_in_full_numbers_only(tmp_path: Path, kind: KVCacheDtype) -> None:
     oracle_of("deepseek_v3").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8: latents"):
-        load_model(tmp_path, torch.float32, backend="torch", kv_cache="fp8")
+    with pytest.raises(UnsupportedModel, match=f"kv-cache-dtype {kind}: latents"):
+        load_model(tmp_path, torch.float32, backend="torch", kv_cache=kind)
     layout = load(tmp_path).kv_layout(16)
     assert layout.block_shape == (3, 1, 1, (22 + 10) * 16)
 

@@ -44,6 +44,7 @@ def test_parts_cover_the_model_once(kv_heads: int, group: int, data: st.DataObje
     assert [number for part in parts for number in part.inner] == list(range(100))
     assert [token for part in parts for token in part.vocab] == list(range(300))
     for part in parts:
+        assert part.inner
         assert len(part.heads) % len(part.kv_heads) == 0
         of_one = len(part.heads) // len(part.kv_heads)
         assert of_one == group or len(part.kv_heads) == 1
@@ -56,6 +57,17 @@ def test_the_bundled_models_heads_are_dealt_unevenly_to_two_parts() -> None:
     first, second = deal_parts(shape_of(9, 3), 2)
     assert (first.heads, first.kv_heads) == (range(3), range(1))
     assert (second.heads, second.kv_heads) == (range(3, 9), range(1, 3))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 9])
+def test_parts_with_more_heads_have_fewer_inner_numbers(count: int) -> None:
+    """The bundled model's sizes: no part multiplies 3% more numbers than an even share."""
+    shape = shape_of(9, 3, inner=1536, hidden_size=576, head_dim=64)
+    products = [
+        2 * 64 * (len(part.heads) + len(part.kv_heads)) + 3 * len(part.inner)
+        for part in deal_parts(shape, count)
+    ]
+    assert max(products) * count < 1.03 * sum(products)
 
 
 def test_more_parts_than_kv_heads_share_them() -> None:

@@ -9,6 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.quantised import scheme_of
 from diptych.engine.weights.quantised.mxfp4 import numbers
+from kernels.quantised_linear import dequantise
 
 
 class Tensors:
@@ -48,6 +49,17 @@ def test_the_scheme_reads_one_expert_and_knows_its_parts() -> None:
     assert not scheme.is_quantised("y", tensors)
     assert scheme.matrix_of("a.gate_up_proj_scales") == "a.gate_up_proj"
     assert scheme.matrix_of("a.gate_up_proj_bias") is None
+
+
+def test_blocks_are_kept_in_the_order_of_gguf_files() -> None:
+    blocks, scales = random_blocks()
+    scheme = scheme_of({"quantization_config": {"quant_method": "mxfp4"}})
+    assert scheme is not None
+    kept = scheme.read_blocks("x", Tensors(x_blocks=blocks[1], x_scales=scales[1]))
+    assert kept is not None
+    assert kept.format == "mxfp4"
+    assert torch.equal(dequantise(kept), numbers(blocks[1], scales[1]))
+    assert torch.equal(dequantise(kept.rows(slice(1, None, 2))), numbers(blocks[1], scales[1])[1::2])
 
 
 def test_blocks_without_their_scales_are_refused() -> None:

@@ -20,6 +20,7 @@ from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
 from diptych.engine.weights.gguf_header import GgufTensor
 from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
 from diptych.engine.weights.reader import Cut, OpenCheckpoint
+from kernels.byte_linear import quantise_matrix
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save
 from tests.diptych.engine.weights.quantised_folders import awq, plain_folder, write
 
@@ -133,8 +134,24 @@ def test_a_quantised_folders_parts_are_cuts_of_the_whole(tmp_path: Path) -> None
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write(folder, quantisation, awq())
     check_parts_are_cut_from(read_checkpoint(folder, "fp32").weights, folder, 2)
-    with pytest.raises(UnsupportedModel, match="dtype int8 is not computed in parts"):
-        open_parts(folder, "int8", Dealing(2))
+    with pytest.raises(UnsupportedModel, match="dtype gguf is not computed in parts"):
+        open_parts(folder, "gguf", Dealing(2))
+    opened = open_checkpoint(folder, "int8")
+    with pytest.raises(UnsupportedModel, match="that stay quantised are not read in parts"):
+        read_parts(opened, deal_parts(opened.shape, 2), whole_model(opened))
+
+
+def test_bytes_are_rounded_from_each_parts_own_numbers(bundled_path: Path) -> None:
+    """Segments of columns begin where a part does; those of rows are the whole matrix's."""
+    opened, plain = open_checkpoint(bundled_path, "int8"), open_checkpoint(bundled_path, "fp32")
+    parts, first_layer = deal_parts(opened.shape, 2), Stage(range(1), opened.shape.num_layers)
+    read = zip(read_parts(opened, parts, first_layer), read_parts(plain, parts, first_layer), strict=True)
+    for bytes_of_part, numbers in read:
+        for field in ("q", "o", "down"):
+            found, expected = (getattr(of.layers[0], field) for of in (bytes_of_part, numbers))
+            rounded = quantise_matrix(expected)
+            assert torch.equal(found.values, rounded.values)
+            assert torch.equal(found.scales, rounded.scales)
 
 
 def test_a_folder_whose_tensor_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.models.shape import Activation
 from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
-from kernels import packed_matrix, paged_attention, rms_norm, rotary, scaled_matrix
+from kernels import kv_blocks, packed_matrix, paged_attention, rms_norm, rotary, scaled_matrix
 from kernels import paged_decode as decode
 from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
@@ -126,7 +126,7 @@ def _rotary_write(
         q, k = rotary.rotary(q.float(), cos, sin), rotary.rotary(k.float(), cos, sin)
     q, k = normed(q, q_norm, True), normed(k, k_norm, True)
     written = block_ids >= 0
-    decode.write_kv_rows(
+    kv_blocks.write_kv_rows(
         blocks,
         layer,
         block_ids[written],

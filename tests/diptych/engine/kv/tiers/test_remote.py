@@ -57,6 +57,8 @@ def test_two_workers_share_a_server_and_another_kind_of_blocks_is_apart(server: 
     assert (one.get(KEYS[1]), one.parent_of(KEYS[1]), one.used) == (ENTRY, KEYS[0], 2 * len(ENTRY))
     assert other.get(KEYS[1]) is None, "it does not know yet"
     server.now += RESCAN_S + 1
+    assert other.rescan() == ({KEYS[0], KEYS[1]}, set())
+    assert other.rescan() == (set(), set())
     other.put(KEYS[2], KEYS[1], ENTRY)
     assert sorted(other.items()) == [(KEYS[0], b""), (KEYS[1], KEYS[0]), (KEYS[2], KEYS[1])]
     assert other.get(KEYS[0]) == ENTRY
@@ -121,6 +123,7 @@ def test_server_that_is_not_there_at_the_start_is_found_later(server: Server) ->
     held = server.tier()
     assert held.items() == []
     server.start()
-    server.now += RESCAN_S
+    server.now += RESCAN_S + 1
+    assert held.rescan() == (set(), set())
     held.put(KEYS[0], b"", ENTRY)
     assert held.get(KEYS[0]) == ENTRY

@@ -296,3 +296,52 @@ def test_strange_and_unfinished_files_are_left_alone(tmp_path: Path) -> None:
     assert again.keys() == stack.keys() == []
     assert not (folder / "1-2.part").exists(), "its writer is long gone"
     assert (folder / "notes.txt").exists()
+
+
+def test_rescan_tells_what_others_stored_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.engine.kv.tiers.disk.RESCAN_S", 0.0)
+    monkeypatch.setattr("diptych.engine.kv.tiers.disk._RESCAN_SHARE", 1e9)
+    one, other = made(tmp_path), made(tmp_path)
+    found: list[bytes] = []
+    dropped: list[bytes] = []
+    other.on_found, other.on_dropped = found.extend, dropped.extend
+    for key in CHAIN[:3]:
+        put(one, key)
+    other.rescan()
+    assert sorted(found) == CHAIN[:3]
+    assert other.get(CHAIN[0], b"") is not None
+    one.end_epoch()
+    one.forget(CHAIN[:1])
+    other.rescan()
+    assert sorted(dropped) == CHAIN[1:3], "the first is in its memory"
+
+
+def test_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.engine.kv.tiers.disk.RESCAN_S", 0.0)
+    monkeypatch.setattr("diptych.engine.kv.tiers.disk._RESCAN_SHARE", 1e9)
+    put(made(tmp_path), CHAIN[0])
+    folder = tmp_path / FORM.fingerprint.hex()
+    os.utime(folder, (1000, 1000))
+    tier = DiskTier(tmp_path, 6 * ENTRY, FORM.fingerprint)
+    reads: list[None] = []
+    refresh = tier.refresh
+    monkeypatch.setattr(tier, "refresh", lambda: (reads.append(None), refresh()))
+    assert tier.rescan() == (set(), set())
+    assert not reads
+    put(made(tmp_path), CHAIN[1])
+    assert tier.rescan().came == {CHAIN[1]}
+    assert len(reads) == 1
+
+
+def test_worker_that_only_reads_a_tier_stores_nothing_there(tmp_path: Path) -> None:
+    put(made(tmp_path), CHAIN[0])
+    ram, disk = RamTier(3 * ENTRY), DiskTier(tmp_path, 6 * ENTRY, FORM.fingerprint)
+    reader = TierStack([ram, disk], FORM, {"disk"})
+    put(reader, CHAIN[1])
+    assert reader.get(CHAIN[0], b"") is not None
+    assert [key for key, _ in disk.items()] == [CHAIN[0]]
+    assert sorted(key for key, _ in ram.items()) == CHAIN[:2]
+    assert not TierStack([disk], FORM, {"disk"}).stores
+    reader.end_epoch()
+    reader.forget([CHAIN[0]])
+    assert files(tmp_path) == [], "what must be forgotten is removed by everybody"

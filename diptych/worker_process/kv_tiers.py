@@ -1,15 +1,21 @@
-"""Blocks between the pool of a decode worker and its tiers (diptych/engine/kv/tiers).
+"""Blocks between the pool of a worker and its tiers (diptych/engine/kv/tiers).
 
 **Out.** A block that enters the prefix cache is copied soon after, by a thread of its own, one at a time, and
 then stored by another thread. A block whose copy runs is not given out: its eviction waits for that copy,
 which is one of memory alone. One that is evicted before is copied at that moment. Nothing is held for this,
 so that no sequence has to make way for it. Where tiers are slower than blocks come, blocks are left out.
 
-**In.** When an attempt is announced and a tier holds more of its prefix than the pool does, the announcement
-waits while another thread reads these blocks into memory of its own, where they are checked. Then the event
-loop takes a block of the pool, copies, and enters it into the prefix cache, one after the other: between two
-of them nothing is held. The attempt's grant finds them there as it finds computed blocks. What has not come
-within `LOAD_S` is a miss; until a read that was too slow returns, no other is begun.
+**In, at a decode worker.** When an attempt is announced and a tier holds more of its prefix than the pool
+does, the announcement waits while another thread reads these blocks into memory of its own, where they are
+checked. Then the event loop takes a block of the pool, copies, and enters it into the prefix cache, one after
+the other: between two of them nothing is held. The attempt's grant finds them there as it finds computed
+blocks. What has not come within `LOAD_S` is a miss; until a read that was too slow returns, no other begins.
+
+**In, at a prefill worker that copies.** It holds blocks of scratch for a whole prompt before it asks for a
+grant, and what tiers have of the prompt is copied into these.
+
+**From others.** A folder or a server that several workers share is read again now and then: what others
+stored there can be loaded from then on.
 
 All calls are made on the event loop, but where it is said.
 """
@@ -20,42 +26,27 @@ import asyncio
 import ctypes
 import logging
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 
 import torch
 
 from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
+from diptych.worker_process.tier_loads import MOST_LOADS, TierLoads
 from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 
-LOAD_S = 0.5
-"""Most seconds that an attempt waits for blocks from tiers. A prefill worker's ask waits a second for it
-(`EscalationTimeouts.attach_s`).
-"""
-BATCH = 8
-"""Blocks that are read and checked at a time."""
 MOST_QUEUED = 4096
 """Most blocks that wait to be copied out."""
-MOST_LOADS = 8
-"""Loads at a time; further attempts do without."""
 MOST_COPIES = 32
 """Most copies that wait to be stored."""
 CLOSE_S = 2.0
 """Time at the end for what is being stored."""
+RESCAN_S = 5.0
+"""Time between two looks at what others stored."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Loaded:
-    """Result of a load: blocks by tier, and the time that the attempt waited for them."""
-
-    blocks: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
 
 
 class KvTiers:
@@ -68,43 +59,62 @@ class KvTiers:
         stack: TierStack,
         *,
         changed: Callable[[], None],
-        left: Callable[[Sequence[bytes]], None],
+        moved: Callable[[Sequence[bytes], Sequence[bytes]], None],
     ) -> None:
         """Take two callbacks.
 
-        `changed` is called when blocks were released or the prefix cache has changed, `left` with keys that
-        are neither in a tier nor in the pool any more.
+        `changed` is called when blocks were released or the prefix cache has changed, `moved` with keys that
+        are in a tier and not in the pool, as others stored them, and with keys that are in neither any more.
         """
         self._memory = memory
         self._pool = pool
         self.stack = stack
         self._changed = changed
-        self._left = left
+        self._moved = moved
         stack.on_dropped = lambda keys: self._on_loop(self._dropped, keys)
+        stack.on_found = lambda keys: self._on_loop(self._found, keys)
         self._queue: dict[bytes, tuple[int, bytes]] = {}
         self._copying: bytes | None = None
         self._copied = threading.Event()
         self._storing = 0
-        self._forgetting = 0
-        self._loads: set[asyncio.Task[None]] = set()
-        self._late: Future[list[StoredBlock]] | None = None
+        self.loads = TierLoads(memory, stack)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rescanning: Future[None] | None = None
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.token_s: float | None = None
-        """Seconds a token of what was loaded lately; None before."""
         self._copier = ThreadPoolExecutor(1, "kv-tiers-copy")
         self._out = ThreadPoolExecutor(1, "kv-tiers-out")
-        self._in = ThreadPoolExecutor(1, "kv-tiers-in")
         pool.on_forgotten.append(self._forget)
         pool.on_evicted = self._evicted
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether a tier holds this key."""
+        return key in self.stack
+
+    def start(self) -> None:
+        """Begin to look for what others store in the tiers. Call it on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._rescan()
+
+    def _rescan(self) -> None:
+        if self._closed:
+            return
+        if self._rescanning is None or self._rescanning.done():
+            try:
+                self._rescanning = self._out.submit(self.stack.rescan)
+            except RuntimeError:
+                return  # closed a moment ago
+        asyncio.get_running_loop().call_later(RESCAN_S, self._rescan)
 
     def close(self) -> None:
         """Wait until no thread reads the pool, and for a while for what is being stored; close the tiers.
 
         A tier that hangs is left behind: the process ends without its thread.
         """
+        self._closed = True
         self._queue.clear()
         self._copier.shutdown(cancel_futures=True)
-        self._in.shutdown(wait=False, cancel_futures=True)
+        self.loads.close()
         last = self._out.submit(self.stack.close)
         self._out.shutdown(wait=False)
         try:
@@ -114,8 +124,15 @@ class KvTiers:
 
     # ---- out -----------------------------------------------------------------------------------------
 
+    def cache_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> list[bytes]:
+        """Take the keys that entered and left the prefix cache; return those that left it for a tier."""
+        self.entered(added)
+        return [key for key in removed if key in self.stack]
+
     def entered(self, keys: Iterable[bytes]) -> None:
         """Take the keys that entered the prefix cache."""
+        if not self.stack.stores:
+            return
         for key in keys:
             if key not in self.stack and (place := self._pool.place_of(key)) is not None:
                 self._queue[key] = place
@@ -173,7 +190,12 @@ class KvTiers:
     def _dropped(self, keys: Sequence[bytes]) -> None:
         """Tell which of the keys that left the tiers are not in the pool either."""
         if gone := [key for key in keys if not self._pool.match([key])]:
-            self._left(gone)
+            self._moved((), gone)
+
+    def _found(self, keys: Sequence[bytes]) -> None:
+        """Tell which of the keys that others stored are not in the pool."""
+        if new := [key for key in keys if not self._pool.match([key])]:
+            self._moved(new, ())
 
     # ---- in ------------------------------------------------------------------------------------------
 
@@ -183,44 +205,34 @@ class KvTiers:
         `then` gets the result. False, and no call follows, where there is nothing to bring.
         """
         first = self._pool.match(keys)
-        count = self.stack.leading(keys[first:])
-        late = self._late is not None and not self._late.done()
-        if not count or self._forgetting or late or len(self._loads) >= MOST_LOADS:
+        count = self.loads.leading(keys[first:])
+        if not count or len(self._tasks) >= MOST_LOADS:
             return False
         self._loop = self._loop or asyncio.get_running_loop()
         task = self._loop.create_task(self._load(keys[: first + count], first, then), name="load from tiers")
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return True
 
+    async def fill(self, keys: Sequence[bytes], first: int, blocks: Sequence[int]) -> Loaded:
+        """Load what tiers hold of `keys[first:]` into `blocks`, which the caller holds and nothing writes.
+
+        `keys` are those of a prefix from its beginning. As many leading blocks as the result counts are
+        filled; what else was read is in none.
+        """
+        count = self.loads.leading(keys[first:])
+
+        def take(place: int, one: StoredBlock) -> bool:
+            write_block(self._memory, blocks[place - first], one.payload)
+            return True
+
+        return await self.loads.load(keys[: first + count], first, take) if count else Loaded()
+
     async def _load(self, keys: Sequence[bytes], first: int, then: Callable[[Loaded], None]) -> None:
-        loaded, started = Loaded(), time.monotonic()
-        try:
-            await self._load_after(keys, first, loaded, started + LOAD_S)
-        except Exception:
-            _log.exception("blocks could not be loaded from the tiers")
-        loaded.seconds = time.monotonic() - started
+        loaded = await self.loads.load(keys, first, lambda _, one: self._cache(one))
         if loaded.blocks:
-            tokens = loaded.blocks.total() * self._memory.layout.block_size
-            now = loaded.seconds / tokens
-            self.token_s = now if self.token_s is None else 0.8 * self.token_s + 0.2 * now
             self._changed()
         then(loaded)
-
-    async def _load_after(self, keys: Sequence[bytes], first: int, loaded: Loaded, until: float) -> None:
-        """Load `keys[first:]`, one after the other."""
-        epoch = self.stack.epoch
-        for start in range(first, len(keys), BATCH):
-            batch = keys[start : start + BATCH]
-            parents = [keys[place - 1] if place else b"" for place in range(start, start + len(batch))]
-            found = await self._in_time(until, self._read, batch, parents, until)
-            for one in found:
-                if self.stack.epoch != epoch or not self._cache(one):
-                    return
-                loaded.blocks[one.tier] += 1
-                await asyncio.sleep(0)  # streams go on between two copies
-            if len(found) < len(batch):
-                return
 
     def _cache(self, one: StoredBlock) -> bool:
         """Copy a block into the pool and the prefix cache.
@@ -245,36 +257,11 @@ class KvTiers:
         finally:
             pool.release(before)
 
-    async def _in_time(
-        self, until: float, read: Callable[..., list[StoredBlock]], *arguments: object
-    ) -> list[StoredBlock]:
-        """Return what `read` returns on the thread for loads; nothing if that takes too long."""
-        reading = self._in.submit(read, *arguments)
-        future = asyncio.wrap_future(reading)
-        done, _ = await asyncio.wait([future], timeout=max(until - time.monotonic(), 0.0))
-        if not done:
-            if not reading.cancel():  # it has begun: what it reads is dropped
-                self._late = reading
-            return []
-        return future.result()
-
-    def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
-        """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""
-        found: list[StoredBlock] = []
-        for key, parent in zip(keys, parents, strict=True):
-            one = self.stack.get(key, parent) if time.monotonic() < until else None
-            if one is None:
-                break
-            if self._memory.device.type != "cpu":
-                one = replace(one, payload=memoryview(bytearray(one.payload)))  # torch wants it writable
-            found.append(one)
-        return found
-
     def _forget(self, keys: Sequence[bytes]) -> None:
         """Forget keys and what continues them, or everything where none is named."""
         self._queue.clear()
         self.stack.end_epoch()
-        self._forgetting += 1  # nothing is loaded until it is done: a disk may take its time
+        self.loads.held_up += 1  # nothing is loaded until it is done: a disk may take its time
         self._loop = self._loop or asyncio.get_running_loop()
         done = self._out.submit(self.stack.forget, list(keys)) if keys else self._out.submit(self.stack.clear)
         done.add_done_callback(lambda future: self._on_loop(self._forgotten, future))
@@ -286,7 +273,7 @@ class KvTiers:
                 "blocks could not be removed from the tiers, which are not read any more: %s", error
             )
             return
-        self._forgetting -= 1
+        self.loads.held_up -= 1
 
 
 def _copy_of(memory: KVMemory, block: int) -> memoryview:

@@ -12,14 +12,15 @@ import pytest
 import pytest_asyncio
 import torch
 
-from decode_worker import kv_tiers
-from decode_worker.kv_tiers import KvTiers, Loaded
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.tiers import disk
 from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
+from diptych.worker_process import kv_tiers, tier_loads
+from diptych.worker_process.kv_tiers import KvTiers, Loaded
 
 pytestmark = pytest.mark.asyncio
 LAYOUT = KVLayout(2, 1, 4, 4, torch.float32)
@@ -52,7 +53,12 @@ class House:
         self.pool = BlockPool(BLOCKS)
         self.stack = TierStack(tiers, EntryFormat(b"f" * 16, LAYOUT.bytes_per_block))
         self.left: list[bytes] = []
-        self.tiers = KvTiers(self.memory, self.pool, self.stack, changed=lambda: None, left=self.left.extend)
+        self.found: list[bytes] = []
+        self.tiers = KvTiers(self.memory, self.pool, self.stack, changed=lambda: None, moved=self.moved)
+
+    def moved(self, tiered: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        self.found.extend(tiered)
+        self.left.extend(gone)
 
     def compute(self, keys: Sequence[bytes], held: Sequence[int] = ()) -> None:
         """Compute and publish what is missing of a prefix, as a request does, and release it."""
@@ -147,7 +153,7 @@ async def test_damaged_block_ends_what_is_loaded(house: House, tmp_path: Path) -
 async def test_tier_that_hangs_is_a_miss_and_holds_no_block(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 0.2)
+    monkeypatch.setattr(tier_loads, "LOAD_S", 0.2)
     await stored(house, KEYS[:6])
     await stored(house, KEYS[20:31])
     house.stack.tiers[0].open.clear()  # type: ignore[attr-defined]
@@ -165,7 +171,7 @@ async def test_flush_reaches_the_tiers_and_nothing_is_loaded_before(house: House
     house.pool.clear_cache()
     assert await house.load(KEYS[:4]) is None
     house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
-    await until(lambda: house.stack.keys() == [] and not house.tiers._forgetting)
+    await until(lambda: house.stack.keys() == [] and not house.tiers.loads.held_up)
     await until(lambda: sorted(house.left) == KEYS[:4])
 
 
@@ -223,7 +229,7 @@ async def test_eviction_waits_for_the_copy_that_runs(house: House, monkeypatch: 
 async def test_nothing_is_asked_of_a_tier_until_its_late_read_returns(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 0.05)
+    monkeypatch.setattr(tier_loads, "LOAD_S", 0.05)
     await stored(house, KEYS[:6])
     await stored(house, KEYS[20:31])
     house.stack.tiers[0].open.clear()  # type: ignore[attr-defined]
@@ -232,8 +238,51 @@ async def test_nothing_is_asked_of_a_tier_until_its_late_read_returns(
     assert not first.blocks
     assert await house.load(KEYS[:6]) is None
     house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
-    await until(lambda: house.tiers._late is None or house.tiers._late.done())
-    monkeypatch.setattr(kv_tiers, "LOAD_S", 30.0)
+    await until(lambda: house.tiers.loads.late is None or house.tiers.loads.late.done())
+    monkeypatch.setattr(tier_loads, "LOAD_S", 30.0)
     again = await house.load(KEYS[:6])
     assert again is not None
     assert house.check(KEYS[:6]) == 6
+
+
+async def test_what_another_worker_stores_is_told_and_loaded(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tiers, "RESCAN_S", 0.02)
+    monkeypatch.setattr(disk, "RESCAN_S", 0.0)
+    monkeypatch.setattr(disk, "_RESCAN_SHARE", 1e9)
+    entry = house.stack._format.entry_bytes
+    other = House([DiskTier(tmp_path, 30 * entry, b"f" * 16)])
+    other.tiers.start()
+    await stored(house, KEYS[:5])
+    await until(lambda: sorted(other.found) == KEYS[:5])
+    loaded = await other.load(KEYS[:5])
+    assert loaded is not None
+    assert other.check(KEYS[:5]) == 5
+    house.pool.forget(KEYS[:1])
+    await until(lambda: not house.stack.keys())
+    await until(lambda: not other.stack.keys())
+    assert other.left == [], "they are in its pool"
+    await asyncio.to_thread(other.tiers.close)
+
+
+async def test_fill_writes_into_the_blocks_of_the_caller(house: House) -> None:
+    await stored(house, KEYS[:6])
+    mine = house.pool.allocate(4)
+    loaded = await house.tiers.fill(KEYS[:6], 2, mine)
+    assert loaded.blocks.total() == 4
+    assert [bytes(house.memory.block_bytes(block)) for block in mine] == [content(key) for key in KEYS[2:6]]
+    assert not (await house.tiers.fill(KEYS[30:34], 0, mine)).blocks
+    house.pool.release(mine)
+
+
+async def test_fill_takes_nothing_after_a_flush(house: House) -> None:
+    await stored(house, KEYS[:6])
+    mine = house.pool.allocate(6)
+    house.stack.tiers[0].open.clear()  # type: ignore[attr-defined]
+    filling = asyncio.ensure_future(house.tiers.fill(KEYS[:6], 0, mine))
+    await asyncio.sleep(0.05)
+    house.pool.clear_cache()
+    house.stack.tiers[0].open.set()  # type: ignore[attr-defined]
+    assert not (await filling).blocks
+    house.pool.release(mine)

@@ -1,4 +1,4 @@
-"""Tiers of a decode worker, as its settings name them."""
+"""Tiers of a worker, as its settings name them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from redis.retry import Retry
 
 from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import FINGERPRINT_BYTES, EntryFormat
+from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.remote import RemoteTier
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.tiers.tier import Tier
 from diptych.runtime.kv_tier_specs import DISK, RAM, REDIS, TierSpec
+from diptych.runtime.metrics import WorkerMetrics
 from diptych.runtime.settings import StartupError
 from kvtransfer.drivers.handshake import Fingerprint
 
+SHARED = (DISK, REDIS)
+"""Kinds that several workers may have together."""
 _CONNECT_S, _ANSWER_S = 0.25, 0.4
 _log = logging.getLogger(__name__)
 
@@ -29,17 +33,21 @@ class TierUnusable(StartupError):
     """Tier that cannot be used as it is configured."""
 
 
-def make_stack(specs: Sequence[TierSpec], fingerprint: Fingerprint, block_bytes: int) -> TierStack | None:
+def make_stack(
+    specs: Sequence[TierSpec], fingerprint: Fingerprint, block_bytes: int, *, reads_shared: bool = False
+) -> TierStack | None:
     """Return the tiers that are configured, None without any. Raises TierUnusable.
 
-    Blocks are stored under what two workers must share to exchange them: no other block is ever read.
+    Blocks are stored under what two workers must share to exchange them: no other block is ever read. With
+    `reads_shared` nothing is stored in tiers that workers share: those that the blocks are handed to do that.
     """
     if not specs:
         return None
     name = hashlib.blake2b(repr(fingerprint).encode(), digest_size=FINGERPRINT_BYTES).digest()
     form = EntryFormat(name, block_bytes)
     try:
-        stack = TierStack([_MAKERS[spec.kind](spec, form) for spec in specs], form)
+        tiers = [_MAKERS[spec.kind](spec, form) for spec in specs]
+        stack = TierStack(tiers, form, SHARED if reads_shared else ())
     except OSError as error:
         raise TierUnusable(f"--kv-tier: {error.strerror}: {error.filename}") from error
     for spec, tier in zip(specs, stack.tiers, strict=True):
@@ -49,6 +57,20 @@ def make_stack(specs: Sequence[TierSpec], fingerprint: Fingerprint, block_bytes:
         room = str(blocks) if blocks else "the server's limit of"
         _log.info("the %s tier has room for %s blocks and holds %d", tier.name, room, len(tier.items()))
     return stack
+
+
+def watch_stack(stack: TierStack, metrics: WorkerMetrics) -> None:
+    """Let the metrics show what the tiers hold."""
+    for tier in stack.tiers:
+        metrics.tier_bytes.labels(tier.name).set_function(lambda tier=tier: tier.used)  # type: ignore[misc]
+        metrics.tier_blocks_loaded.labels(tier.name)
+    metrics.tier_entries_damaged.set_function(lambda: stack.damaged)
+
+
+def count_loaded(loaded: Loaded, metrics: WorkerMetrics) -> None:
+    """Count blocks that came from tiers."""
+    for tier, blocks in loaded.blocks.items():
+        metrics.tier_blocks_loaded.labels(tier).inc(blocks)
 
 
 def _disk(spec: TierSpec, form: EntryFormat) -> Tier:

@@ -1,0 +1,118 @@
+"""Loads of blocks from tiers: read and checked by a thread, within a time, and measured.
+
+What has not come within `LOAD_S` is a miss. A read that hangs is left alone: until it returns no other
+begins, so that a tier that does not answer costs one load its time and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
+
+LOAD_S = 0.5
+"""Most seconds that an attempt waits for blocks from tiers. A prefill worker's ask waits a second for it
+(`EscalationTimeouts.attach_s`).
+"""
+BATCH = 8
+"""Blocks that are read and checked at a time."""
+MOST_LOADS = 8
+"""Loads at a time; further attempts do without."""
+Take = Callable[[int, StoredBlock], bool]
+"""Called with the place of a verified block in its prefix and the block: False if it is not wanted."""
+_KEEP = 0.8
+"""Weight of earlier loads in the time a token."""
+_log = logging.getLogger(__name__)
+
+
+class TierLoads:
+    """Reader of one worker's tiers. All calls are made on the event loop."""
+
+    def __init__(self, memory: KVMemory, stack: TierStack) -> None:
+        """Take the memory that the blocks are for: its device and its block size count."""
+        self._memory = memory
+        self._stack = stack
+        self._running = 0
+        self.held_up = 0
+        """Reasons for which no load may begin now."""
+        self.late: Future[list[StoredBlock]] | None = None
+        """Read that was given up while it ran."""
+        self.token_s: float | None = None
+        """Seconds a token of what was loaded lately; None before."""
+        self._thread = ThreadPoolExecutor(1, "kv-tiers-in")
+
+    def close(self) -> None:
+        """Begin no read any more, and wait for none."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading keys a tier holds, 0 while no load can begin."""
+        late = self.late is not None and not self.late.done()
+        return 0 if self.held_up or late or self._running >= MOST_LOADS else self._stack.leading(keys)
+
+    async def load(self, keys: Sequence[bytes], first: int, take: Take) -> Loaded:
+        """Load the blocks of `keys[first:]`, one after the other, until one is missing or not wanted.
+
+        `keys` are those of a prefix from its beginning. Never fails: what does not come is a miss.
+        """
+        loaded, started = Loaded(), time.monotonic()
+        self._running += 1
+        try:
+            await self._load(keys, first, loaded, started + LOAD_S, take)
+        except Exception:
+            _log.exception("blocks could not be loaded from the tiers")
+        finally:
+            self._running -= 1
+        loaded.seconds = time.monotonic() - started
+        if loaded.blocks:
+            now = loaded.seconds / (loaded.blocks.total() * self._memory.layout.block_size)
+            self.token_s = now if self.token_s is None else _KEEP * self.token_s + (1 - _KEEP) * now
+        return loaded
+
+    async def _load(
+        self, keys: Sequence[bytes], first: int, loaded: Loaded, until: float, take: Take
+    ) -> None:
+        epoch = self._stack.epoch
+        for start in range(first, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            parents = [keys[place - 1] if place else b"" for place in range(start, start + len(batch))]
+            found = await self._in_time(until, batch, parents)
+            for place, one in enumerate(found, start):
+                if self._stack.epoch != epoch or not take(place, one):
+                    return
+                loaded.blocks[one.tier] += 1
+                await asyncio.sleep(0)  # streams go on between two copies
+            if len(found) < len(batch):
+                return
+
+    async def _in_time(
+        self, until: float, keys: Sequence[bytes], parents: Sequence[bytes]
+    ) -> list[StoredBlock]:
+        """Return what the thread reads; nothing if that takes too long."""
+        reading = self._thread.submit(self._read, keys, parents, until)
+        future = asyncio.wrap_future(reading)
+        try:
+            done, _ = await asyncio.wait([future], timeout=max(until - time.monotonic(), 0.0))
+        finally:
+            if not future.done() and not reading.cancel():  # it has begun: what it reads is dropped
+                self.late = reading
+        return future.result() if done else []
+
+    def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
+        """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""
+        found: list[StoredBlock] = []
+        for key, parent in zip(keys, parents, strict=True):
+            one = self._stack.get(key, parent) if time.monotonic() < until else None
+            if one is None:
+                break
+            if self._memory.device.type != "cpu":
+                one = replace(one, payload=memoryview(bytearray(one.payload)))  # torch wants it writable
+            found.append(one)
+        return found

@@ -1,0 +1,174 @@
+#include "model_share.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "pack.h"
+#include "step_state.h"
+
+namespace diptych {
+
+namespace {
+
+// Where each part's values begin, of parts that end there: a product's input is padded.
+std::vector<int64_t> begins(const std::vector<int32_t> &ends, int32_t width) {
+    std::vector<int64_t> found{0};
+    int32_t before = 0;
+    for (int32_t end : ends) {
+        found.push_back(found.back() + round_up(int64_t{end - before} * width, kDepth));
+        before = end;
+    }
+    return found;
+}
+
+bool ascends_to(const int32_t *ends, int32_t count, int32_t last) {
+    for (int32_t i = 0; i < count; i++) {
+        if (ends[i] <= (i == 0 ? 0 : ends[i - 1])) return false;
+    }
+    return ends[count - 1] == last;
+}
+
+// What this rank found likeliest of a row, by its number among all tokens.
+Peak own_peak(const StepState &step, int64_t peaks) {
+    const DiptychModel &model = *step.model;
+    const Peak *of_row = &step.peaks[static_cast<size_t>(peaks)];
+    int32_t best = 0;
+    for (int32_t b = 1; b < model.head.blocks; b++) {
+        if (of_row[b].key > of_row[best].key) best = b;
+    }
+    return {of_row[best].key, model.share->first_token + best * kColumns + of_row[best].column};
+}
+
+// Of all ranks: of equal numbers the first token, -1 if one is not finite.
+int32_t likeliest_of_all(const ModelShare &share, int64_t place) {
+    Peak best{};
+    for (int32_t rank = 0; rank < share.ranks; rank++) {
+        Peak peak;
+        std::memcpy(&peak, share.exchange.filled(int64_t{rank} * share.own_parts, place), sizeof peak);
+        if (rank == 0 || peak.key > best.key) best = peak;
+    }
+    return best.key == kNotFinite ? -1 : best.column;
+}
+
+}  // namespace
+
+ModelShare::ModelShare(const DiptychShape &shape, const DiptychShare &share)
+    : ranks(share.ranks),
+      rank(share.rank),
+      own_parts(share.own_parts),
+      vocab(share.vocab),
+      first_token(share.first_token),
+      first_stage(share.first_stage != 0),
+      last_stage(share.last_stage != 0),
+      head_ends(share.head_ends, share.head_ends + share.own_parts),
+      inner_ends(share.inner_ends, share.inner_ends + share.own_parts),
+      mixed_begins(begins(head_ends, shape.head_dim)),
+      inner_begins(begins(inner_ends, 1)),
+      layers(static_cast<size_t>(shape.layers), std::vector<PartProducts>(static_cast<size_t>(share.own_parts))),
+      exchange(share.file, share.ranks, share.rank, share.ranks * share.own_parts, round_up(shape.hidden, kDepth)) {}
+
+bool ModelShare::whole(int32_t layer) const {
+    const auto &of_layer = layers[static_cast<size_t>(layer)];
+    return std::all_of(of_layer.begin(), of_layer.end(), [](const PartProducts &part) {
+        return part.output.data && part.gate_up.data && part.down.data;
+    });
+}
+
+std::string refused_share(const DiptychShape &shape, const DiptychShare &share) {
+    if (share.ranks < 1 || share.ranks > 1024 || share.rank < 0 || share.rank >= share.ranks) return "no such rank";
+    if (share.own_parts < 1 || share.own_parts > 1024) return "a rank has 1 to 1024 parts";
+    if (shape.experts.count > 0) return "experts are not computed in parts";
+    if (shape.dtype == DIPTYCH_BLOCKS) return "matrices in blocks are not computed in parts";
+    if (!ascends_to(share.head_ends, share.own_parts, shape.heads)) return "parts do not have all query heads";
+    if (!ascends_to(share.inner_ends, share.own_parts, shape.intermediate)) return "parts do not have all inner numbers";
+    if (!ascends_to(share.group_ends, shape.kv_heads, shape.heads)) return "KV heads do not have all query heads";
+    if (share.block_kv_heads < shape.kv_heads) return "blocks have fewer KV heads than the rank";
+    bool inside = share.first_token >= 0 && share.first_token <= share.vocab - shape.vocab;
+    return inside ? "" : "the rank's tokens are not in the vocabulary";
+}
+
+void place_heads(DiptychModel &model, const DiptychShare &share) {
+    const ModelShare &own = *model.share;
+    model.head_ends.assign(share.group_ends, share.group_ends + model.shape.kv_heads);
+    int32_t head = 0;
+    for (int32_t part = 0; part < own.own_parts; part++) {
+        int64_t place = own.mixed_begins[static_cast<size_t>(part)];
+        for (int32_t i = 0; i < own.query_heads(part); i++, place += model.shape.head_dim) {
+            model.mixed_places[static_cast<size_t>(head++)] = place;
+        }
+    }
+    model.block_kv_heads = share.block_kv_heads;
+}
+
+Linear *find_part_linear(DiptychModel &model, int32_t layer, int32_t part, int32_t which) {
+    if (model.share == nullptr || layer < 0 || layer >= model.shape.layers) return nullptr;
+    if (part < 0 || part >= model.share->own_parts) return nullptr;
+    PartProducts &products = model.share->layers[static_cast<size_t>(layer)][static_cast<size_t>(part)];
+    switch (which) {
+        case DIPTYCH_OUTPUT: return &products.output;
+        case DIPTYCH_GATE_UP: return &products.gate_up;
+        case DIPTYCH_DOWN: return &products.down;
+        default: return nullptr;
+    }
+}
+
+std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, const DiptychMatrix *matrices,
+                                int32_t count) {
+    const DiptychShape &shape = model.shape;
+    bool gate_up = which == DIPTYCH_GATE_UP, gated = gate_up && shape.gated != 0;
+    int32_t inner = model.share->inner(part), heads = model.share->query_heads(part) * shape.head_dim;
+    int32_t rows = gate_up ? inner : shape.hidden;
+    int32_t columns = gate_up ? shape.hidden : which == DIPTYCH_DOWN ? inner : heads;
+    if (count != (gated ? 2 : 1)) return "the matrix has another number of parts";
+    for (int32_t i = 0; i < count; i++) {
+        if (matrices[i].rows != rows || matrices[i].columns != columns) return "the matrix has another size";
+        bool bytes = matrices[i].format == DIPTYCH_I8;
+        if (matrices[i].format != (shape.dtype == DIPTYCH_BYTES ? DIPTYCH_I8 : DIPTYCH_DENSE)) {
+            return "the matrix has a format that parts do not have";
+        }
+        if (bytes != (matrices[i].scales != nullptr)) return "matrices of bytes have scales, and no others do";
+    }
+    return "";
+}
+
+std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batch, int64_t rows) {
+    const ModelShare &share = *model.share;
+    int64_t wanted = 0;
+    for (int32_t s = 0; s < batch.sequences; s++) wanted += batch.logit_rows[s];
+    if (rows > share.exchange.most_rows() || wanted * share.vocab > RankExchange::most_logits()) {
+        return "more tokens than the exchange of ranks can hold";
+    }
+    if (batch.features != nullptr || batch.hidden != nullptr || batch.block_stride == 0) {
+        return "a rank of a group gives no rows, and is told the stride of blocks";
+    }
+    if ((batch.enters == nullptr) != share.first_stage || (batch.leaves == nullptr) != share.last_stage) {
+        return "rows enter where layers are not the model's first, and leave where they are not its last";
+    }
+    return wanted == 0 || share.last_stage ? "" : "logits come from the last layers";
+}
+
+void leave_peaks(StepState &step) {
+    const ModelShare &share = *step.model->share;
+    int64_t place = 0;
+    for (const WantedRow &wanted : step.wanted) {
+        if (wanted.peaks < 0) continue;
+        Peak peak = own_peak(step, wanted.peaks);
+        std::memcpy(share.exchange.slot(share.part(0), place++), &peak, sizeof peak);
+    }
+}
+
+void take_results(const StepState &step, float *logits, int32_t *likeliest) {
+    const ModelShare &share = *step.model->share;
+    int64_t place = 0, rows = 0;
+    for (const WantedRow &wanted : step.wanted) {
+        bool greedy = wanted.peaks >= 0;
+        rows += greedy ? 0 : 1;
+        int32_t token = greedy ? likeliest_of_all(share, place++) : -1;
+        if (likeliest != nullptr) *likeliest++ = step.is_live(wanted.row) ? token : -1;
+    }
+    if (logits != nullptr && rows > 0) {
+        std::memcpy(logits, share.exchange.logits(), static_cast<size_t>(rows * share.vocab) * sizeof(float));
+    }
+}
+
+}  // namespace diptych

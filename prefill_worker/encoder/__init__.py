@@ -1,0 +1,1 @@
+"""The encode worker: images in, rows of embeddings out, for any prefill worker that asks."""

@@ -1,0 +1,24 @@
+"""`python -m prefill_worker.encoder`: one encode worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from diptych.runtime.process import exit_on_sigterm, leave, run_program
+from prefill_worker.encoder.config import EncodeSettings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run with the flags `argv` (without the program's name) until a signal; return the exit status."""
+    exit_on_sigterm()
+    settings = EncodeSettings.from_argv(argv)
+
+    # Imported after the flags are read: --help and a wrong flag need no torch.
+    from prefill_worker.encoder.worker import serve
+
+    return run_program(lambda stop: serve(settings, stop), settings)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

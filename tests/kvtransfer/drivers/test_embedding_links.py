@@ -1,0 +1,188 @@
+"""Rows of embeddings from an encode worker's server to a prefill worker's client, over a real stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from diptych.runtime.rpc import bind, make_server
+from diptych.runtime.rpc_streams.grpc_stream import add_links
+from diptych.worker.v1 import work_pb2
+from kvtransfer.drivers import embedding_server
+from kvtransfer.drivers.embedding_client import EmbeddingClient, EncoderAddress
+from kvtransfer.drivers.embedding_link import EmbeddingFingerprint
+from kvtransfer.drivers.embedding_server import EmbeddingServer, RowsLink
+from kvtransfer.drivers.types import Heartbeat
+from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.messages import Key, WriterId
+from tests.kvtransfer.conftest import until
+
+FINGERPRINT = EmbeddingFingerprint("m" * 64, "llava", "float32")
+INCARNATION = 5
+KEY, IMAGE = ("r", 1), b"i" * 32
+ROWS = torch.arange(700 * 512, dtype=torch.float32).view(700, 512)  # more than one part
+FAST = LeaseTimes(interval_s=0.05, suspect_after_s=0.2, fence_after_s=0.4, starved_factor=1.0)
+
+
+@dataclass
+class Encoder:
+    """An encode worker without an encoder: it answers with `ROWS`, or not at all."""
+
+    answers: bool = True
+    silent: bool = False
+    asked: list[tuple[Key, bytes]] = field(default_factory=list)
+    taken: list[Key] = field(default_factory=list)
+    lost: int = 0
+
+    def on_ask(self, link: RowsLink, key: Key, digest: bytes, generation: int) -> None:
+        self.asked.append((key, digest))
+        if key[0] == "unknown":
+            link.deny(generation)
+        elif self.answers:
+            link.send_rows(generation, digest, ROWS)
+
+    def on_lost(self, link: RowsLink) -> None:
+        self.lost += 1
+
+    def beat(self) -> Heartbeat:
+        if self.silent:
+            raise RuntimeError("it sends nothing any more")
+        return Heartbeat()
+
+
+@dataclass
+class Prefill:
+    """What a prefill worker's client reports."""
+
+    rows: list[tuple[Key, bytes, torch.Tensor]] = field(default_factory=list)
+    failed: list[tuple[Key, work_pb2.Failure]] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_rows(self, key: Key, digest: bytes, rows: torch.Tensor) -> None:
+        self.rows.append((key, digest, rows))
+        self.news.set()
+
+    def on_failed(self, key: Key, failure: work_pb2.Failure) -> None:
+        self.failed.append((key, failure))
+        self.news.set()
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(10):
+            await self.news.wait()
+        self.news.clear()
+
+
+@asynccontextmanager
+async def linked(
+    encoder: Encoder, fingerprint: EmbeddingFingerprint = FINGERPRINT
+) -> AsyncIterator[tuple[EmbeddingClient, Prefill, EncoderAddress, EmbeddingServer]]:
+    server = EmbeddingServer(
+        WriterId("e", INCARNATION),
+        FINGERPRINT,
+        on_ask=encoder.on_ask,
+        on_taken=encoder.taken.append,
+        on_lost=encoder.on_lost,
+        heartbeat=encoder.beat,
+        times=FAST,
+    )
+    edge = make_server(internal=True)
+    add_links(edge, [server.service])
+    where = EncoderAddress(f"127.0.0.1:{bind(edge, '127.0.0.1', 0, False)}", INCARNATION)
+    await edge.start()
+    prefill = Prefill()
+    client = EmbeddingClient(
+        WriterId("p", 1),
+        fingerprint,
+        on_rows=prefill.on_rows,
+        on_failed=prefill.on_failed,
+        on_outcome=prefill.outcomes.append,
+        times=FAST,
+    )
+    try:
+        yield client, prefill, where, server
+    finally:
+        await client.close()
+        await server.close()
+        await edge.stop(0)
+
+
+async def test_rows_arrive_with_their_bits_and_taken_follows() -> None:
+    encoder = Encoder()
+    async with linked(encoder) as (client, prefill, where, _):
+        client.ask(where, KEY, IMAGE)
+        await prefill.wait()
+        [(key, digest, rows)] = prefill.rows
+        assert (key, digest) == (KEY, IMAGE)
+        assert torch.equal(rows, ROWS)
+        client.taken(where, KEY)
+        await until(lambda: bool(encoder.taken))
+        assert encoder.taken == [KEY]
+        assert prefill.outcomes == ["fetched"]
+
+
+async def test_a_damaged_part_is_asked_for_once_more_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = iter([True])
+    monkeypatch.setattr(embedding_server, "failpoint", lambda name: next(damaged, False))
+    encoder = Encoder()
+    async with linked(encoder) as (client, prefill, where, _):
+        client.ask(where, KEY, IMAGE)  # its first part is damaged; the second ask's parts are well
+        await prefill.wait()
+        assert torch.equal(prefill.rows[0][2], ROWS)
+        assert prefill.outcomes.count("damaged") == 1
+        assert prefill.outcomes.count("stale") == 1  # the rest of the first answer
+        monkeypatch.setattr(embedding_server, "failpoint", lambda name: True)
+        client.ask(where, ("s", 1), IMAGE)
+        await prefill.wait()
+        [(key, failure)] = prefill.failed
+        assert (key, failure.reason) == (("s", 1), work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED)
+        assert len(prefill.rows) == 1
+
+
+async def test_an_attempt_that_is_not_there_is_denied() -> None:
+    async with linked(Encoder()) as (client, prefill, where, _):
+        client.ask(where, ("unknown", 1), IMAGE)
+        await prefill.wait()
+        assert prefill.failed[0][1].reason == work_pb2.FAILURE_REASON_ENCODER_LOST
+
+
+@pytest.mark.parametrize("how", ["silent", "another process", "another dtype", "not there"])
+async def test_an_encode_worker_that_does_not_answer_is_lost(how: str) -> None:
+    encoder = Encoder(answers=False)
+    other = EmbeddingFingerprint("m" * 64, "llava", "bfloat16")
+    async with linked(encoder, other if how == "another dtype" else FINGERPRINT) as ends:
+        client, prefill, where, _ = ends
+        if how == "another process":
+            where = EncoderAddress(where.address, INCARNATION + 1)
+        if how == "not there":
+            where = EncoderAddress("127.0.0.1:1", INCARNATION)
+        client.ask(where, KEY, IMAGE)
+        if how == "silent":
+            await asyncio.sleep(0.2)
+            assert not prefill.failed
+            encoder.silent = True
+        await prefill.wait()
+        [(key, failure)] = prefill.failed
+        assert (key, failure.reason) == (KEY, work_pb2.FAILURE_REASON_ENCODER_LOST)
+        if how == "another dtype":
+            assert "dtype" in failure.message
+
+
+async def test_what_comes_for_a_dropped_attempt_is_stale() -> None:
+    encoder = Encoder(answers=False)
+    async with linked(encoder) as (client, prefill, where, _):
+        links: list[tuple[RowsLink, int]] = []
+        encoder.on_ask = lambda link, key, digest, generation: links.append((link, generation))  # type: ignore[method-assign]
+        client.ask(where, KEY, IMAGE)
+        await until(lambda: bool(links))
+        client.drop(KEY)
+        for link, generation in links:
+            link.send_rows(generation, IMAGE, ROWS)
+        await asyncio.sleep(0.3)
+        assert not prefill.rows
+        assert not prefill.failed

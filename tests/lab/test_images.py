@@ -1,0 +1,36 @@
+"""Files that `lab.images` makes, and its table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from diptych.image_spec import ImageSpec
+from diptych.runtime.images.decode import BadImage, decode
+from lab.images import bomb, hostile, picture, table
+
+_HALF = (0.5, 0.5, 0.5)
+SPEC = ImageSpec("llava", (8, 8), 4, "<image>", 1, 3, 1 / 255, _HALF, _HALF, resize_to=(8, 8))
+
+
+def test_pictures_are_images_and_bombs_are_refused_by_their_size() -> None:
+    made = [decode(picture(seed), SPEC, "", 1 << 20).tiles.tobytes() for seed in (1, 2)]
+    assert made[0] != made[1]
+    with pytest.raises(BadImage, match="pixels"):
+        decode(bomb(20_000), SPEC, "", 1 << 20)
+
+
+def test_most_hostile_files_are_refused_and_none_does_worse() -> None:
+    refused = 0
+    for data in itertools.islice(hostile(3), 60):
+        try:
+            decode(data, SPEC, "", 1 << 20)
+        except BadImage:
+            refused += 1
+    assert refused >= 30
+
+
+def test_a_table_has_medians_and_the_range_of_ratios() -> None:
+    turns = {"apart": [{"ms": 1.0, "a / b": 1.0}, {"ms": 3.0, "a / b": 1.5}], "inside": []}
+    assert table(turns).splitlines()[2:] == ["| ms | 2.0 |", "| a / b | 1.25 (1.00–1.50) |"]
