@@ -60,7 +60,7 @@ class Placement:
     one_machine: bool
     groups: tuple[Group, ...]
     gateway_stays: bool
-    """Whether the gateway runs on the node of the command only: on loopback no other one reaches it."""
+    """True if the gateway runs on the node of the command only: on loopback no other one reaches it."""
 
 
 def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str) -> Placement:
