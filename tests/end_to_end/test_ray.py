@@ -138,9 +138,9 @@ def test_a_stream_outlives_a_node_and_its_pair_comes_back_on_another(
         def remove_busy_node() -> None:
             busy = next(n for n in range(2) if running(targets, f"decode-{n}"))
             cluster.remove_node(raylets[homes["decode"][busy]], allow_graceful=False)
-            cluster.add_node(num_cpus=2)
 
         assert tokens(stack, remove_busy_node) == expected
+        cluster.add_node(num_cpus=2)  # by this thread: Ray installs a handler of signals
         until(lambda: all(None not in pids(stack, role) for role in before))
         for role, found in before.items():
             assert len(set(found) & set(pids(stack, role))) == 1, "one of them is another process"
