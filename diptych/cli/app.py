@@ -82,6 +82,21 @@ def up(
             rich_help_panel="Security",
         ),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[address]",
+            help="Run the programs as actors of the Ray cluster at this address; without one, of a new one.",
+            rich_help_panel="Ray",
+        ),
+    ] = None,
+    ray_targets: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the addresses of all /metrics here, for Prometheus's file_sd_configs.",
+            rich_help_panel="Ray",
+        ),
+    ] = None,
 ) -> None:
     """Run everything on this machine: Valkey, a gateway, prefill and decode workers. Ctrl-C stops all.
 
@@ -92,6 +107,16 @@ def up(
     from diptych.cli.foreground import serve  # rich and asyncio where they are needed: --help stays quick
 
     options = replace(options, secret=os.environ.get("DIPTYCH_SECRET"))
+    if ray is not None:
+        from diptych.cli.ray_cluster.foreground import serve_on_ray
+
+        raise typer.Exit(
+            serve_on_ray(
+                options, ray, ready_file=ready_file, targets_file=ray_targets, show_secrets=show_secrets
+            )
+        )
+    if ray_targets is not None:
+        raise typer.BadParameter("needs --ray", param_hint="--ray-targets")
     raise typer.Exit(serve(options, ready_file=ready_file, show_secrets=show_secrets))
 
 

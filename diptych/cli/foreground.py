@@ -37,7 +37,7 @@ async def _serve(
 ) -> int:
     try:
         async with running_stack(options, progress, ready_file=ready_file) as stack:
-            _print_addresses(console, options, stack, show_secrets)
+            print_addresses(console, options, stack, show_secrets)
             warn = partial(console.print, style="yellow", highlight=False, soft_wrap=True)
             models = stack.models
             others = {} if models is None else {"load_model": models.load, "keep_models": models.keep}
@@ -72,7 +72,9 @@ def first_question(options: StackOptions, address: str) -> str:
     )
 
 
-def _print_addresses(console: Console, options: StackOptions, stack: Stack, show_secrets: bool) -> None:
+def print_addresses(console: Console, options: StackOptions, stack: Stack, show_secrets: bool) -> None:
+    """Print where a system serves, and how it is asked."""
+
     def say(markup: str) -> None:
         console.print(markup, highlight=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
 from diptych.cli.worker_specs import WorkerPlace, encode_threads, encoded_models, role_changes, worker_places
+from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
@@ -83,10 +84,15 @@ def switch(value: str) -> str | bool:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
-    """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers."""
+def program_specs(
+    options: StackOptions, shared: SharedSecrets, cores: int, *, worker_host: str = LOOPBACK
+) -> list[ChildSpec]:
+    """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers, which listen
+    on `worker_host`.
+    """
     on_workers: dict[str, object] = {
-        "host": LOOPBACK,  # DIPTYCH_HOST is for the gateway here
+        "host": worker_host,  # DIPTYCH_HOST is for the gateway here
+        "insecure": (options.insecure and not is_loopback(worker_host)) or None,
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,

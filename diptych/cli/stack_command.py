@@ -25,6 +25,7 @@ from diptych.runtime.settings_sources import VARIABLE_PREFIX, BadSettings, Fault
 
 Override = tuple[str, str, str]
 _COMPUTATION = ("dtype", "quantization")
+RAY_FLAG, LOCAL = "--ray", "local"
 _SWITCHES = frozenset({"insecure", "auto_roles"})
 
 
@@ -36,7 +37,7 @@ class StackCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        args, flags = self._today(ctx, args)
+        args, flags = self._today(ctx, _with_ray_address(args))
         for position, arg in enumerate(args):
             flag = arg.partition("=")[0]
             if flag.startswith("--") and flag not in own and (sets := _sets(args[position:])):
@@ -130,6 +131,15 @@ def stack_overrides(
         overrides[role, flag] = value
         origins[f"{role}.{flag.replace('-', '_')}"] = "--set"
     return tuple((role, flag, value) for (role, flag), value in overrides.items()), origins
+
+
+def _with_ray_address(args: Sequence[str]) -> list[str]:
+    """Return the arguments with an address behind every --ray: "local" where none follows."""
+    following = [*args[1:], "--"]
+    return [
+        f"{RAY_FLAG}={LOCAL}" if word == RAY_FLAG and after.startswith("-") else word
+        for word, after in zip(args, following, strict=False)
+    ]
 
 
 def _parse_set(text: str) -> Override:

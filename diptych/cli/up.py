@@ -4,12 +4,12 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from diptych.cli.child import ChildFailed, ChildSpec
@@ -21,7 +21,7 @@ from diptych.cli.ready_file import ReadyFile
 from diptych.cli.stack import SharedSecrets, certificates_of, program_specs
 from diptych.cli.stack_models import StackModels
 from diptych.cli.stack_options import StackOptions
-from diptych.cli.supervisor import Supervisor
+from diptych.cli.supervisor import Running, Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.hub import HubModel, download_model
@@ -36,6 +36,16 @@ _ROUTABLE_TIMEOUT_S = 30.0
 _ROUTABLE_PAUSE_S = 0.05
 _COUNT_TIMEOUT_S = 1.0
 _REQUEST_GAUGES = ("diptych_requests_running{", "diptych_requests_waiting{")
+
+
+class Stoppable(Protocol):
+    """Processes that can be ended: those of a Supervisor, or of a cluster."""
+
+    def kill(self) -> None:
+        """End every process at once. `stop` is still to be awaited."""
+
+    async def stop(self, roles: Sequence[str] = ()) -> None:
+        """End every process, those of `roles` first, one role after the other."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ async def _running(
     ready_file: Path | None,
     ready_timeout_s: float,
 ) -> AsyncIterator[Stack]:
-    await asyncio.to_thread(_fetch_models, options)
+    await asyncio.to_thread(fetch_models, options)
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
     options = replace(options, config_digest=config_digest(settings))
@@ -125,8 +135,7 @@ async def _running(
     supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=timeouts.kill_after_s)
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
-        secret = options.secret or kept_secret(parse_tiers(options.kv_tier or "")) or secrets.token_hex(32)
-        shared = SharedSecrets(redis_url, secret)
+        shared = shared_secrets(options, redis_url)
         announced = await supervisor.start(
             program_specs(options, shared, usable_cores()),
             serves_without=partial(_serves_without, supervisor, options),
@@ -147,17 +156,23 @@ async def _running(
             ready_paths=ready_paths(options),
             models=StackModels(options, shared, supervisor),
         )
-        await _routable(stack)
+        await await_routable(stack)
         if file is not None:
-            _write_first(file, shared, supervisor)
+            write_first(file, shared, supervisor.running())
         yield stack
     finally:
         if file is not None:
             file.remove()
-        await _stop(supervisor, stack, observe, timeouts.requests_s)
+        await stop_programs(supervisor, stack, observe, timeouts.requests_s)
 
 
-def _fetch_models(options: StackOptions) -> None:
+def shared_secrets(options: StackOptions, redis_url: str) -> SharedSecrets:
+    """Return the values that the processes share; the secret is random where nothing chooses or keeps one."""
+    secret = options.secret or kept_secret(parse_tiers(options.kv_tier or "")) or secrets.token_hex(32)
+    return SharedSecrets(redis_url, secret)
+
+
+def fetch_models(options: StackOptions) -> None:
     """Download the models of the Hub that are not here: the processes find them. Raises BadOptions."""
     try:
         for model in parse_models(options.model):
@@ -202,14 +217,15 @@ async def _all_ready(host: str, port: int, paths: Iterable[str], *, tls: bool) -
     return True
 
 
-def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:
+def write_first(file: ReadyFile, shared: SharedSecrets, processes: Sequence[Running]) -> None:
+    """Write a ready file for the first time. Raises BadOptions where it cannot be written."""
     try:
-        file.write(shared, supervisor.running())
+        file.write(shared, processes)
     except OSError as error:
         raise BadOptions(f"--ready-file: cannot write {file.path}: {error.strerror}") from None
 
 
-async def _routable(stack: Stack) -> None:
+async def await_routable(stack: Stack) -> None:
     """Wait until the gateway has found its workers. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
     while not await stack.ready():
@@ -220,8 +236,8 @@ async def _routable(stack: Stack) -> None:
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
 
 
-async def _stop(
-    supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
+async def stop_programs(
+    programs: Stoppable, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
 ) -> None:
     """Stop in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
     loop = asyncio.get_running_loop()
@@ -229,14 +245,14 @@ async def _stop(
 
     def hurry() -> None:
         if loop.time() - began > ONE_SIGNAL_S:
-            supervisor.kill()
+            programs.kill()
 
     async def stop() -> None:
         try:
             if stack is not None:
                 observe(Stopping(await stack.requests(), grace_s))
         finally:
-            await supervisor.stop(STOP_ORDER)
+            await programs.stop(STOP_ORDER)
 
     signals = _ending_signals()
     for signum in signals:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -99,6 +100,13 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
         invoke(["certificates", "certificates"], cwd=folder)
     with contextlib.chdir(folder):
         SETTINGS[role].read_argv(flags)
+
+
+def check_ray_flags(command: Command, stack: Stack, folder: Path) -> None:
+    """Let `diptych up` read its flags up to the cluster; test_ray.py runs it on some."""
+    with mock.patch("diptych.cli.ray_cluster.foreground.serve_on_ray", return_value=0) as served:
+        invoke(command.words[1:], cwd=folder)
+    served.assert_called_once()
 
 
 def _write_files(folder: Path) -> None:
@@ -192,6 +200,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"make ", run_make),
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
+    (r"diptych up --ray\b", check_ray_flags),
     (r"diptych (up|gateway|prefill|decode)\b", check_flags),
     (r"diptych generate --image\b", show_help),  # test_images.py runs it
     (r"diptych (generate|workers|flush|lora list|model list)\b", run_client_command),
