@@ -31,6 +31,7 @@ from diptych.cli.app import app
 from diptych.runtime.settings import ProgramSettings
 from gateway.config import GatewaySettings
 from prefill_worker.config import PrefillSettings
+from prefill_worker.encoder.config import EncodeSettings
 from tests.end_to_end.documented_commands import Command, commands_of
 from tests.end_to_end.reference import model_file
 from tests.end_to_end.stack import Stack
@@ -50,6 +51,7 @@ SETTINGS: dict[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "encode": EncodeSettings,
 }
 
 
@@ -76,7 +78,7 @@ def run_make(command: Command, stack: Stack, folder: Path) -> None:
     run(["make", "-n", *command.words[1:]])
 
 
-MODELS = ("BIG", "SMALL", "SmolVLM-256M-Instruct")
+MODELS = ("BIG", "GLM-4.5", "SMALL", "SmolVLM-256M-Instruct")
 """Names on the pages that stand for a model of the reader's own."""
 
 
@@ -201,7 +203,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
     (r"(\S*python\S*) -m (lab|tests)[. ]", run_help),
     (r"\S*python\S* examples/", run_example),
     (r"diptych up --ray\b", check_ray_flags),
-    (r"diptych (up|gateway|prefill|decode)\b", check_flags),
+    (r"diptych (up|gateway|prefill|decode|encode)\b", check_flags),
     (r"diptych generate --image\b", show_help),  # test_images.py runs it
     (r"diptych (generate|workers|flush|lora list|model list)\b", run_client_command),
     (

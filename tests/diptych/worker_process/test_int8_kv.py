@@ -15,6 +15,7 @@ import torch
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
+from diptych.engine.models.shape import ModelShape
 from kernels.int8_cache import DTYPE
 from kernels.kv_blocks import token_views
 from kvtransfer.transports import pull_frames
@@ -32,8 +33,9 @@ from tests.kernels.cpu.tiny_models import weights_of
 patient = test_pulled_prefixes.patient
 
 
-def int8_model() -> Model:
-    """Return the model of both workers, with such a cache."""
+def int8_model(shape: ModelShape | None = None) -> Model:
+    """Return the model of both workers, with such a cache; of no other `shape`."""
+    assert shape is None
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32, kept=DTYPE)
     return Model(SHAPE, "fp32", DTYPE, backend, "native")
 
@@ -42,8 +44,8 @@ def int8_model() -> Model:
 def int8_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give both workers, and whoever says what is right, this model."""
     alone = int8_model()
-    monkeypatch.setattr(both_workers, "model", lambda: alone)
-    monkeypatch.setattr(oracle, "model", lambda: alone)
+    monkeypatch.setattr(both_workers, "model", lambda shape=None: alone)
+    monkeypatch.setattr(oracle, "model", lambda shape=None: alone)
     for name in ("torch", "native"):
         monkeypatch.setitem(both_workers.MODELS, name, int8_model)
     for cached in (both_workers.greedy, oracle._engine):
