@@ -159,14 +159,14 @@ async def test_images_are_refused_before_the_model_is_read(
 
 LOADING = """
 import asyncio, sys, time
-import diptych.worker_process.program
+import decode_worker.worker
 from decode_worker.__main__ import main
 
 async def load(settings):
     print("loading", flush=True)
     await asyncio.to_thread(time.sleep, 60)
 
-diptych.worker_process.program.load_engine = load
+decode_worker.worker.load_engine = load
 sys.exit(main([]))
 """
 
