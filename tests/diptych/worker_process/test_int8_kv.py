@@ -18,7 +18,6 @@ from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import ModelShape
 from kernels.int8_cache import DTYPE
 from kernels.kv_blocks import token_views
-from kvtransfer.transports import pull_frames
 from tests.diptych.worker_process import (
     both_workers,
     oracle,
@@ -27,7 +26,6 @@ from tests.diptych.worker_process import (
     test_random_interleavings,
 )
 from tests.diptych.worker_process.both_workers import SHAPE, house
-from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kernels.cpu.tiny_models import weights_of
 
 patient = test_pulled_prefixes.patient
@@ -101,19 +99,6 @@ async def test_swapped_scales_are_caught_by_digests_alone(monkeypatch: pytest.Mo
 
     prompt, answer = test_pulled_prefixes.PROMPT, 18
     second = (*prompt, *both_workers.greedy(prompt, answer), 7, 5, 3)
-    outputs = []
-    for verified in (True, False):
-        async with house("tcp", blocks=64, scratch=64) as made:
-            gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-            await gateway.start(decode, prefill, work(("first", 1), prompt, answer)).ended.wait()
-            prefill.client.flush_prefix_cache()
-            with monkeypatch.context() as patch:
-                patch.setattr(pull_frames, "damage_payload", swap_scales)
-                if not verified:
-                    patch.setattr(pull_frames, "pulled_block_digest", lambda *_: bytes(16))
-                heard = gateway.start(decode, prefill, work(("second", 1), second, 6))
-                await heard.ended.wait()
-            outputs.append(tuple(heard.tokens))
-            await gateway.close()
+    outputs = await test_pulled_prefixes.outputs_of_damaged_pulls(monkeypatch, swap_scales, answer, second)
     assert outputs[0] == both_workers.greedy(second, 6)
     assert outputs[1] != both_workers.greedy(second, 6)

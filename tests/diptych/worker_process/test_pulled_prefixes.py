@@ -75,6 +75,27 @@ async def test_second_prefill_worker_computes_no_shared_prefix_again():
         await gateway.close()
 
 
+async def outputs_of_damaged_pulls(monkeypatch, damage, answer, second):
+    """Return six tokens after `second`, which goes on after PROMPT and its answer of so many tokens, where
+    each pulled block is damaged: with digests, and without them.
+    """
+    outputs = []
+    for verified in (True, False):
+        async with house("tcp", blocks=64, scratch=64) as made:
+            gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+            await gateway.start(decode, prefill, work(("first", 1), PROMPT, answer)).ended.wait()
+            prefill.client.flush_prefix_cache()
+            with monkeypatch.context() as patch:
+                patch.setattr(pull_frames, "damage_payload", damage)
+                if not verified:
+                    patch.setattr(pull_frames, "pulled_block_digest", lambda *_: bytes(16))
+                heard = gateway.start(decode, prefill, work(("second", 1), second, 6))
+                await heard.ended.wait()
+            outputs.append(tuple(heard.tokens))
+            await gateway.close()
+    return outputs
+
+
 @pytest.mark.usefixtures("patient")
 async def test_pull_without_verification_gives_wrong_tokens(monkeypatch):
     """The control: a damaged block is caught by its digest alone."""
@@ -86,20 +107,7 @@ async def test_pull_without_verification_gives_wrong_tokens(monkeypatch):
         return memoryview(damaged)
 
     second = PROMPT + greedy(PROMPT, ANSWER) + QUESTION
-    outputs = []
-    for verified in (True, False):
-        async with house("tcp", blocks=64, scratch=64) as made:
-            gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-            await gateway.start(decode, prefill, work(("first", 1), PROMPT, ANSWER)).ended.wait()
-            prefill.client.flush_prefix_cache()
-            with monkeypatch.context() as patch:
-                patch.setattr(pull_frames, "damage_payload", damage)
-                if not verified:
-                    patch.setattr(pull_frames, "pulled_block_digest", lambda *_: bytes(16))
-                heard = gateway.start(decode, prefill, work(("second", 1), second, 6))
-                await heard.ended.wait()
-            outputs.append(tuple(heard.tokens))
-            await gateway.close()
+    outputs = await outputs_of_damaged_pulls(monkeypatch, damage, ANSWER, second)
     assert outputs[0] == greedy(second, 6)
     assert outputs[1] != greedy(second, 6)
 

@@ -18,7 +18,7 @@ from diptych.engine.parallel.ways import links_of, own_ways, ways_of
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
-from tests.diptych.engine.parallel.thread_ranks import Meeting, ThreadCommunicator, memory_of
+from tests.diptych.engine.parallel.thread_ranks import Meeting, ThreadCommunicator, go_on, memory_of
 
 
 class NativeGroup:
@@ -94,13 +94,8 @@ class NativeGroup:
         return self.forward([SequenceStep(memory, range(8), start, tokens, True, trailing)])
 
     def decode(self, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Go on greedily after a text whose last token is not computed; return tokens and all logits."""
-        found, logits, last = [], [], text[-1]
-        for at in range(len(text) - 1, len(text) - 1 + tokens):
-            logits.append(self.step(memory, at, [last])[-1])
-            last = int(logits[-1].argmax())
-            found.append(last)
-        return found, torch.stack(logits)
+        """Go on greedily, see `go_on`."""
+        return go_on(self, memory, text, tokens)
 
 
 def _greedy(rows: Sequence[SampleRow | None]) -> bytes:

@@ -6,6 +6,7 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_native_group
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from diptych.engine.weights.reader import OpenCheckpoint
 from kernels.cpu import library
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
 from tests.diptych.engine.parallel.native_ranks import NativeGroup
-from tests.diptych.engine.parallel.thread_ranks import memory_of, whole
+from tests.diptych.engine.parallel.thread_ranks import check_degrees, memory_of
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -59,23 +60,10 @@ def natively(shape: Any) -> bool:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    """Two parts (3 KV heads: uneven), and six, two to a KV head where there are so many query heads."""
     opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
     if not natively(opened.shape):
         pytest.skip(f"torch computes it: {supports_in_parts(opened.shape)}")
-    expected = whole(opened, text)
-    more = (6, (1, 2, 3, 6)) if opened.shape.num_heads >= 6 else (3, (1, 3))
-    for parts, degrees in ((2, (1, 2)), more):
-        found = {}
-        for ranks in degrees:
-            group = NativeGroup(opened, parts, ranks)
-            memory = group.memory()
-            found[ranks] = (group.step(memory, 0, text, len(text)), memory.data.clone())
-        logits, kept = found[1]
-        assert (logits - expected).abs().max() < EXACT
-        for ranks in degrees[1:]:
-            assert torch.equal(found[ranks][0], logits), (parts, ranks)
-            assert torch.equal(found[ranks][1], kept), (parts, ranks)
+    check_degrees(opened, text, partial(NativeGroup, opened), EXACT)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

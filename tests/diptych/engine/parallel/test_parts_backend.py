@@ -6,6 +6,7 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_paral
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
-from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of, whole
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, check_degrees, memory_of
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -44,21 +45,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    """Two parts (3 KV heads: uneven), and six, two to a KV head where there are so many query heads."""
     opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    expected = whole(opened, text)
-    more = (6, (1, 2, 3, 6)) if opened.shape.num_heads >= 6 else (3, (1, 3))
-    for parts, degrees in ((2, (1, 2)), more):
-        found = {}
-        for ranks in degrees:
-            group = ThreadGroup(opened, parts, ranks)
-            memory = group.memory()
-            found[ranks] = (group.step(memory, 0, text, len(text)), memory.data.clone())
-        logits, kept = found[1]
-        assert (logits - expected).abs().max() < EXACT
-        for ranks in degrees[1:]:
-            assert torch.equal(found[ranks][0], logits), (parts, ranks)
-            assert torch.equal(found[ranks][1], kept), (parts, ranks)
+    check_degrees(opened, text, partial(ThreadGroup, opened), EXACT)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])

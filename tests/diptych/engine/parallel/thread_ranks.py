@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
@@ -119,13 +120,53 @@ class ThreadGroup:
         return logits[0]
 
     def decode(self, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Go on greedily after a text whose last token is not computed; return tokens and all logits."""
-        found, logits, last = [], [], text[-1]
-        for at in range(len(text) - 1, len(text) - 1 + tokens):
-            logits.append(self.step(memory, at, [last])[-1])
-            last = int(logits[-1].argmax())
-            found.append(last)
-        return found, torch.stack(logits)
+        """Go on greedily, see `go_on`."""
+        return go_on(self, memory, text, tokens)
+
+
+class Ranks(Protocol):
+    """Ranks of one model."""
+
+    def memory(self) -> KVMemory:
+        """Return blocks with all heads of the model."""
+        ...
+
+    def step(self, memory: KVMemory, start: int, tokens: Sequence[int], trailing: int = 1, /) -> torch.Tensor:
+        """Compute a chunk; return the logits after its last `trailing` tokens."""
+        ...
+
+
+def go_on(ranks: Ranks, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Go on greedily after a text whose last token is not computed; return tokens and all logits."""
+    found, logits, last = [], [], text[-1]
+    for at in range(len(text) - 1, len(text) - 1 + tokens):
+        logits.append(ranks.step(memory, at, [last])[-1])
+        last = int(logits[-1].argmax())
+        found.append(last)
+    return found, torch.stack(logits)
+
+
+def check_degrees(
+    opened: OpenCheckpoint, text: Sequence[int], made: Callable[[int, int], Ranks], exact: float
+) -> None:
+    """Compare the logits of parts with the whole's, within `exact`, and the bits of every degree.
+
+    `made` returns the ranks for a number of parts and of ranks. Two parts (3 KV heads: uneven), and six, two
+    to a KV head where there are so many query heads.
+    """
+    expected = whole(opened, text)
+    more = (6, (1, 2, 3, 6)) if opened.shape.num_heads >= 6 else (3, (1, 3))
+    for parts, degrees in ((2, (1, 2)), more):
+        found = {}
+        for count in degrees:
+            ranks = made(parts, count)
+            memory = ranks.memory()
+            found[count] = (ranks.step(memory, 0, text, len(text)), memory.data.clone())
+        logits, kept = found[1]
+        assert (logits - expected).abs().max() < exact
+        for count in degrees[1:]:
+            assert torch.equal(found[count][0], logits), (parts, count)
+            assert torch.equal(found[count][1], kept), (parts, count)
 
 
 def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVMemory:
