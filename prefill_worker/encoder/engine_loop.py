@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from diptych.engine.vision.embedding_cache import EmbeddingCache
@@ -279,7 +279,3 @@ class EncodeLoop:
         del self._requests[request.key]
         request.gateway.keys.pop(request.key, None)
         self._on_ended(request, outcome)
-
-    def all(self) -> Iterable[EncodeRequest]:
-        """Return every attempt that has not ended, in order of arrival."""
-        return self._requests.values()
