@@ -54,4 +54,8 @@ def bind_gauges(
             return [worker for core in models for worker in core.worker_pool.registry.serving(decode)]
 
         registry.register(VllmMetrics(metrics, models.first.name, decoding))
-        registry.register(VllmLoraMetrics(live.drivers, lambda: [worker for _, worker in linked()]))
+
+        def with_adapters() -> list[Worker]:
+            return [one for core in models.living for one in core.worker_pool.registry.linked_with_text()]
+
+        registry.register(VllmLoraMetrics(live.drivers, with_adapters))

@@ -60,8 +60,8 @@ class ImageEncoding:
         spec = self._encoder.spec
         pixels = self._store.take(attempt.key, attempt.images, attempt.cache_namespace, spec)
         states = {digest: ImageState(digest, tiles) for digest, tiles in pixels.items()}
-        for digest, state in states.items():
-            self._take_cached(digest, state)
+        for state in states.values():
+            self._take_cached(state)
         return RequestImages(attempt.images, states, spec.whole)
 
     def next_waiting(self, requests: Iterable[PrefillRequest]) -> tuple[PrefillRequest, ImageState] | None:
@@ -84,17 +84,15 @@ class ImageEncoding:
         if request.images is None or request.state is not State.GRANTED or request.stop is not None:
             return None
         while (image := request.images.next_to_encode(request.computed)) is not None:
-            if image.done or not self._take_cached(image.digest, image):
+            if image.done or not self._take_cached(image):
                 return image
         return None
 
-    def _take_cached(self, digest: bytes, image: ImageState) -> bool:
-        rows = self._cache.get(digest)
-        if rows is None:
-            return False
-        image.complete(rows)
-        self._on_image("cached")
-        return True
+    def _take_cached(self, image: ImageState) -> bool:
+        found = image.take_cached(self._cache)
+        if found:
+            self._on_image("cached")
+        return found
 
     def _encode(self, tile: torch.Tensor) -> torch.Tensor:
         torch.set_num_threads(self._threads())

@@ -70,9 +70,8 @@ class ImageFetching:
     def open(self, attempt: Attempt) -> RequestImages:
         """Return the images of a dispatched attempt, with rows where they were here before."""
         states = {span.digest: ImageState(span.digest, None) for span in attempt.images}
-        for digest, state in states.items():
-            if (rows := self._cache.get(digest)) is not None:
-                state.complete(rows)
+        for state in states.values():
+            if state.take_cached(self._cache):
                 self._on_image("cached")
         return RequestImages(attempt.images, states, self._whole)
 

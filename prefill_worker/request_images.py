@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from diptych.engine.batch import EmbeddingRows
+from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime.image_rows import ImageRows
 
 
@@ -38,6 +39,13 @@ class ImageState:
         if self.tiles is None or len(self.done) < len(self.tiles):
             return False
         self.complete(torch.cat(self.done))
+        return True
+
+    def take_cached(self, cache: EmbeddingCache) -> bool:
+        """Take the embeddings that `cache` has of it; return whether it has them."""
+        if (rows := cache.get(self.digest)) is None:
+            return False
+        self.complete(rows)
         return True
 
     def complete(self, rows: torch.Tensor) -> None:

@@ -93,34 +93,9 @@ class PrefillWorker:
             images=self._images(),
             draft_chunks=engine.draft_chunks,
         )
-        self._handoff = HandoffClient(
-            worker_id=settings.worker_id,
-            incarnation=incarnation(),
-            fingerprint=engine.fingerprint,
-            layout=engine.layout,
-            transports=transports,
-            device=engine.model.device,
-            scratch=self._scratch if self._scratch_plan.blocks else None,
-            tiers=self._make_tiers,
-            on_abort=self._loop.requests.on_abort,
-            on_peer_lost=self._loop.requests.on_peer_lost,
-            heartbeat=lambda: engine_heartbeat(self._loop),
-            cache_changed=self._cache_changed,
-            on_pull_end=self._count_pull,
-            pull_mode=settings.pull_prefixes,
-            ranks=engine.group,
-            tls=settings.link_tls,
-            chunk_tokens=chunk,
-        )
         self._tiers: KvTiers | None = None
-        self._tier_stack: TierStack | None = None
-        if self._scratch_plan.blocks:
-            self._tier_stack = make_stack(
-                parse_tiers(settings.kv_tier),
-                engine.fingerprint,
-                engine.layout.bytes_per_block,
-                reads_shared=True,
-            )
+        self._tier_stack = self._make_tier_stack()
+        self._handoff = self._make_handoff(chunk)
         self._loop.requests.handoff = self._handoff
         self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
@@ -147,6 +122,40 @@ class PrefillWorker:
                 await asyncio.to_thread(self._tiers.close)
             if self._encoders is not None:
                 await self._encoders.close()
+
+    def _make_tier_stack(self) -> TierStack | None:
+        """Make the tiers below scratch; None without scratch, or without tiers."""
+        if not self._scratch_plan.blocks:
+            return None
+        return make_stack(
+            parse_tiers(self._settings.kv_tier),
+            self._engine.fingerprint,
+            self._engine.layout.bytes_per_block,
+            reads_shared=True,
+        )
+
+    def _make_handoff(self, chunk: int) -> HandoffClient:
+        """Make the links to decode workers; `chunk`: most tokens of a prompt that are computed at once."""
+        settings, engine, loop = self._settings, self._engine, self._loop
+        return HandoffClient(
+            worker_id=settings.worker_id,
+            incarnation=incarnation(),
+            fingerprint=engine.fingerprint,
+            layout=engine.layout,
+            transports=self._scratch_plan.transports,
+            device=engine.model.device,
+            scratch=self._scratch if self._scratch_plan.blocks else None,
+            tiers=self._make_tiers,
+            on_abort=loop.requests.on_abort,
+            on_peer_lost=loop.requests.on_peer_lost,
+            heartbeat=lambda: engine_heartbeat(loop),
+            cache_changed=self._cache_changed,
+            on_pull_end=self._count_pull,
+            pull_mode=settings.pull_prefixes,
+            ranks=engine.group,
+            tls=settings.link_tls,
+            chunk_tokens=chunk,
+        )
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(

@@ -26,11 +26,6 @@ class SendQueue(Generic[T]):
             self._items.append(item)
             self._ready.set()
 
-    @property
-    def closed(self) -> bool:
-        """True once it accepts no more items."""
-        return self._closed
-
     def close(self) -> None:
         """Accept no more items; `take()` hands out what is left, then nothing."""
         self._closed = True

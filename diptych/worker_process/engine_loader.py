@@ -181,7 +181,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
-    images = image_spec(path) if settings.takes_images else None
+    spec = image_spec(path)
+    images = spec if settings.takes_images else None
     if images is not None:
         _check_reads_images(settings)
     files = _drafting_files(settings, path)
@@ -209,7 +210,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
-    groups = _window_groups(settings, model, images=image_spec(path) is not None)
+    groups = _window_groups(settings, model, images=spec is not None)
     if groups is not None:
         layout = replace(layout, windows=groups)
     heads = eagle = None

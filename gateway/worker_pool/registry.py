@@ -110,12 +110,10 @@ class Worker:
 
     def prefill_candidate(self, held: Held, token_s: float) -> PrefillCandidate:
         """Return it as a candidate for the router, with the request's blocks here; see `decode_candidate`."""
-        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
-        outstanding = sum(work.tokens for work in self.outstanding.values())
         return PrefillCandidate(
             self.record.worker_id,
             self.kv_format,
-            max(waiting, outstanding),
+            self._waiting_tokens,
             memory_domain=self.record.memory_domain,
             cached_blocks=held.cached,
             pull_cost=self.load.pull_cost,
@@ -147,11 +145,15 @@ class Worker:
 
     def encoder_candidate(self) -> EncoderCandidate:
         """Return it as a candidate for what encodes an attempt's images; its tokens are rows."""
-        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
-        outstanding = sum(work.tokens for work in self.outstanding.values())
         return EncoderCandidate(
-            self.record.worker_id, self.record.image_rows, max(waiting, outstanding), self.accepts_work
+            self.record.worker_id, self.record.image_rows, self._waiting_tokens, self.accepts_work
         )
+
+    @property
+    def _waiting_tokens(self) -> int:
+        """Tokens that wait here: what it reported and what was sent since, or all that has not ended."""
+        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
+        return max(waiting, sum(work.tokens for work in self.outstanding.values()))
 
     def _load_cost(self, token_s: float) -> float:
         load_s = self.load.tier_token_s

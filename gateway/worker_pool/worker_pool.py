@@ -267,8 +267,10 @@ class WorkerPool:
         if (adapter := job.request.adapter) is not None:
             prefill = self.adapter_loads.holders(prefill, adapter.digest)
             decode = self.adapter_loads.holders(decode, adapter.digest)
-        encoders, all_prefill = self._encoders(request), prefill
+        encoders: list[EncoderCandidate] = []
+        all_prefill = prefill
         if request.images_end:
+            encoders = self._encoders(request)
             prefill = [w for w in prefill if reads_images(w.record, encoders)]
         hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)

@@ -28,14 +28,8 @@ PART_BYTES = 1 << 20
 class RowsLink:
     """Stream of one prefill worker. Rows of several images go out by turns, a part at a time."""
 
-    def __init__(self, reader: WriterId) -> None:
-        self.reader = reader
+    def __init__(self) -> None:
         self._send_queue: SendQueue[Response | Iterator[Response]] = SendQueue()
-
-    @property
-    def closed(self) -> bool:
-        """True once the stream has ended."""
-        return self._send_queue.closed
 
     def send_rows(self, generation: int, digest: bytes, rows: torch.Tensor) -> None:
         """Send an image's rows `[rows, width]` for the ask of this generation."""
@@ -107,7 +101,7 @@ class EmbeddingServer:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, field)
         if self._tick_task is None:
             self._tick_task = asyncio.create_task(self._tick(), name="embedding-heartbeats")
-        link = RowsLink(WriterId(first.hello.worker_id, first.hello.incarnation))
+        link = RowsLink()
         self._links.add(link)
         link.put(Response(welcome=hello_of(self._worker, self._fingerprint)))
         writing = asyncio.create_task(link.write(stream))

@@ -17,7 +17,7 @@ from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder, rows_dtype
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_files import fetched_model
 from diptych.worker_process.engine_loader import precision_of
 from diptych.worker_process.self_test import SelfTestFailed
 from diptych.worker_process.worker_spec import EngineRecord
@@ -71,7 +71,7 @@ class LoadedEncoder:
 async def load(settings: EncodeSettings) -> LoadedEncoder:
     """Load the encoder and try it, off the event loop.
 
-    Raises UnsupportedModel for a model of text, SelfTestFailed.
+    Raises UnsupportedModel for a model of text, SelfTestFailed, HubError.
     """
     return await asyncio.to_thread(_load, settings)
 
@@ -79,7 +79,7 @@ async def load(settings: EncodeSettings) -> LoadedEncoder:
 def _load(settings: EncodeSettings) -> LoadedEncoder:
     started = time.monotonic()
     device = choose_device(settings.device)
-    path = checked_model(settings.model)
+    path = fetched_model(settings.model)
     precision = precision_of(settings.engine_dtype, path, on_gpu=device.type == "cuda")
     shape = open_checkpoint(path, precision).shape
     encoder = load_encoder(path, shape.hidden_size, precision, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from diptych.engine.vision.embedding_cache import EmbeddingCache
@@ -196,8 +196,7 @@ class EncodeLoop:
             request.move(EncodeState.ASKED)
         reach("encode.asked")
         image = request.images[digest]
-        if image.rows is None and (rows := self._cache.get(digest)) is not None:
-            image.complete(rows)
+        if image.rows is None and image.take_cached(self._cache):
             self._on_image("cached")
         if image.rows is not None:
             self._answer(request, image)
@@ -224,10 +223,8 @@ class EncodeLoop:
         """Return the first attempt that waits for an image, in order of arrival, and that image."""
         for request in self._requests.values():
             while (image := request.next_image()) is not None:
-                rows = None if image.done else self._cache.get(image.digest)
-                if rows is None:
+                if image.done or not image.take_cached(self._cache):
                     return request, image
-                image.complete(rows)
                 self._on_image("cached")
                 self._answer(request, image)
         return None
@@ -279,7 +276,3 @@ class EncodeLoop:
         del self._requests[request.key]
         request.gateway.keys.pop(request.key, None)
         self._on_ended(request, outcome)
-
-    def all(self) -> Iterable[EncodeRequest]:
-        """Return every attempt that has not ended, in order of arrival."""
-        return self._requests.values()

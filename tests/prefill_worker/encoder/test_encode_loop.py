@@ -16,7 +16,7 @@ from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import encode_pb2, work_pb2
 from kvtransfer.drivers.embedding_server import RowsLink
-from kvtransfer.protocol.messages import Key, WriterId
+from kvtransfer.protocol.messages import Key
 from prefill_worker.encoder import engine_loop
 from prefill_worker.encoder.engine import LoadedEncoder
 from prefill_worker.encoder.engine_loop import EncodeLoop
@@ -57,7 +57,7 @@ class Reader(RowsLink):
     denied: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__(WriterId("p", 1))
+        super().__init__()
 
     __hash__ = object.__hash__
 
