@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 from diptych.engine.batch import depths
 
 MOST_NODES = 63
 """Tokens of the largest tree."""
+
+Path = tuple[int, ...]
+"""Ranks on the way from the last token of a sequence to a node; that token itself is ()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def count_nodes(branches: Sequence[int]) -> int:
     return nodes
 
 
-def rank_paths(branches: Sequence[int]) -> list[tuple[int, ...]]:
+def rank_paths(branches: Sequence[int]) -> list[Path]:
     """Return the nodes of a tree as paths of ranks, 0 the likeliest token after its parent.
 
     The most promising come first, a parent before its children: so the first ones of any number are a tree.
@@ -75,6 +78,19 @@ def rank_paths(branches: Sequence[int]) -> list[tuple[int, ...]]:
     """
     paths = [path for depth in range(1, len(branches) + 1) for path in product(*map(range, branches[:depth]))]
     return sorted(paths, key=lambda path: (sum(path) + len(path), len(path), path))
+
+
+def path_depths(paths: Sequence[Path]) -> list[int]:
+    """Return the depth, from 1 on, of the deepest of the first nodes: of one of them, of two, and so on."""
+    return list(accumulate(map(len, paths), max))
+
+
+def count_children(paths: Sequence[Path]) -> dict[Path, int]:
+    """Return the number of children of each node that has any."""
+    counts: dict[Path, int] = {}
+    for path in paths:
+        counts[path[:-1]] = max(counts.get(path[:-1], 0), path[-1] + 1)
+    return counts
 
 
 def tree_depth(tree: DraftTree) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.draft_tree import Draft, DraftTree, rank_paths
+from decode_worker.draft_tree import Draft, DraftTree, Path, count_children, path_depths, rank_paths
 from decode_worker.draft_walk import DraftWalk
 from decode_worker.eagle_draft import EagleDraft, catch_up
 from decode_worker.growing_draft import grow
@@ -19,9 +19,6 @@ from decode_worker.likely_children import likely_children
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
-
-Path = tuple[int, ...]
-"""Ranks on the way from the last token to a node; the last token itself is ()."""
 
 
 class EagleTree:
@@ -32,11 +29,7 @@ class EagleTree:
         self._chains = EagleDraft(head, memory)
         self._head, self._memory = head, self._chains.memory
         self._paths = rank_paths(branches)
-
-    @property
-    def depths(self) -> Sequence[int]:
-        """Depth, from 1 on, of the deepest of the first nodes: of one of them, of two, and so on."""
-        return [max(len(path) for path in self._paths[: count + 1]) for count in range(len(self._paths))]
+        self.depths = path_depths(self._paths)
 
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`."""
@@ -68,9 +61,7 @@ class _Tree:
     def __init__(self, sequence: DecodeSequence, paths: Sequence[Path]) -> None:
         self.sequence = sequence
         self.paths = paths
-        self._branches: dict[Path, int] = {}
-        for path in paths:
-            self._branches[path[:-1]] = max(self._branches.get(path[:-1], 0), path[-1] + 1)
+        self._branches = count_children(paths)
         self._walks: dict[Path, DraftWalk] = {(): DraftWalk(sequence)}
         self._tokens: dict[Path, int] = {}  # by depth: so they lie in lanes
         self._features: dict[Path, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from decode_worker.draft_tree import Draft, DraftTree, rank_paths
+from decode_worker.draft_tree import Draft, DraftTree, Path, count_children, path_depths, rank_paths
 from decode_worker.draft_walk import DraftWalk
 from decode_worker.likely_children import likely_children
 from decode_worker.sequence import DecodeSequence
@@ -36,12 +36,8 @@ class MedusaDraft:
             raise ValueError(f"a tree of depth {len(branches)} over {len(heads)} heads")
         self._heads = heads
         self._paths = rank_paths(branches or (1,) * len(heads))
+        self.depths = path_depths(self._paths)
         self._given_up: WeakSet[DecodeSequence] = WeakSet()
-
-    @property
-    def depths(self) -> Sequence[int]:
-        """Depth, from 1 on, of the deepest of the first nodes: of one of them, of two, and so on."""
-        return [max(len(path) for path in self._paths[: count + 1]) for count in range(len(self._paths))]
 
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`: only after a failure there are no more drafts."""
@@ -75,16 +71,14 @@ class _Growing:
 
     def __init__(self, sequence: DecodeSequence, logits: torch.Tensor) -> None:
         self._logits = logits
-        self._walks: dict[tuple[int, ...], DraftWalk] = {(): DraftWalk(sequence)}
+        self._walks: dict[Path, DraftWalk] = {(): DraftWalk(sequence)}
         self._unruled: dict[tuple[int, int], Sequence[int]] = {}  # by depth and number: they are any parent's
 
-    def grow(self, paths: Sequence[tuple[int, ...]]) -> DraftTree:
+    def grow(self, paths: Sequence[Path]) -> DraftTree:
         """Return the nodes that are `paths` of ranks, without those that the rules leave no place."""
         tokens, parents = list[int](), list[int]()
-        places: dict[tuple[int, ...], int] = {(): -1}
-        branches: dict[tuple[int, ...], int] = {}
-        for path in paths:
-            branches[path[:-1]] = max(branches.get(path[:-1], 0), path[-1] + 1)
+        places: dict[Path, int] = {(): -1}
+        branches = count_children(paths)
         for path in paths:
             parent = path[:-1]
             if parent not in self._walks:
@@ -100,7 +94,7 @@ class _Growing:
             parents.append(places[parent])
         return DraftTree(tokens, parents)
 
-    def _children(self, parent: tuple[int, ...], count: int) -> Sequence[int]:
+    def _children(self, parent: Path, count: int) -> Sequence[int]:
         """Return up to `count` tokens after a node: the one that is drawn, then the likeliest others."""
         row, depth = self._walks[parent].row, len(parent)
         key = (depth, count)

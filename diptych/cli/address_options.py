@@ -13,14 +13,14 @@ Text = TypeVar("Text", str, list[str], None)
 
 
 def target(address: str) -> str:
-    """gRPC would take a URL for a host name, and say so in its own words."""
+    """Return the address. Refuses a URL, which gRPC would take for a host name."""
     if address.startswith(("http://", "https://", "grpc://", "grpcs://")):
         raise typer.BadParameter("is host:port, without a scheme; DIPTYCH_CA_FILE turns TLS on")
     return address
 
 
 def utf8(given: Text) -> Text:
-    """gRPC sends text in UTF-8; what else the shell passed on is refused by the option's name."""
+    """Return the text. Refuses what is not UTF-8 by the option's name: gRPC sends UTF-8."""
     try:
         "".join(given or "").encode()
     except UnicodeEncodeError:

@@ -33,7 +33,7 @@ from typing import Literal
 
 import torch
 
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from kernels import fp8_cache, int8_cache
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf", "packed", "fp8", "w8a8"]
@@ -64,6 +64,14 @@ _SMALL_FILE = 1 << 30
 def plain_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype of all that is not quantised in `precision`; None where that is not one dtype."""
     return torch.bfloat16 if precision in ON_GPU_QUANTISED else PLAIN.get(precision)
+
+
+def plain_precision(dtype: torch.dtype) -> Precision:
+    """Return the precision that stores every number in `dtype`. Raises UnsupportedModel where none does."""
+    for precision, plain in PLAIN.items():
+        if plain == dtype:
+            return precision
+    raise UnsupportedModel(f"dtype {dtype}: only float32, float16 and bfloat16 are computed")
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:

@@ -16,11 +16,11 @@ from diptych.engine.dtype import (
     ON_CPU,
     ON_GPU,
     ON_GPU_QUANTISED,
-    PLAIN,
     KVCacheDtype,
     Precision,
     kept_dtype,
     kept_scales,
+    plain_precision,
 )
 from diptych.engine.gpu_precision import describe_matrices
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -109,7 +109,8 @@ def load_model(
     Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
     """
-    chosen, where = _precision(precision), torch.device(device)
+    chosen = plain_precision(precision) if isinstance(precision, torch.dtype) else precision
+    where = torch.device(device)
     _check_choice(chosen, backend, where)
     _check_kv_cache(kv_cache, backend, where)
     checkpoint = open_checkpoint(path, chosen)
@@ -161,15 +162,6 @@ def _check_kv_cache(kv_cache: KVCacheDtype, backend: BackendChoice, device: torc
             "kv-cache-dtype int8: a GPU keeps keys and values in the computation's own dtype or in fp8; the "
             "native CPU step keeps them in int8"
         )
-
-
-def _precision(asked: Precision | torch.dtype) -> Precision:
-    if not isinstance(asked, torch.dtype):
-        return asked
-    for precision, dtype in PLAIN.items():
-        if dtype == asked:
-            return precision
-    raise UnsupportedModel(f"dtype {asked}: only float32, float16 and bfloat16 are computed")
 
 
 def _make_on_gpu(

@@ -1,4 +1,4 @@
-"""Keys and values of prompts, computed chunk by chunk behind the model's own.
+"""A drafting head's keys and values of prompts, computed chunk by chunk behind the model's own.
 
 A token goes with the model's feature of the token before. That of the last token of a chunk is kept for the
 next chunk. Where it is missing, before a prompt and behind a prefix that came from the cache, it is zero.

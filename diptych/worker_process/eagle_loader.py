@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from diptych.engine.backends.torch.fused_layer import dense
-from diptych.engine.dtype import PLAIN, Precision, stored_dtype
+from diptych.engine.dtype import Precision, plain_precision, stored_dtype
 from diptych.engine.heads.eagle3 import Eagle3Head
 from diptych.engine.heads.eagle3_files import is_eagle3, read_eagle3
 from diptych.engine.heads.eagle_files import is_eagle, read_eagle
@@ -123,9 +123,8 @@ def _output_matrix(
     """Return the model's output matrix `[vocab, hidden]` in full numbers: its backend has it packed."""
     if shape.tied_embeddings:
         return embedding
-    precision = next(name for name, one in PLAIN.items() if one == dtype)
     try:
-        head = open_checkpoint(model, precision).read("head")
+        head = open_checkpoint(model, plain_precision(dtype)).read("head")
     except (UnsupportedModel, BadModelFile) as error:
         raise BadHeads(f"the model's output matrix: {error}") from error
     return dense(head)

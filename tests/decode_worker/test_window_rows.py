@@ -139,7 +139,7 @@ class Windows(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
     def step_some(self, data: st.DataObject) -> None:
-        """Some sequences of an attempt take a token each; what that needs is known beforehand."""
+        """Let some sequences of an attempt take a token each; what that needs is known beforehand."""
         group = data.draw(st.sampled_from(self.groups))
         able = [one for one in group.live if len(one.output_ids) < ROOM]
         chosen = [one for one in able if data.draw(st.booleans())]

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
-    """Tokens of the same request to `diptych up` without Ray."""
+    """Return the tokens of the same request to `diptych up` without Ray."""
     with running_stack("--model", str(model), *FLAGS) as stack:
         return tokens(stack)
 
@@ -96,7 +96,7 @@ def test_a_stream_outlives_the_actor_of_a_worker(model: Path, expected: list[int
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A head without CPUs, and two nodes with room for a pair each."""
+    """Start a head without CPUs, and two nodes with room for a pair each."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

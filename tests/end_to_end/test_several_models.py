@@ -31,7 +31,7 @@ WIDTHS = {"v1": 96, "v2": 128, "v3": 160}
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client got: the digest of its model, and its tokens."""
+    """An answer to a client: the digest of its model, and its tokens."""
 
     digest: str
     ids: tuple[int, ...]

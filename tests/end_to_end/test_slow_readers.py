@@ -22,7 +22,7 @@ LIMITS = ("--set", "gateway.write-timeout=60", "--set", "gateway.stream-buffer-m
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """What is not read lies in the gateway, whatever model it comes from."""
+    """Run a tiny model: the gateway holds what is not read, whatever model it comes from."""
     folder = tiny_system.write(tmp_path_factory.mktemp("tiny"))
     with running_stack("--model", str(folder), "--model-name", tiny_system.MODEL, *LIMITS) as stack:
         yield stack

@@ -45,7 +45,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def laptop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
-    """One worker a role: who loses one waits until it is back. Every test leaves it whole and idle."""
+    """Run one worker of each role: requests that lose it wait until it is back. Every test leaves it whole
+    and idle.
+    """
     yield from breakable(tmp_path_factory, tiny)
 
 

@@ -37,7 +37,7 @@ from tests.faults.system import (
 )
 
 FAMILY = "idefics3"
-"""Its images have several tiles."""
+"""Family whose images have several tiles."""
 FLAGS = (*PAIRS, "--encode-workers", "2", "--kv-blocks", "512", "--set", "gateway.max-images=4")
 WITHOUT_OWN = ("--set", "prefill.image-encoder=false")
 ASKS: Mapping[str, Mapping[str, Any]] = {

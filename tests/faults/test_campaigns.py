@@ -109,7 +109,7 @@ def test_no_token_is_lost_with_adapters(
 
 
 def test_streams_that_are_hit_go_on(pairs: Breakable) -> None:
-    """Of a worker that is killed, and of one that is stopped."""
+    """Kill a worker under streams, and stop one."""
     blows = [("SIGKILL", "decode"), ("SIGSTOP", "decode")]
     measured = next_token.measure(pairs, blows)
     assert not measured.failures

@@ -64,7 +64,7 @@ def system(
 
 @pytest.fixture(scope="module")
 def said(server: Store, system: Callable[..., AbstractContextManager[Stack]]) -> list[list[int]]:
-    """Answers of a system that has stopped since; its blocks are in the server."""
+    """Return the answers of a system that has stopped since; its blocks are in the server."""
     with system() as stack:
         first = tokens(answers(stack))
         stack.wait_idle()

@@ -132,7 +132,7 @@ class SimulatedRunner:
         mixes_chunks: bool = True,
         ranks: int = 1,
     ) -> None:
-        """With several `ranks`, a step leaves what each of them has to write in `writes`."""
+        """Compute as so many `ranks`: of several, a step leaves what each has to write in `writes`."""
         self._ranks = ranks
         self.writes: list[list[Callable[[], None]]] = []
         self.mixes_chunks = mixes_chunks

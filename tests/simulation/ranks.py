@@ -77,11 +77,11 @@ class SimulatedGroup:
             self._on(host, duration * self._cluster.chance(), wrote, act)
 
     def _report(self, host: Host) -> None:
-        """Rank 0 ends when it sees that `host` is dead, on its loop: not while it is stopped."""
+        """End rank 0 when it sees that `host` is dead, on its loop: not while it is stopped."""
         self._on(self._machine.host, KERNEL_S, self._cluster.kill, self._machine.host, f"{host.name} died")
 
     def _follow(self) -> None:
-        """The kernel kills the ranks of a rank 0 that is dead, stopped ones as well."""
+        """Kill the ranks of a dead rank 0, stopped ones as well, as the kernel does."""
         for host in self.hosts:
             delay = LAST_BREATH_S * self._cluster.chance()
             self._cluster.outside(delay, self._cluster.kill, host, "rank 0 is dead")

@@ -340,7 +340,7 @@ def ring_is_too_short(patch: Patch) -> None:
 
 
 def windowed_blocks_are_read_while_free(patch: Patch) -> None:
-    """What is behind the window is given up a place too early."""
+    """Blocks behind the window are given up a place too early."""
     real = WindowGroups.first_kept
     patch.setattr(WindowGroups, "first_kept", lambda self, at, size: max(0, real(self, at, size)) + (at > 20))
 
@@ -362,7 +362,7 @@ def lost_encode_workers_cost_nothing(patch: Patch) -> None:
 
 
 def embeddings_are_kept_without_their_image(patch: Patch) -> None:
-    """One image's embeddings are taken for another one's."""
+    """Embeddings of an image are taken for those of another one."""
 
     def get(self: EmbeddingCache, digest: bytes) -> Any:
         return next(iter(self._found.values()), None)

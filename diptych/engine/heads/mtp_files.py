@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from diptych.engine.dtype import PLAIN
+from diptych.engine.dtype import plain_precision
 from diptych.engine.heads.head_files import BadHeads
 from diptych.engine.heads.layer_head import HeadInputs, LayerHead
 from diptych.engine.models.registry import family_of
@@ -64,9 +64,8 @@ def read_mtp(path: Path, model: ModelShape, embed: torch.Tensor | None, dtype: t
     Raises BadHeads.
     """
     count_layers(path)
-    precision = next(name for name, one in PLAIN.items() if one == dtype)
     try:
-        opened = open_folder(path, precision, behind_too=True)
+        opened = open_folder(path, plain_precision(dtype), behind_too=True)
         files = TensorFiles(path)
         return _Reader(path, model, opened, files, dtype).head(embed)
     except (UnsupportedModel, BadModelFile, FileNotFoundError) as error:

@@ -118,8 +118,8 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def prompt_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a prompt of `num_tokens` tokens takes while it is computed in chunks of up to `chunk`,
-        those of its windowed layers included.
+        """Return the blocks that a prompt of `num_tokens` tokens takes while it is computed in chunks of up
+        to `chunk`, those of its windowed layers included.
         """
         places = self.blocks_for(num_tokens)
         if self.windows is None:

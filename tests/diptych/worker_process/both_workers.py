@@ -200,7 +200,7 @@ class Prefill:
     scratch_memory: KVMemory
     ended: list[tuple[PrefillRequest, str]]
     tiers: list[KvTiers]
-    """Its tiers, once it has scratch; none where it has none."""
+    """Tiers below the scratch blocks, once these are there; none where the worker has none."""
 
     def leftovers(self) -> list[str]:
         self.scratch.invariants()

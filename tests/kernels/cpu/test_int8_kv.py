@@ -108,7 +108,7 @@ def test_swapped_scales_are_felt() -> None:
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
 @pytest.mark.parametrize(("head_dim", "block_size"), [(40, 16), (6, 5), (64, 32)])
 def test_codes_and_scales_are_torchs_bit_for_bit(head_dim: int, block_size: int, instructions: str) -> None:
-    """In the first layer, whose keys and values do not depend on how they are kept."""
+    """Compare the first layer, whose keys and values do not depend on how they are kept."""
     shape = shape_of(head_dim=head_dim, qk_norm="head")
     weights, tokens = weights_of(shape, torch.float32), tokens_of(70)
     layouts = (layout_of(shape, block_size, dtype) for dtype in (torch.float32, DTYPE))

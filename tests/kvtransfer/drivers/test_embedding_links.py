@@ -59,7 +59,7 @@ class Encoder:
 
 @dataclass
 class Prefill:
-    """What a prefill worker's client reports."""
+    """Events that a prefill worker's client reports."""
 
     rows: list[tuple[Key, bytes, torch.Tensor]] = field(default_factory=list)
     failed: list[tuple[Key, work_pb2.Failure]] = field(default_factory=list)

@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads, three KV heads."""
+    """Write a model of six query heads and three KV heads."""
     return save(oracle_of(config_of("smollm3")), tmp_path_factory.mktemp("m"))
 
 
