@@ -14,7 +14,7 @@ from typing import Any
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.control import Say
 from diptych.cli.preflight import BadOptions
-from diptych.cli.stack import SharedSecrets, program_specs
+from diptych.cli.stack import SharedSecrets, gateway_spec, worker_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.worker_specs import split_cores
@@ -63,8 +63,7 @@ class StackModels:
         if self._are_named:
             named = ",".join(f"{name}={path}" for name, path in models)
             self._options = replace(self._options, model=named)
-        gateway, *_ = program_specs(self._options, self._shared, cores=1)
-        self._supervisor.reconfigure(GATEWAY, gateway.argv)
+        self._supervisor.reconfigure(GATEWAY, gateway_spec(self._options, self._shared).argv)
         gone = [
             one.name
             for one in self._supervisor.running()
@@ -99,7 +98,7 @@ class StackModels:
         )
         taken = {one.name for one in self._supervisor.running()}
         found: list[ChildSpec] = []
-        for spec in program_specs(options, self._shared, usable_cores())[1:]:
+        for spec in worker_specs(options, self._shared, usable_cores()):
             named = spec.in_role(spec.role, taken)
             taken.add(named.name)
             found.append(named)
