@@ -130,9 +130,17 @@ def gateway_spec(options: StackOptions, shared: SharedSecrets) -> ChildSpec:
 
 
 def worker_specs(
-    options: StackOptions, shared: SharedSecrets, cores: int, *, worker_host: str = LOOPBACK
+    options: StackOptions,
+    shared: SharedSecrets,
+    cores: int,
+    *,
+    worker_host: str = LOOPBACK,
+    first_rank: int = 0,
 ) -> list[ChildSpec]:
-    """Return every worker, ready to start: prefill and decode workers, then encode workers."""
+    """Return every worker, ready to start: decode and prefill workers, then encode workers.
+
+    `first_rank` is the number of workers that there are already.
+    """
     on_workers: dict[str, object] = {
         "host": worker_host,  # DIPTYCH_HOST is for the gateway here
         "insecure": (options.insecure and not is_loopback(worker_host)) or None,
@@ -151,7 +159,7 @@ def worker_specs(
     return [
         *(
             _worker(place, of_model(options, place.model), shared, on_workers)
-            for place in worker_places(options, cores)
+            for place in worker_places(options, cores, first_rank)
         ),
         *(
             _encoder(number, of_model(options, model), shared, cores)
