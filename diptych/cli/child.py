@@ -108,10 +108,13 @@ class ChildSpec:
 
     def in_role(self, role: str, taken: Collection[str]) -> "ChildSpec":
         """Return the specification of the same worker in another role, by the first name not in `taken`."""
-        names = (f"{role}-{number}" for number in itertools.count())
-        name = next(one for one in names if one not in taken)
         own = self.roles[role]
-        return replace(self, name=name, role=role, argv=own.argv, health=own.health)
+        return replace(self, role=role, argv=own.argv, health=own.health).renamed(taken)
+
+    def renamed(self, taken: Collection[str]) -> "ChildSpec":
+        """Return the specification by the first name of its role that is not in `taken`."""
+        names = (f"{self.role}-{number}" for number in itertools.count())
+        return replace(self, name=next(one for one in names if one not in taken))
 
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """Return the specification of the same process once more, at the addresses it had."""

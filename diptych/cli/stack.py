@@ -90,22 +90,12 @@ def program_specs(
     """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers, which listen
     on `worker_host`.
     """
-    on_workers: dict[str, object] = {
-        "host": worker_host,  # DIPTYCH_HOST is for the gateway here
-        "insecure": (options.insecure and not is_loopback(worker_host)) or None,
-        "device": options.device,
-        "transport": options.transport,
-        "kv-cache-dtype": options.kv_cache_dtype,
-        "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
-        "speculative-model": options.speculative_model,
-        "max-loras": options.max_loras,
-        "max-lora-rank": options.max_lora_rank,
-        "worker-shutdown-timeout": options.worker_shutdown_timeout,
-        "sum-parts": common_parts(options),
-        "role-changes": role_changes(options),
-        "weight-holder": Slot("weight_holder"),
-    }
-    gateway = _spec(
+    return [gateway_spec(options, shared), *worker_specs(options, shared, cores, worker_host=worker_host)]
+
+
+def gateway_spec(options: StackOptions, shared: SharedSecrets) -> ChildSpec:
+    """Return the gateway, ready to start."""
+    return _spec(
         "gateway",
         "gateway",
         options,
@@ -137,11 +127,39 @@ def program_specs(
         grpc_port=options.grpc_port,
         http_port=options.http_port,
     )
+
+
+def worker_specs(
+    options: StackOptions,
+    shared: SharedSecrets,
+    cores: int,
+    *,
+    worker_host: str = LOOPBACK,
+    first_rank: int = 0,
+) -> list[ChildSpec]:
+    """Return every worker, ready to start: decode and prefill workers, then encode workers.
+
+    `first_rank` is the number of workers that there are already.
+    """
+    on_workers: dict[str, object] = {
+        "host": worker_host,  # DIPTYCH_HOST is for the gateway here
+        "insecure": (options.insecure and not is_loopback(worker_host)) or None,
+        "device": options.device,
+        "transport": options.transport,
+        "kv-cache-dtype": options.kv_cache_dtype,
+        "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
+        "speculative-model": options.speculative_model,
+        "max-loras": options.max_loras,
+        "max-lora-rank": options.max_lora_rank,
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
+        "sum-parts": common_parts(options),
+        "role-changes": role_changes(options),
+        "weight-holder": Slot("weight_holder"),
+    }
     return [
-        gateway,
         *(
             _worker(place, of_model(options, place.model), shared, on_workers)
-            for place in worker_places(options, cores)
+            for place in worker_places(options, cores, first_rank)
         ),
         *(
             _encoder(number, of_model(options, model), shared, cores)

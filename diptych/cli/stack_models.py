@@ -14,10 +14,10 @@ from typing import Any
 from diptych.cli.child import ChildFailed, ChildSpec
 from diptych.cli.control import Say
 from diptych.cli.preflight import BadOptions
-from diptych.cli.stack import SharedSecrets, program_specs
+from diptych.cli.stack import SharedSecrets, gateway_spec, worker_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
-from diptych.cli.worker_specs import split_cores
+from diptych.cli.worker_specs import reads_images, split_cores
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.settings import StartupError
@@ -33,6 +33,7 @@ class StackModels:
         self._options = options
         self._shared = shared
         self._supervisor = supervisor
+        self._ranks = self._workers_of_a_model * len(parse_models(options.model))  # given out so far
 
     async def load(self, value: Any, say: Say) -> None:
         """Start the workers of a model, ``[name, path]``, unless there are some.
@@ -54,6 +55,7 @@ class StackModels:
         except ChildFailed:
             await self._supervisor.remove([spec.name for spec in specs])
             raise
+        self._ranks += self._workers_of_a_model
         say(f"started {', '.join(spec.name for spec in specs)}")
 
     async def keep(self, value: Any, say: Say) -> None:
@@ -63,8 +65,7 @@ class StackModels:
         if self._are_named:
             named = ",".join(f"{name}={path}" for name, path in models)
             self._options = replace(self._options, model=named)
-        gateway, *_ = program_specs(self._options, self._shared, cores=1)
-        self._supervisor.reconfigure(GATEWAY, gateway.argv)
+        self._supervisor.reconfigure(GATEWAY, gateway_spec(self._options, self._shared).argv)
         gone = [
             one.name
             for one in self._supervisor.running()
@@ -73,6 +74,10 @@ class StackModels:
         if gone:
             await self._supervisor.remove(gone)
             say(f"ended {', '.join(gone)}")
+
+    @property
+    def _workers_of_a_model(self) -> int:
+        return self._options.prefill_workers + self._options.decode_workers
 
     @property
     def _are_named(self) -> bool:
@@ -96,11 +101,12 @@ class StackModels:
             model=f"{name}={path}",
             prefill_threads=options.prefill_threads or max(plan.prefill),
             decode_threads=options.decode_threads or max(plan.decode),
+            encode_workers=options.encode_workers if reads_images(path) else 0,
         )
         taken = {one.name for one in self._supervisor.running()}
         found: list[ChildSpec] = []
-        for spec in program_specs(options, self._shared, usable_cores())[1:]:
-            named = spec.in_role(spec.role, taken)
+        for spec in worker_specs(options, self._shared, usable_cores(), first_rank=self._ranks):
+            named = spec.renamed(taken)
             taken.add(named.name)
             found.append(named)
         return found

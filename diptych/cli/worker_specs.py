@@ -7,7 +7,7 @@ of KV blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych.cli.child import Slot
@@ -82,54 +82,40 @@ class WorkerPlace:
         }
 
 
-def worker_places(options: StackOptions, cores: int) -> list[WorkerPlace]:
+def worker_places(options: StackOptions, cores: int, first_rank: int = 0) -> list[WorkerPlace]:
     """Return the workers in the order of their start, decode first; `cores` are dealt out to them.
 
     With several models each has workers of both roles; their numbers go on from model to model.
+    `first_rank` is the number of workers that there are already.
     """
     models = parse_models(options.model)
     plan = split_cores(cores, options.prefill_workers * len(models), options.decode_workers * len(models))
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
-    homes = None if chosen else plan.homes(cores)
-    first = len(plan.decode)
-    prefill = [
-        WorkerPlace(
-            f"prefill-{index}",
-            "prefill",
-            threads,
-            homes and homes[0][index],
-            cores,
-            models[index // options.prefill_workers],
-            len(models),
-            first + index,
-        )
-        for index, threads in enumerate(plan.prefill)
-    ]
-    decode = [
-        WorkerPlace(
-            f"decode-{index}",
-            "decode",
-            threads,
-            homes and homes[1][index],
-            cores,
-            models[index // options.decode_workers],
-            len(models),
-            index,
-        )
-        for index, threads in enumerate(plan.decode)
-    ]
-    return [*decode, *prefill]
+    of_prefill, of_decode = (None if chosen else plan.homes(cores)) or (None, None)
+
+    def places(
+        role: Role, threads: Sequence[int], homes: Sequence[range] | None, first_rank: int
+    ) -> Iterator[WorkerPlace]:
+        for index, count in enumerate(threads):
+            model = models[index * len(models) // len(threads)]
+            home = homes and homes[index]
+            rank = first_rank + index
+            yield WorkerPlace(f"{role}-{index}", role, count, home, cores, model, len(models), rank)
+
+    decode = places("decode", plan.decode, of_decode, first_rank)
+    return [*decode, *places("prefill", plan.prefill, of_prefill, first_rank + len(plan.decode))]
 
 
 def encoded_models(options: StackOptions) -> list[NamedModel]:
     """Return the model of each encode worker: of several models only those with images have some."""
     models = parse_models(options.model)
-    encoded = [one for one in models if len(models) == 1 or _reads_images(one.path)]
+    encoded = [one for one in models if len(models) == 1 or reads_images(one.path)]
     return [model for model in encoded for _ in range(options.encode_workers)]
 
 
-def _reads_images(model: str) -> bool:
+def reads_images(model: str) -> bool:
+    """Return whether a model takes images; False for one that cannot be read."""
     try:
         return image_spec(resolve_model(model)) is not None
     except (StartupError, ValueError):
