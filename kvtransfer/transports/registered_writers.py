@@ -60,8 +60,7 @@ class RegisteredWriters:
 
     def admit(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
         """Let the processes `pids` register as `writer`, all of them; return the token of each."""
-        for old in [t for t, admission in self._admitted.items() if admission.writer == writer]:
-            del self._admitted[old]
+        self._withdraw(writer)
         self._expected[writer] = frozenset(pids)
         tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in pids]
         self._admitted.update((t, _Admission(writer, pid)) for t, pid in zip(tokens, pids, strict=True))
@@ -94,12 +93,19 @@ class RegisteredWriters:
         del processes[process.pid]
         if not processes:
             del self._writers[writer]
-            self._expected.pop(writer, None)
+            self._withdraw(writer)
             self._dead(writer)
+
+    def _withdraw(self, writer: WriterId) -> None:
+        """Let no process register any more as `writer`, as it was admitted before."""
+        self._expected.pop(writer, None)
+        for token in [t for t, admission in self._admitted.items() if admission.writer == writer]:
+            del self._admitted[token]
 
     def registered(self, writer: WriterId) -> bool:
         """Return True if all processes of this writer map the pool, as far as this process knows."""
-        return writer in self._writers and self._expected[writer] <= self._writers[writer].keys()
+        expected = self._expected.get(writer)
+        return expected is not None and expected <= self._writers.get(writer, {}).keys()
 
     def fence(self, writer: WriterId) -> None:
         """Kill the writer's processes; `dead` follows."""
