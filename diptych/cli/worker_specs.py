@@ -92,14 +92,15 @@ def worker_places(options: StackOptions, cores: int, first_rank: int = 0) -> lis
     plan = split_cores(cores, options.prefill_workers * len(models), options.decode_workers * len(models))
     # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
-    of_prefill, of_decode = (None if chosen else plan.homes(cores)) or (None, None)
+    homes = None if chosen else plan.homes(cores)
+    of_prefill, of_decode = homes or (None, None)
 
     def places(
-        role: Role, threads: Sequence[int], homes: Sequence[range] | None, first_rank: int
+        role: Role, threads: Sequence[int], homes: tuple[range, ...] | None, first_rank: int
     ) -> Iterator[WorkerPlace]:
         for index, count in enumerate(threads):
             model = models[index * len(models) // len(threads)]
-            home = homes and homes[index]
+            home = None if homes is None else homes[index]
             rank = first_rank + index
             yield WorkerPlace(f"{role}-{index}", role, count, home, cores, model, len(models), rank)
 
