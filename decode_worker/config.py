@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from decode_worker.draft_tree import count_nodes, parse_branches
 from decode_worker.kv_events.endpoint import parse_endpoint
 from decode_worker.local_schedule import LocalBounds
+from decode_worker.tree_plan import TreePlan
+from decode_worker.tree_plans import parse_plan
 from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
@@ -88,14 +89,15 @@ class DecodeSettings(WorkerSettings):
 
     speculative_tree: str = setting(
         "",
-        "Branches at each depth of the trees that heads draft, as in 4,2,1; empty drafts chains.",
+        "Trees that heads draft: branches at each depth, as in 4,2,1, or where EAGLE heads are sure, as in "
+        "dynamic:20 or dynamic:NODES,DEPTH,WIDTH; empty drafts chains.",
         section="Speculative decoding",
     )
 
     @field_validator("speculative_tree")
     @classmethod
     def _tree_is_a_tree(cls, value: str) -> str:
-        parse_branches(value)
+        parse_plan(value)
         return value
 
     @field_validator("kv_events")
@@ -124,16 +126,17 @@ class DecodeSettings(WorkerSettings):
         return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
 
     @property
-    def tree_branches(self) -> tuple[int, ...]:
-        """Branches of trees of drafts at each depth; none where drafts are chains."""
-        return parse_branches(self.speculative_tree)
+    def tree_plan(self) -> TreePlan | None:
+        """Plan of trees of drafts; None where drafts are chains."""
+        return parse_plan(self.speculative_tree)
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step up to which there are drafts; if it is not configured, a whole tree's at least."""
         if "speculative_max_step_tokens" in self.model_fields_set:
             return self.speculative_max_step_tokens
-        return max(self.speculative_max_step_tokens, 1 + count_nodes(self.tree_branches))
+        plan = self.tree_plan
+        return max(self.speculative_max_step_tokens, 1 + (0 if plan is None else len(plan.depths)))
 
     @property
     def decodes(self) -> bool:

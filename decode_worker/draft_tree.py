@@ -16,7 +16,9 @@ MOST_NODES = 63
 """Tokens of the largest tree."""
 
 Path = tuple[int, ...]
-"""Ranks on the way from the last token of a sequence to a node; that token itself is ()."""
+"""Ranks on the way from the last token of a sequence to a node; that token itself is (). Rank 0 is the
+likeliest token after its parent.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,7 @@ def as_tree(draft: Draft) -> DraftTree:
 
 
 def parse_branches(text: str) -> tuple[int, ...]:
-    """Return the branches at each depth that `4,2,1` stands for; none for an empty text. Raises BadTree."""
-    if not text:
-        return ()
+    """Return the branches at each depth that `4,2,1` stands for. Raises BadTree."""
     try:
         branches = tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -71,7 +71,7 @@ def count_nodes(branches: Sequence[int]) -> int:
 
 
 def rank_paths(branches: Sequence[int]) -> list[Path]:
-    """Return the nodes of a tree as paths of ranks, 0 the likeliest token after its parent.
+    """Return the nodes of a tree as paths of ranks.
 
     The most promising come first, a parent before its children: so the first ones of any number are a tree.
     Promise falls with each rank on the way, and with the depth.

@@ -1,8 +1,8 @@
 """A drafter of trees by a head over features: as eagle_draft.py, with several tokens after each.
 
-The tree grows by its depth. At each depth the head computes all nodes that there are, each with its
+The tree grows by its depth. At each depth the head computes the nodes that have children, each with its
 ancestors alone, in the lanes behind the sequence's last token; they are few. A node's feature is what its
-parent gave. EAGLE-2 chooses the branches by their likelihood; here they are those of --speculative-tree.
+parent gave. Which nodes get children the plan says (`decode_worker.tree_plan.TreePlan`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.draft_tree import Draft, DraftTree, Path, count_children, path_depths, rank_paths
-from decode_worker.draft_walk import DraftWalk
+from decode_worker.draft_tree import Draft, Path
 from decode_worker.eagle_draft import EagleDraft, catch_up
 from decode_worker.growing_draft import grow
-from decode_worker.likely_children import likely_children
+from decode_worker.growing_tree import GrowingTree
 from decode_worker.sequence import DecodeSequence
+from decode_worker.tree_plan import TreePlan
 from diptych.engine.heads.feature_head import FeatureHead, HeadStep
 from diptych.engine.kv.kv_memory import KVMemory
 
@@ -24,12 +24,12 @@ from diptych.engine.kv.kv_memory import KVMemory
 class EagleTree:
     """A `Drafter`."""
 
-    def __init__(self, head: FeatureHead, memory: KVMemory, branches: Sequence[int]) -> None:
-        """Draft trees of so many `branches` at each depth. Raises ValueError as `EagleDraft` does."""
+    def __init__(self, head: FeatureHead, memory: KVMemory, plan: TreePlan) -> None:
+        """Draft the trees of `plan`. Raises ValueError as `EagleDraft` does."""
         self._chains = EagleDraft(head, memory)
         self._head, self._memory = head, self._chains.memory
-        self._paths = rank_paths(branches)
-        self.depths = path_depths(self._paths)
+        self._plan = plan
+        self.depths = plan.depths
 
     def rests(self, sequence: DecodeSequence) -> bool:
         """See `Drafter.rests`."""
@@ -37,10 +37,8 @@ class EagleTree:
 
     def draft(self, sequences: Sequence[DecodeSequence], counts: Sequence[int]) -> Sequence[Draft]:
         """See `Drafter.draft`."""
-        trees = [
-            _Tree(one, self._paths[: max(count, 0)]) for one, count in zip(sequences, counts, strict=True)
-        ]
-        going = [one for one in trees if one.paths and one.sequence.features and not self.rests(one.sequence)]
+        trees = [_Tree(one, self._plan, count) for one, count in zip(sequences, counts, strict=True)]
+        going = [one for one in trees if one.open and one.sequence.features and not self.rests(one.sequence)]
         grow(going, self._extend, self._head.shape.max_context, "the drafting head")
         return [one.tree() for one in trees]
 
@@ -52,36 +50,33 @@ class EagleTree:
         open_rows = [one.take(part) for one, part in zip(trees, given, strict=True)]
         logits = self._head.logits(torch.cat(open_rows)).split([len(rows) for rows in open_rows])
         for one, of_tree in zip(trees, logits, strict=True):
-            one.branch(of_tree)
+            one.extend(of_tree)
 
 
-class _Tree:
+class _Tree(GrowingTree):
     """The tree of one sequence."""
 
-    def __init__(self, sequence: DecodeSequence, paths: Sequence[Path]) -> None:
+    def __init__(self, sequence: DecodeSequence, plan: TreePlan, count: int) -> None:
+        super().__init__(sequence, plan, count)
         self.sequence = sequence
-        self.paths = paths
-        self._branches = count_children(paths)
-        self._walks: dict[Path, DraftWalk] = {(): DraftWalk(sequence)}
-        self._tokens: dict[Path, int] = {}  # by depth: so they lie in lanes
         self._features: dict[Path, torch.Tensor] = {}
-        self._open: list[Path] = [()]  # nodes whose children come next
 
     def goes_on(self, max_context: int) -> bool:
         """See `Growing.goes_on`."""
-        return bool(self._open) and self.sequence.num_tokens + len(self._open[0]) < max_context
+        return bool(self.open) and self.sequence.num_tokens + len(self.open[0]) < max_context
 
     def step(self, head: FeatureHead) -> HeadStep:
-        """Return the step over what the sequence has got, at first, and over all nodes later."""
+        """Return the step over what the sequence has got, at first, and over all inner nodes later."""
         if not self._features:
             return catch_up(self.sequence, head)
-        places = {path: place for place, path in enumerate(self._tokens)}
+        inner = self.growth.inner
+        places = {path: place for place, path in enumerate(inner)}
         return HeadStep(
             self.sequence.block_ids,
             self.sequence.num_tokens,
-            list(self._tokens.values()),
-            torch.stack([self._features[path[:-1]] for path in self._tokens]),
-            [places.get(path[:-1], -1) for path in self._tokens],
+            [self.growth.token_of(path) for path in inner],
+            torch.stack([self._features[path[:-1]] for path in inner]),
+            [places.get(path[:-1], -1) for path in inner],
         )
 
     def take(self, given: torch.Tensor) -> torch.Tensor:
@@ -91,27 +86,10 @@ class _Tree:
             self.sequence.features.clear()
             self._features[()] = given[-1]
         else:
-            self._features |= dict(zip(self._tokens, given, strict=True))
-        return torch.stack([self._features[path] for path in self._open])
+            self._features |= dict(zip(self.growth.inner, given, strict=True))
+        return torch.stack([self._features[path] for path in self.open])
 
-    def branch(self, logits: torch.Tensor) -> None:
+    def extend(self, logits: torch.Tensor) -> None:
         """Draw the children of the open nodes, which have `logits [nodes, vocab]`."""
-        opened: list[Path] = []
-        for path, row in zip(self._open, logits, strict=True):
-            walk = self._walks[path]
-            for rank, token_id in enumerate(likely_children(row[None], walk.row, self._branches[path])):
-                child = (*path, rank)
-                if child not in self.paths or (follows := walk.followed(token_id)) is None:
-                    continue
-                self._tokens[child], self._walks[child] = token_id, follows
-                if child in self._branches:
-                    opened.append(child)
-        self._open = opened
-
-    def tree(self) -> DraftTree:
-        """Return what was drawn, the most promising nodes first."""
-        drawn = [path for path in self.paths if path in self._tokens]
-        places = {path: place for place, path in enumerate(drawn)}
-        return DraftTree(
-            [self._tokens[path] for path in drawn], [places.get(path[:-1], -1) for path in drawn]
-        )
+        of_node = dict(zip(self.open, logits.split(1), strict=True))
+        self.branch(lambda path, row, count: self.draw(of_node[path], row, count))

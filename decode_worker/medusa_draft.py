@@ -13,11 +13,13 @@ from weakref import WeakSet
 
 import torch
 
-from decode_worker.draft_tree import Draft, DraftTree, Path, count_children, path_depths, rank_paths
-from decode_worker.draft_walk import DraftWalk
-from decode_worker.likely_children import likely_children
+from decode_worker.draft_tree import Draft, DraftTree, Path
+from decode_worker.fixed_trees import FixedTrees
+from decode_worker.growing_tree import Drawn, GrowingTree
 from decode_worker.sequence import DecodeSequence
+from decode_worker.tree_plan import TreePlan
 from diptych.engine.heads.medusa import MedusaHeads
+from diptych.engine.sampling import SampleRow
 
 _log = logging.getLogger(__name__)
 
@@ -27,16 +29,16 @@ NO_DRAFT = DraftTree((), ())
 class MedusaDraft:
     """A `Drafter`."""
 
-    def __init__(self, heads: MedusaHeads, branches: Sequence[int] = ()) -> None:
-        """Draft trees of so many `branches` at each depth; without them chains of a token for each head.
+    def __init__(self, heads: MedusaHeads, plan: TreePlan | None = None) -> None:
+        """Draft the trees of `plan`; without one chains of a token for each head.
 
-        Raises ValueError for a tree that is deeper than there are heads.
+        Raises ValueError for trees that are deeper than there are heads.
         """
-        if len(branches) > len(heads):
-            raise ValueError(f"a tree of depth {len(branches)} over {len(heads)} heads")
         self._heads = heads
-        self._paths = rank_paths(branches or (1,) * len(heads))
-        self.depths = path_depths(self._paths)
+        self._plan = plan or FixedTrees((1,) * len(heads))
+        self.depths = self._plan.depths
+        if self.depths[-1] > len(heads):
+            raise ValueError(f"a tree of depth {self.depths[-1]} over {len(heads)} heads")
         self._given_up: WeakSet[DecodeSequence] = WeakSet()
 
     def rests(self, sequence: DecodeSequence) -> bool:
@@ -54,11 +56,11 @@ class MedusaDraft:
         if not asked:
             return drafts
         try:
-            depth = max(self.depths[min(counts[number], len(self._paths)) - 1] for number, _ in asked)
+            depth = max(self.depths[min(counts[number], len(self.depths)) - 1] for number, _ in asked)
             logits = self._heads.logits(torch.stack([row for _, row in asked]), depth)
             for place, (number, _) in enumerate(asked):
-                growing = _Growing(sequences[number], logits[:, place])
-                drafts[number] = growing.grow(self._paths[: counts[number]])
+                tree = _Tree(sequences[number], self._plan, counts[number])
+                drafts[number] = tree.grown(logits[:, place])
         except Exception:
             _log.exception("Medusa heads failed for %d sequences, which get no more drafts", len(asked))
             self._given_up.update(sequences[number] for number, _ in asked)
@@ -66,41 +68,22 @@ class MedusaDraft:
         return drafts
 
 
-class _Growing:
-    """The tree of one sequence, grown from heads' logits `[depth, vocab]`."""
+class _Tree(GrowingTree):
+    """The tree of one sequence."""
 
-    def __init__(self, sequence: DecodeSequence, logits: torch.Tensor) -> None:
-        self._logits = logits
-        self._walks: dict[Path, DraftWalk] = {(): DraftWalk(sequence)}
-        self._unruled: dict[tuple[int, int], Sequence[int]] = {}  # by depth and number: they are any parent's
+    def grown(self, logits: torch.Tensor) -> DraftTree:
+        """Return the tree by the heads' logits `[depth, vocab]`."""
+        known: dict[tuple[int, int], Drawn] = {}  # by depth and number: without rules they are any parent's
 
-    def grow(self, paths: Sequence[Path]) -> DraftTree:
-        """Return the nodes that are `paths` of ranks, without those that the rules leave no place."""
-        tokens, parents = list[int](), list[int]()
-        places: dict[Path, int] = {(): -1}
-        branches = count_children(paths)
-        for path in paths:
-            parent = path[:-1]
-            if parent not in self._walks:
-                continue
-            found = self._children(parent, branches[parent])
-            if path[-1] >= len(found):
-                continue
-            token_id = found[path[-1]]
-            if (walk := self._walks[parent].followed(token_id)) is None:
-                continue
-            self._walks[path], places[path] = walk, len(tokens)
-            tokens.append(token_id)
-            parents.append(places[parent])
-        return DraftTree(tokens, parents)
+        def draw(path: Path, row: SampleRow, count: int) -> Drawn:
+            key = (len(path), count)
+            if not row.ruled and key in known:
+                return known[key]
+            drawn = self.draw(logits[len(path) : len(path) + 1], row, count)
+            if not row.ruled:
+                known[key] = drawn
+            return drawn
 
-    def _children(self, parent: Path, count: int) -> Sequence[int]:
-        """Return up to `count` tokens after a node: the one that is drawn, then the likeliest others."""
-        row, depth = self._walks[parent].row, len(parent)
-        key = (depth, count)
-        if not row.ruled and key in self._unruled:
-            return self._unruled[key]
-        found = likely_children(self._logits[depth : depth + 1], row, count)
-        if not row.ruled:
-            self._unruled[key] = found
-        return found
+        while self.open:
+            self.branch(draw)
+        return self.tree()

@@ -22,7 +22,6 @@ TREE = DraftTree((10, 11, 20, 21, 30), (-1, -1, 0, 1, 2))
 
 def test_branches_are_read_and_others_refused_in_words() -> None:
     assert parse_branches("4,2,1") == (4, 2, 1)
-    assert parse_branches("") == ()
     for text, words in (("4,x", "branches at each depth"), ("4,0", "at least one"), ("8,8", "at most 63")):
         with pytest.raises(BadTree, match=words):
             parse_branches(text)

@@ -22,6 +22,8 @@ from decode_worker.medusa_draft import MedusaDraft
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
+from decode_worker.tree_plan import TreePlan
+from decode_worker.tree_plans import parse_plan
 from diptych.engine.adapters.reader import read_adapter
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
@@ -248,7 +250,7 @@ async def house(
     draft: str | None = None,
     max_loras: int = 0,
     heads: MedusaHeads | None = None,
-    branches: tuple[int, ...] = (),
+    trees: str = "",
     eagle: FeatureHead | None = None,
     shape: ModelShape | None = None,
     prefill_tiers: Callable[[int], TierStack] | None = None,
@@ -261,11 +263,11 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter, or `heads` or `eagle`, trees where `branches` are given. Each worker has
-    `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
+    drafts in place of a drafter, or `heads` or `eagle`, with `trees` as in --speculative-tree. Each worker
+    has `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
     these pull from decode workers by `pull_mode`.
     """
-    made = House()
+    made, plan = House(), parse_plan(trees)
     async with AsyncExitStack() as stack:
         cores = os.memfd_create("cores")
         stack.callback(os.close, cores)
@@ -280,11 +282,9 @@ async def house(
                 assert runner.give_features(eagle.layers) is None
             if heads is not None:
                 assert runner.give_hidden_rows() is None
-                drafter = MedusaDraft(heads, branches)
+                drafter = MedusaDraft(heads, plan)
             made.decodes.append(
-                await _decode(
-                    stack, transport, number, blocks, runner, drafter, bounds, drafts, branches, shape
-                )
+                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, plan, shape)
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
@@ -351,7 +351,7 @@ async def _decode(
     drafter: Drafter | None,
     bounds: LocalBounds,
     drafts: Runner | FeatureHead | None,
-    branches: tuple[int, ...],
+    plan: TreePlan | None,
     shape: ModelShape | None,
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
@@ -362,8 +362,8 @@ async def _decode(
     speculation, chunks = None, _chunks(drafts)
     if isinstance(drafts, Runner):
         drafter = DraftModel(drafts, memory.memory)
-    elif drafts is not None and branches:
-        drafter = EagleTree(drafts, memory.memory, branches)
+    elif drafts is not None and plan is not None:
+        drafter = EagleTree(drafts, memory.memory, plan)
     elif drafts is not None:
         drafter = EagleDraft(drafts, memory.memory)
     if drafter is not None:

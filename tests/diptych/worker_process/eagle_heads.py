@@ -5,14 +5,12 @@ They have three forms: "eagle3", "eagle", and "mtp", whose layer has attention o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal, Protocol
 
 import torch
 
-from decode_worker.draft_tree import rank_paths
 from diptych.engine.batch import SequenceStep
 from diptych.engine.heads.eagle3 import Eagle3Head
 from diptych.engine.heads.eagle3_files import Eagle3Weights
@@ -22,7 +20,17 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import LatentShape
 from diptych.engine.runner import Runner
 from tests.diptych.worker_process.both_workers import BLOCK, MODELS, SHAPE
-from tests.diptych.worker_process.medusa_heads import COUNT, PROMPT, Text, drawn, model_row, plain
+from tests.diptych.worker_process.medusa_heads import (
+    COUNT,
+    PROMPT,
+    Children,
+    Text,
+    drawn,
+    model_row,
+    nodes_of,
+    plain,
+    ranked,
+)
 from tests.kernels.cpu.tiny_models import shape_of, weights_of
 
 Form = Literal["eagle3", "eagle", "mtp"]
@@ -214,14 +222,14 @@ def heads_of(kind: str, temperature: float, seed: int, form: Form = "eagle3") ->
     return made.head((torch.linalg.pinv(made.read(torch.cat(rows))) @ wanted).T.float())
 
 
-def offline(head: FeatureHead, temperature: float, seed: int, branches: Text = ()) -> tuple[Text, int, int]:
-    """Return the output, and how many tokens are drafted and accepted, in chains or trees of `branches`."""
-    paths = rank_paths(branches or (1,) * MOST)
+def offline(head: FeatureHead, temperature: float, seed: int, trees: str = "") -> tuple[Text, int, int]:
+    """Return the output, and how many tokens are drafted and accepted, in chains or `trees`."""
     output, drafted, accepted = plain(temperature, seed)[:1], 0, 0
     while len(output) < COUNT:
         nodes: dict[Text, int] = {}
         if len(output) > 1:
-            nodes = _nodes(head, paths[: COUNT - len(output) - 1], output, temperature, seed)
+            children = _children_of(head, output, temperature, seed)
+            nodes = nodes_of(trees or ",".join("1" * MOST), COUNT - len(output) - 1, children)
         drafted += len(nodes)
         at: Text = ()
         while True:
@@ -233,17 +241,13 @@ def offline(head: FeatureHead, temperature: float, seed: int, branches: Text = (
     return output, drafted, accepted
 
 
-def _nodes(
-    head: FeatureHead, paths: Sequence[Text], output: Text, temperature: float, seed: int
-) -> dict[Text, int]:
-    """Return the drafted tokens by their paths of ranks, each computed as the end of a chain."""
-    nodes: dict[Text, int] = {}
-    for path in paths:
+def _children_of(head: FeatureHead, output: Text, temperature: float, seed: int) -> Children:
+    """Return what gives the tokens after a node, computed as the end of a chain."""
+
+    def children(chain: Text) -> list[tuple[int, float]]:
         growing = Growing(head, output)
-        for depth in range(1, len(path)):
-            growing.follow(nodes[path[:depth]])
-        logits = head.logits(growing.feature)
-        first = drawn(logits, len(output) + len(path) - 1, temperature, seed)
-        likely = sorted(range(SHAPE.vocab_size), key=lambda token: (-float(logits[0, token]), token))
-        nodes[path] = [first, *(token for token in likely if token != first)][path[-1]]
-    return nodes
+        for token in chain:
+            growing.follow(token)
+        return ranked(head.logits(growing.feature), len(output) + len(chain), temperature, seed)
+
+    return children

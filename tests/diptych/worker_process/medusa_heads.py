@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ PROMPT = (5, 9, 2, 33, 7, 18, 4, 40, 22, 1, 13)
 COUNT = 16
 """Tokens of a text, whose hidden rows are no more than a row has numbers: heads can know all of it."""
 Text = tuple[int, ...]
+Children = Callable[[Text], list[tuple[int, float]]]
 
 
 @cache
@@ -78,15 +80,15 @@ def heads_of(kind: str, temperature: float, seed: int) -> MedusaHeads:
     return MedusaHeads(heads)
 
 
-def offline(
-    heads: MedusaHeads, branches: tuple[int, ...], temperature: float, seed: int
-) -> tuple[Text, int, int]:
-    """Return the output, and how many tokens are drafted and accepted."""
-    paths = rank_paths(branches or (1,) * HEADS)
+def offline(heads: MedusaHeads, trees: str, temperature: float, seed: int) -> tuple[Text, int, int]:
+    """Return the output, and how many tokens are drafted and accepted, in chains or `trees`."""
     output, drafted, accepted = plain(temperature, seed)[:1], 0, 0
     hidden: torch.Tensor | None = None  # a prompt's row stays with the prefill worker
     while len(output) < COUNT:
-        nodes = {} if hidden is None else _nodes(heads, hidden, paths, output, temperature, seed)
+        nodes: dict[Text, int] = {}
+        if hidden is not None:
+            room, children = COUNT - len(output) - 1, children_of(heads, hidden, output, temperature, seed)
+            nodes = nodes_of(trees or ",".join("1" * HEADS), room, children)
         drafted += len(nodes)
         at: Text = ()
         while True:
@@ -99,20 +101,54 @@ def offline(
     return output, drafted, accepted
 
 
-def _nodes(
-    heads: MedusaHeads,
-    hidden: torch.Tensor,
-    paths: list[tuple[int, ...]],
-    output: Text,
-    temperature: float,
-    seed: int,
-) -> dict[tuple[int, ...], int]:
-    """Return the drafted tokens by their paths of ranks."""
+def children_of(
+    heads: MedusaHeads, hidden: torch.Tensor, output: Text, temperature: float, seed: int
+) -> Children:
+    """Return what gives the tokens after a node, which depend on its depth alone."""
     logits = heads.logits(hidden[None], HEADS)
-    tokens = []
-    for depth in range(HEADS):
-        first = drawn(logits[depth], len(output) + depth, temperature, seed)
-        likely = sorted(range(SHAPE.vocab_size), key=lambda token: (-float(logits[depth, 0, token]), token))
-        tokens.append([first, *(token for token in likely if token != first)])
-    room = COUNT - len(output) - 1
-    return {path: tokens[len(path) - 1][path[-1]] for path in paths[:room]}
+
+    def children(chain: Text) -> list[tuple[int, float]]:
+        return ranked(logits[len(chain)], len(output) + len(chain), temperature, seed)
+
+    return children
+
+
+def ranked(logits: torch.Tensor, said: int, temperature: float, seed: int) -> list[tuple[int, float]]:
+    """Return all tokens by their ranks among the drafts, with their log-probabilities.
+
+    The drawn one is the first, and has that of the likeliest.
+    """
+    first, scores = drawn(logits, said, temperature, seed), logits[0].double().log_softmax(0).tolist()
+    likely = sorted(range(SHAPE.vocab_size), key=lambda token: (-float(logits[0, token]), token))
+    return [(first, max(scores)), *((token, scores[token]) for token in likely if token != first)]
+
+
+def nodes_of(trees: str, room: int, children: Children) -> dict[Text, int]:
+    """Return the drafted tokens by their paths of ranks, by the definition of the trees alone.
+
+    `children` returns the tokens that may follow a chain of drafted ones, and their log-probabilities.
+    """
+    if not trees.startswith("dynamic:"):
+        paths = rank_paths(tuple(map(int, trees.split(","))))[: max(room, 0)]
+        fixed: dict[Text, int] = {}
+        for path in paths:
+            fixed[path] = children(chain_to(path, fixed))[path[-1]][0]
+        return fixed
+    most, depths, width = map(int, trees.removeprefix("dynamic:").split(","))
+    most = min(most, room)
+    tokens, values, best = dict[Text, int](), {(): 0.0}, list[Text]()
+    parents, lanes = [()] if most > 0 else list[Text](), most
+    for depth in range(depths):
+        for parent in parents:
+            for rank, (token, logprob) in enumerate(children(chain_to(parent, tokens))[: min(width, most)]):
+                tokens[*parent, rank], values[*parent, rank] = token, values[parent] + logprob
+        best = sorted(tokens, key=lambda path: (-values[path], len(path), path))[:most]
+        parents = [path for path in best if len(path) == depth + 1][: min(width, lanes)]
+        lanes -= len(parents)
+    return {path: tokens[path] for path in best}
+
+
+def chain_to(path: Text, tokens: dict[Text, int]) -> Text:
+    """Return the tokens on the way to a node, its own included if it is known."""
+    ways = (path[:depth] for depth in range(1, len(path) + 1))
+    return tuple(tokens[way] for way in ways if way in tokens)

@@ -75,20 +75,22 @@ async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_say
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", ["right", "random", "first"])
 @pytest.mark.parametrize(
-    ("form", "transport", "backend"), [("eagle3", "tcp", "native"), ("eagle", "shared_memory", "torch")]
+    ("form", "transport", "backend", "trees"),
+    [
+        ("eagle3", "tcp", "native", "3,2,1"),
+        ("eagle", "shared_memory", "torch", "3,2,1"),
+        ("eagle3", "tcp", "torch", "dynamic:9,4,3"),
+        ("eagle", "shared_memory", "native", "dynamic:9,4,3"),
+    ],
 )
 async def test_trees_draft_what_chains_of_each_branch_would(
-    kind: str, form: Form, transport: str, sampling: dict[str, Any], backend: str
+    kind: str, form: Form, transport: str, sampling: dict[str, Any], backend: str, trees: str
 ) -> None:
-    temperature, seed, branches = (
-        float(sampling.get("temperature", 0.0)),
-        int(sampling.get("seed", 0)),
-        (3, 2, 1),
-    )
+    temperature, seed = float(sampling.get("temperature", 0.0)), int(sampling.get("seed", 0))
     head = heads_of(kind, temperature, seed, form)
-    output, drafted, accepted = offline(head, temperature, seed, branches)
+    output, drafted, accepted = offline(head, temperature, seed, trees)
     assert output == plain(temperature, seed)
-    async with house(transport, eagle=head, backend=backend, branches=branches) as made:
+    async with house(transport, eagle=head, backend=backend, trees=trees) as made:
         gateway = Gateway(made)
         heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT, sampling=sampling))
         assert tuple(heard.tokens) == output
@@ -100,16 +102,19 @@ async def test_trees_draft_what_chains_of_each_branch_would(
     assert kind == "random" or accepted > 0
 
 
-async def test_control_features_of_another_parent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trees", ["3,2,1", "dynamic:9,4,3"])
+async def test_control_features_of_another_parent_are_noticed(
+    trees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = heads_of("right", 0.0, 0, "eagle")
-    _, drafted, accepted = offline(head, 0.0, 0, (3, 2, 1))
+    _, drafted, accepted = offline(head, 0.0, 0, trees)
     step = head.step
 
     def rolled(memory: KVMemory, steps: Sequence[HeadStep]) -> torch.Tensor:
         return step(memory, [replace(one, features=one.features.roll(1, 0)) for one in steps])
 
     monkeypatch.setattr(head, "step", rolled)
-    async with house("shared_memory", eagle=head, backend="native", branches=(3, 2, 1)) as made:
+    async with house("shared_memory", eagle=head, backend="native", trees=trees) as made:
         gateway = Gateway(made)
         heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT))
         assert tuple(heard.tokens) == greedy(PROMPT, COUNT)

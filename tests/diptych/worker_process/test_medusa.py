@@ -22,7 +22,7 @@ from tests.diptych.worker_process.test_launched_ahead import complaints
 from tests.forms import sampled
 
 KINDS = ("right", "random", "first")
-TREES = ((), (3, 2, 1))
+TREES = ("", "3,2,1", "dynamic:6,3,2")
 SEEDED = {"temperature": 1.0, "seed": 11}
 TEXT = plain(0.0, 0)
 LATE = next(token for place, token in enumerate(TEXT) if place > 5 and token not in TEXT[:place])
@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("branches", TREES, ids=["chain", "tree"])
+@pytest.mark.parametrize("trees", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("transport", "backend"),
@@ -44,13 +44,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     ),
 )
 async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_says(
-    kind: str, branches: tuple[int, ...], transport: str, sampling: dict[str, Any], backend: str
+    kind: str, trees: str, transport: str, sampling: dict[str, Any], backend: str
 ) -> None:
     temperature, seed = float(sampling.get("temperature", 0.0)), int(sampling.get("seed", 0))
     heads = heads_of(kind, temperature, seed)
-    output, drafted, accepted = offline(heads, branches, temperature, seed)
+    output, drafted, accepted = offline(heads, trees, temperature, seed)
     assert output == plain(temperature, seed)
-    async with house(transport, heads=heads, branches=branches, backend=backend) as made:
+    async with house(transport, heads=heads, trees=trees, backend=backend) as made:
         gateway = Gateway(made)
         for local in (False, True):
             message = work((f"r{local}", 1), PROMPT, COUNT, sampling=sampling, cache_read=False)
@@ -70,7 +70,7 @@ async def test_tokens_are_the_models_and_acceptance_is_what_an_offline_count_say
 async def test_what_a_tree_decoded_is_cached_as_what_a_chain_would_have(backend: str) -> None:
     """Keys and values of right tokens are moved to the lanes of their positions before they are published."""
     heads = heads_of("first", 0.0, 0)
-    async with house("shared_memory", heads=heads, branches=(4, 3, 2), backend=backend, blocks=60) as made:
+    async with house("shared_memory", heads=heads, trees="4,3,2", backend=backend, blocks=60) as made:
         gateway = Gateway(made)
         first = await answered(made, gateway, work(("a", 1), PROMPT, COUNT))
         assert tuple(first.tokens) == greedy(PROMPT, COUNT)
@@ -82,10 +82,10 @@ async def test_what_a_tree_decoded_is_cached_as_what_a_chain_would_have(backend:
         assert await made.empty() == []
 
 
-@pytest.mark.parametrize("branches", TREES, ids=["chain", "tree"])
-async def test_a_grammar_walks_down_every_branch(branches: tuple[int, ...], backend: str) -> None:
+@pytest.mark.parametrize("trees", TREES)
+async def test_a_grammar_walks_down_every_branch(trees: str, backend: str) -> None:
     heads = heads_of("random", 0.0, 0)
-    async with house("shared_memory", heads=heads, branches=branches, backend=backend) as made:
+    async with house("shared_memory", heads=heads, trees=trees, backend=backend) as made:
         grammars_of(made)
         gateway = Gateway(made)
         heard = await answered(made, gateway, asked(1, 24))
@@ -108,7 +108,7 @@ async def test_a_grammar_walks_down_every_branch(branches: tuple[int, ...], back
 async def test_rows_with_rules_and_scores_have_those_of_no_drafts(options: dict[str, Any]) -> None:
     answers = []
     for heads in (None, heads_of("right", 0.0, 0)):
-        async with house("shared_memory", heads=heads, branches=(2, 2, 2), backend="native") as made:
+        async with house("shared_memory", heads=heads, trees="2,2,2", backend="native") as made:
             gateway = Gateway(made)
             heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT, **options))
             answers.append((heard.outputs, heard.reasons, heard.scores))
@@ -130,7 +130,7 @@ async def test_requests_in_random_order_with_preemptions_and_trees(
         blocks=20,
         backend="native",
         heads=heads_of("first", 0.0, 0),
-        branches=(3, 1),
+        trees="3,1",
     )
     async with many as made:
         walk = test_random_interleavings.Walk(made, 5)
@@ -172,7 +172,7 @@ async def test_heads_that_fail_cost_drafts_and_no_request(
 
     monkeypatch.setattr(MedusaHeads, "logits", broken)
     heads = heads_of("right", 0.0, 0)
-    async with house("shared_memory", heads=heads, branches=(2, 1), backend=backend) as made:
+    async with house("shared_memory", heads=heads, trees="2,1", backend=backend) as made:
         gateway = Gateway(made)
         for number in range(3):
             prompt = (*PROMPT, number)
@@ -196,7 +196,7 @@ async def test_control_a_mask_or_a_lane_off_by_one_is_noticed(
     else:
         monkeypatch.setattr(KVMemory, "move_lanes", lambda self, table, moves: None)
     heads = heads_of("right", 0.0, 0)
-    async with house("shared_memory", heads=heads, branches=(3, 2, 1), backend=backend) as made:
+    async with house("shared_memory", heads=heads, trees="3,2,1", backend=backend) as made:
         gateway = Gateway(made)
         heard = await answered(made, gateway, work(("r", 1), PROMPT, COUNT))
         assert tuple(heard.tokens) != greedy(PROMPT, COUNT)
