@@ -20,8 +20,10 @@ from diptych.engine.models.shape import ModelShape, UnsupportedModel
 _PREFIX = "base_model.model."
 _LAYERS = "model.layers."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<letter>[AB])(\.default)?\.weight")
-_TEXT_LAYERS = ("language_model.model.layers.", "model.language_model.layers.")
+_TEXT_LAYERS = ("language_model.model.layers.", "model.language_model.layers.", "model.text_model.layers.")
 """Beginnings of the names of layers in a model with images around a text model."""
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\.")
+"""Beginnings of the names of modules that encode images, or map them to the text model."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,6 +38,7 @@ def read_peft_folder(folder: Path, shape: ModelShape, max_rank: int) -> Adapter:
     except UnsupportedModel:
         raise BadAdapter(f"adapters of Hugging Face folders are not read for a {shape.family}") from None
     tensors = _tensors(folder / "adapter_model.safetensors")
+    _check_encoder(tensors)
     prefix = _layer_prefix(tensors)
     known = adaptable_modules(shape, family.layer, prefix)
     _check_targets(config, known, other_modules(shape, family.layer, family.model, prefix))
@@ -84,6 +87,16 @@ def _numbers(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(kept).all()):
         raise BadAdapter(f"tensor {name} has numbers that are not finite")
     return kept.contiguous()
+
+
+def _check_encoder(tensors: Iterable[str]) -> None:
+    """Raise BadAdapter for a tensor of what encodes images: their rows are the same for all adapters."""
+    for name in tensors:
+        if _OF_IMAGES.match(name) is not None:
+            raise BadAdapter(
+                f"tensor {name}: adapters of what encodes images are not computed; exclude_modules leaves it "
+                "out in training"
+            )
 
 
 def _layer_prefix(tensors: Iterable[str]) -> str:

@@ -64,19 +64,19 @@ def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: Ba
     runner = Runner(load_model(vision.folder, torch.float32, backend=backend), 1)
     spans = vision.spans(ids, *PICTURES)
     for chunk in (16, 64):
-        logits, memory = _prefill(runner, vision, ids, rows, chunk, spans)
+        logits, memory = prefilled(runner, vision, ids, rows, chunk, spans)
         assert torch.allclose(logits, expected, rtol=0, atol=CLOSE)
     eos = vision.model.generation_config.eos_token_id
-    assert _greedy(runner, memory, ids, logits[-1], eos, spans) == wanted
+    assert greedy_tokens(runner, memory, ids, logits[-1], eos, spans) == wanted
     # Controls: rows of the images shifted by one, and grids turned by a quarter.
-    shifted, _ = _prefill(runner, vision, ids, rows.roll(1, 0), 64, spans)
+    shifted, _ = prefilled(runner, vision, ids, rows.roll(1, 0), 64, spans)
     assert not torch.allclose(shifted, expected, rtol=0, atol=CLOSE)
     if vision.spec.whole:  # as if rows saw none behind them
-        causal, _ = _prefill(runner, vision, ids, rows, 64, whole=False)
+        causal, _ = prefilled(runner, vision, ids, rows, 64, whole=False)
         assert not torch.allclose(causal, expected, rtol=0, atol=CLOSE)
     if spans:
         turned = [span._replace(columns=span.rows // span.columns) for span in spans]
-        other, _ = _prefill(runner, vision, ids, rows, 64, turned)
+        other, _ = prefilled(runner, vision, ids, rows, 64, turned)
         assert not torch.allclose(other, expected, rtol=0, atol=CLOSE)
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_with_images_has_the_same_logits_beside_text(vision: Vision) ->
     rows = vision.embeddings(*PICTURES)
     runner = Runner(load_model(vision.folder, torch.float32, backend="native"), 1)
     spans = vision.spans(ids, *PICTURES)
-    alone, _ = _prefill(runner, vision, ids, rows, len(ids), spans)
+    alone, _ = prefilled(runner, vision, ids, rows, len(ids), spans)
     memory = KVMemory(runner.model.kv_layout(16), 3 * BLOCKS)
     own = SequenceStep(
         memory,
@@ -159,7 +159,7 @@ def _placed(step: SequenceStep, spans: Sequence[ImageRows]) -> SequenceStep:
     return replace(step, grid=grid, shift=position_shift(spans, step.start) if grid is None else 0)
 
 
-def _prefill(
+def prefilled(
     runner: Runner,
     vision: Vision,
     ids: Sequence[int],
@@ -167,6 +167,7 @@ def _prefill(
     chunk: int,
     spans: Sequence[ImageRows] = (),
     whole: bool = True,
+    adapter: int | None = None,
 ) -> tuple[torch.Tensor, KVMemory]:
     memory = KVMemory(runner.model.kv_layout(16), BLOCKS)
     found = []
@@ -181,7 +182,14 @@ def _prefill(
         given = tuple(replace(one, whole=one.whole and whole) for one in given)
         step = _placed(
             SequenceStep(
-                memory, range(BLOCKS), start, list(ids[start:end]), True, end - start, embeddings=given
+                memory,
+                range(BLOCKS),
+                start,
+                list(ids[start:end]),
+                True,
+                end - start,
+                embeddings=given,
+                adapter=adapter,
             ),
             spans,
         )
@@ -189,13 +197,14 @@ def _prefill(
     return torch.cat(found), memory
 
 
-def _greedy(
+def greedy_tokens(
     runner: Runner,
     memory: KVMemory,
     ids: Sequence[int],
     logits: torch.Tensor,
     eos: int,
     spans: Sequence[ImageRows],
+    adapter: int | None = None,
 ) -> list[int]:
     tokens: list[int] = []
     while True:
@@ -204,5 +213,6 @@ def _greedy(
         tokens.append(int(logits.argmax()))
         if len(tokens) == GREEDY:
             return tokens
-        step = SequenceStep(memory, range(BLOCKS), len(ids) + len(tokens) - 1, tokens[-1:], True)
+        lane = len(ids) + len(tokens) - 1
+        step = SequenceStep(memory, range(BLOCKS), lane, tokens[-1:], True, adapter=adapter)
         logits = runner.step([_placed(step, spans)])[0]
