@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+_TEXT_MODULES = r".*(language_model|text_model)\.layers\.\d+\.(mlp|self_attn)\.\w+_proj"
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -72,6 +74,21 @@ def write_adapter(
     }
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     return folder
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The text part of a transformers model, under its own names."""
+
+    model: Any
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        return ((name, one) for name, one in self.model.named_modules() if re.fullmatch(_TEXT_MODULES, name))
+
+
+def write_text_adapter(folder: Path, model: Any, *, seed: int) -> Path:
+    """Write an adapter as `write_adapter` does, of the text part of a `model` with images alone."""
+    return write_adapter(folder, _Text(model), seed=seed, target_modules=_TEXT_MODULES)
 
 
 def merged(model: Any, *folders: Path) -> Any:

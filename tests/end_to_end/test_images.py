@@ -14,7 +14,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import pytest
 import torch
 from PIL import Image
 
+from diptych.v1 import admin_pb2, admin_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests import vision_models
+from tests.adapters import merged, write_text_adapter
 from tests.diptych.runtime.images.test_decode import bomb
 from tests.end_to_end.stack import START_TIMEOUT_S, Stack, http_root, running_stack
 
@@ -193,6 +195,24 @@ def test_several_choices_logprobs_and_grammars_work_with_images(served: Served) 
     held.structured_output.regex = "(yes|no)"
     (constrained,) = ask(served.stack, held)
     assert constrained.outputs[0].text in ("yes", "no")
+
+
+def test_an_adapter_answers_about_images_as_merged_weights_do(served: Served, tmp_path: Path) -> None:
+    """A prompt with an image shares no cached token with that of the base; both encode it once."""
+    adapter = write_text_adapter(tmp_path / "adapter", served.model, seed=5)
+    adapted = replace(served, model=merged(served.model, adapter))
+    turns = [("user", ["What of ", vision_models.picture(12, 52, 41), " and this?"])]
+    (_, plain), (_, changed) = served.expected(turns), adapted.expected(turns)
+    assert plain != changed
+    with grpc.insecure_channel(served.stack.admin_address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        stub.LoadAdapter(admin_pb2.LoadAdapterRequest(name="of-text", path=str(adapter)), timeout=60)
+        ask(served.stack, request(turns))
+        for cached in (False, True):
+            base, other = ask(served.stack, request(turns), request(turns, lora="of-text"))
+            assert (ids(base), ids(other)) == (plain, changed)
+            assert (other.usage.cached_prompt_tokens > 0) == cached
+        stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name="of-text"), timeout=60)
 
 
 def over_http(served: Served, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

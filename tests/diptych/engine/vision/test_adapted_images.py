@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from diptych.engine.adapters.adapter import BadAdapter
 from diptych.engine.adapters.reader import read_adapter
 from diptych.engine.loaded_model import BackendChoice, load_model
 from diptych.engine.runner import Runner
-from tests.adapters import merged, write_adapter
+from tests.adapters import merged, write_adapter, write_text_adapter
 from tests.diptych.engine.vision.conftest import Vision
 from tests.diptych.engine.vision.test_encoders import (
     CLOSE,
@@ -26,19 +22,6 @@ from tests.diptych.engine.vision.test_encoders import (
     prefilled,
 )
 
-TEXT = r".*(language_model|text_model)\.layers\.\d+\.(mlp|self_attn)\.(q|k|v|o|gate|up|down)_proj"
-
-
-@dataclass(frozen=True)
-class Text:
-    """The text part of a transformers model, under its own names."""
-
-    model: Any
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        """Return the modules that TEXT matches."""
-        return ((name, one) for name, one in self.model.named_modules() if re.fullmatch(TEXT, name))
-
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_logits_and_greedy_tokens_are_those_of_merged_weights(
@@ -47,10 +30,7 @@ def test_logits_and_greedy_tokens_are_those_of_merged_weights(
     """The rows of the images come from the encoder as it is: the adapter changes the text model alone."""
     if backend == "native" and vision.family in IN_TORCH:
         pytest.skip("the native step does not compute it")
-    one, other = (
-        write_adapter(tmp_path / str(seed), Text(vision.model), seed=seed, target_modules=TEXT)
-        for seed in (1, 2)
-    )
+    one, other = (write_text_adapter(tmp_path / str(seed), vision.model, seed=seed) for seed in (1, 2))
     model, inputs = merged(vision.model, one), vision.inputs(PICTURES)
     ids = inputs["input_ids"][0].tolist()
     with torch.inference_mode():
