@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def sections() -> dict[str, Section]:
     """Return all sections by name, in the order in which later ones need earlier ones."""
+    from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
     from lab.gpu.handoff import handoff
@@ -29,12 +30,15 @@ def sections() -> dict[str, Section]:
     from lab.gpu.quantised import quantised
     from lab.gpu.service import service
     from lab.gpu.sharing import sharing
+    from lab.gpu.verification import verification
 
     return {
         "ceilings": ceilings,
         "attention": attention,
         "operators": operators,
         "model step": model_step,
+        "verification": verification,
+        "adapted steps": adapted_steps,
         "quantised": quantised,
         "sharing": sharing,
         "handoff": handoff,
