@@ -17,7 +17,7 @@ class Child(NamedTuple):
     rank: int
     token_id: int
     logprob: float
-    """Of the token after its parent; 0 where the plan does not ask for it (`TreePlan.scored`)."""
+    """Logarithm of its probability after its parent; 0 where the plan asks for none (`TreePlan.scored`)."""
 
 
 class TreeGrowth(Protocol):
@@ -51,7 +51,7 @@ class TreeGrowth(Protocol):
 
 
 class TreePlan(Protocol):
-    """What the trees of a drafter are like."""
+    """Shape of the trees of a drafter."""
 
     @property
     def depths(self) -> Sequence[int]:

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.full  # tests/diptych/worker_process/test_eagle.py has both workers in one process
-@pytest.mark.parametrize(("transport", "tree"), [("tcp", ""), ("shared_memory", ""), ("tcp", "3,2,1")])
+@pytest.mark.parametrize(
+    ("transport", "tree"),
+    [("tcp", ""), ("shared_memory", ""), ("tcp", "3,2,1"), ("shared_memory", "dynamic:9,4,3")],
+)
 def test_an_eagle_head_changes_no_token_nor_does_the_death_of_a_decode_worker(
     transport: str, tree: str, tmp_path: Path
 ) -> None:

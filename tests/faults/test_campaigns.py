@@ -66,17 +66,20 @@ WITH_HEADS = [
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("drafts", ["eagle", "eagle-tree", "medusa-tree"])
+@pytest.mark.parametrize(
+    ("drafts", "tree"),
+    [("eagle", ""), ("eagle", "3,2,1"), ("eagle", "dynamic:9,4,3"), ("medusa", "3,2,1")],
+)
 def test_no_token_is_lost_with_heads(
-    drafts: str, tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    drafts: str, tree: str, tiny: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The EAGLE head knows what is asked: its drafts are right, before and after a worker dies."""
-    if drafts == "medusa-tree":
+    if drafts == "medusa":
         heads = write_heads(tmp_path / "heads", tiny)
     else:
         heads = knowing_head.write(tmp_path / "heads", tiny, [prompt_of("greedy")], TOKENS)
     flags = [*PAIRS, "--speculative-model", str(heads)]
-    flags += ["--speculative-tree", "3,2,1"] if drafts.endswith("tree") else []
+    flags += ["--speculative-tree", tree] if tree else []
     states = {state.name: state for state in STATES}
     with contextmanager(breakable)(tmp_path_factory, tiny, *flags) as system:
         ask(system.address, ["greedy"])  # before workers that counted are killed
