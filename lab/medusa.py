@@ -2,7 +2,8 @@
 
 The model has random weights, and so nothing that heads could learn but its own answer: they are fitted to
 that, or to a part of it. What is measured is the most that so many right drafts bring, and what heads that
-are always wrong cost; not how good trained heads are.
+are always wrong cost; not how good trained heads are. The answer is drawn at temperature 1: a greedy one
+repeats itself soon, and prompt lookup would draft in place of heads.
 """
 
 from __future__ import annotations
@@ -25,28 +26,34 @@ from diptych.engine.heads.medusa import HEADS_FIELD, WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import load_model
 from diptych.engine.runner import Runner
+from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, sample
 from lab.speculation import write_pair
 from tests.end_to_end.stack import Stack, running_stack
 
 HEADS, BLOCK = 4, 16
 PROMPT = tuple(range(40, 104))
+SEED = 7
+SURE = 1000.0
+"""Logit of what heads know: far above all others at that temperature."""
 
 
 def answer_of(model: Path, count: int) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the greedy answer of `count` tokens, and the hidden rows `[count, hidden]` that gave them."""
+    """Return the drawn answer of `count` tokens, and the hidden rows `[count, hidden]` that gave them."""
     runner = Runner(load_model(model, "fp32"))
     assert runner.give_hidden_rows() is None
     layout = runner.model.kv_layout(BLOCK)
     blocks = layout.blocks_for(len(PROMPT) + count)
     memory, new, start = KVMemory(layout, blocks), list(PROMPT), 0
-    answer, rows = [], []
+    answer, rows = list[int](), []
     for _ in range(count):
         step = SequenceStep(memory, range(blocks), start, new, wants_logits=True)
         output = runner.step_and_sample([step], [None])
         assert output.hidden is not None
         start += len(new)
-        new = [int(output.logits[0].argmax())]
-        answer += new
+        (drawn,) = sample(output.logits, [SampleRow(SamplingParams(seed=SEED), PROMPT, answer)])
+        assert isinstance(drawn, Sampled)
+        new = [drawn.token_id]
+        answer = [*answer, *new]
         rows.append(output.hidden[0])
     return tuple(answer), torch.stack(rows)
 
@@ -62,7 +69,7 @@ def write_heads(folder: Path, answer: Sequence[int], rows: torch.Tensor, vocab: 
         said = torch.tensor(answer[1 + head :])
         wrong = torch.rand(known, generator=generator) >= right
         said[wrong] = torch.randint(vocab, (int(wrong.sum()),), generator=generator)
-        wanted[range(known), said] = 1.0
+        wanted[range(known), said] = SURE
         tensors[f"{head}.0.linear.weight"] = torch.zeros(hidden, hidden)
         tensors[f"{head}.0.linear.bias"] = torch.zeros(hidden)
         tensors[f"{head}.1.weight"] = (
@@ -78,7 +85,7 @@ async def timed(stack: Stack, count: int) -> tuple[float, tuple[int, ...], float
     async with AsyncClient(stack.address) as client:
         tokens: list[int] = []
         first, usage = 0.0, None
-        async for chunk in client.stream(PROMPT, max_tokens=count, temperature=0.0, timeout_s=300):
+        async for chunk in client.stream(PROMPT, max_tokens=count, temperature=1.0, seed=SEED, timeout_s=300):
             first = first or time.perf_counter()
             tokens += chunk.token_ids
             usage = chunk.usage or usage
@@ -108,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--right", nargs="+", type=float, default=[1.0, 0.6, 0.0])
-    parser.add_argument("--trees", nargs="+", default=["", "3,2,1,1"])
+    parser.add_argument("--trees", nargs="+", default=["", "3,2,1,1", "dynamic:21,4,5"])
     parser.add_argument("flags", nargs="*", help="Flags of both systems, after --.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
