@@ -1,4 +1,4 @@
-"""Right drafts of a step in chains, fixed trees and dynamic ones of as many tokens: python -m lab.trees --help.
+"""Right drafts of a step in chains, fixed and dynamic trees of as many tokens: python -m lab.trees --help.
 
 An EAGLE head of the model is trained for some minutes on answers of the model itself, and drafts after
 others. What it says is far from what a published head says, and so are the numbers; but it is sure at some
