@@ -171,7 +171,6 @@ class AdminServiceServicer:
 
     def LoadModel(self, request, context):
         """Serve one more model. Answers when the gateway has read its texts; its workers may be there before or come later.
-        What one gateway is told about models and aliases, all gateways of its directory do within a second or so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
