@@ -38,6 +38,7 @@ from gateway.model_service import ModelService
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request_telemetry import create_series
 from gateway.session.live_requests import LiveRequests
+from gateway.shared_models import SharedModels
 from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 
@@ -100,6 +101,7 @@ class Gateway:
             self.models.add(self.models.make(loaded))
         self._set_aliases()
         self._model_service = ModelService(self.models, settings, self.metrics.forget_model)
+        self._shared_models = SharedModels(self._model_service, settings.redis_url)
         self.calls = self._calls(Scope.INFERENCE)
         identity = Identity(settings.worker_id, settings.digest, started_now())
         operations = Operations(self._model_service, self.live, self.metrics, identity, self._state)
@@ -169,6 +171,7 @@ class Gateway:
         await self.mirror.start()
         for core in self.models:
             core.start()
+        await self._shared_models.start()
         await self._workers_or_timeout(settings.await_workers_s)
         bind_gauges(
             self.registry,
@@ -238,6 +241,7 @@ class Gateway:
         if self._listeners.batches is not None:
             await self._listeners.batches.stop()
         await self._listeners.close_grpc()
+        await self._shared_models.close()
         await self._model_service.close()
         await self.models.close()
         await self._grammars.close()

@@ -135,6 +135,8 @@ def list_models(address: str) -> int:
         console.print(model_table(answer.models))
         for alias in answer.aliases:
             console.print(alias_line(alias), highlight=False, markup=False, soft_wrap=True)
+        for problem in answer.problems:
+            console.print(f"not as other gateways: {problem}", highlight=False, markup=False, soft_wrap=True)
 
     return call_admin(address, ask)
 

@@ -346,12 +346,14 @@ class ListServedModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListServedModelsResponse(_message.Message):
-    __slots__ = ("models", "aliases")
+    __slots__ = ("models", "aliases", "problems")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ServedModel]
     aliases: _containers.RepeatedCompositeFieldContainer[ModelAlias]
-    def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[ModelAlias, _Mapping]]] = ...) -> None: ...
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[ModelAlias, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetModelAliasRequest(_message.Message):
     __slots__ = ("alias",)

@@ -49,11 +49,30 @@ LEAST: dict[str, Any] = {
     "networkPolicies": False,
     "autoscaling": {"kind": "keda"},
 }
+MODELS: dict[str, Any] = {
+    "model": {"claim": "models"},
+    "models": [
+        {"name": "chat", "path": "a", "decode": {"replicas": 4, "environment": {"DIPTYCH_MAX_BATCH": 32}}},
+        {
+            "name": "chat-v2",
+            "path": "b/model.gguf",
+            "prefill": {"gpus": 1},
+            "encode": {"replicas": 1},
+            "autoscaling": {"decode": {"min": 1, "max": 3}},
+        },
+    ],
+    "aliases": {"best": {"chat": 90, "chat-v2": 10}, "old": {"chat": 1}},
+    "decode": {"kvMemoryMib": 2048},
+    "metrics": {"enabled": True},
+}
 VARIANTS = {
     "default": render_chart,
     "small": lambda: render_chart(None, SMALL),
     "everything": lambda: render_chart(EVERYTHING),
     "least": lambda: render_chart(LEAST),
+    "models": lambda: render_chart(MODELS),
+    "models-keda": lambda: render_chart(MODELS | {"autoscaling": {"kind": "keda"}}),
+    "models-hpa": lambda: render_chart(MODELS | {"autoscaling": {"kind": "hpa"}}),
     "other-release": lambda: render_chart(release="canary"),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -90,9 +109,10 @@ def test_selectors_find_the_pods_that_are_meant(variant: str) -> None:
             assert found == [name if name in pods else f"{name}-gateway"]
         elif one["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
             selector = spec.get("selector") or spec["podSelector"]
-            assert [
-                pod for pod, labels in pods.items() if selector["matchLabels"].items() <= labels.items()
-            ] == [name]
+            found = [pod for pod, labels in pods.items() if selector["matchLabels"].items() <= labels.items()]
+            assert found == [name] or (  # a policy is of a role, whatever the model
+                one["kind"] == "NetworkPolicy" and found and all(pod.startswith(f"{name}-") for pod in found)
+            )
         elif one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
             assert ("Deployment", spec["scaleTargetRef"]["name"]) in names
             assert "replicas" not in deployments(objects)[spec["scaleTargetRef"]["name"]]
@@ -175,7 +195,8 @@ def test_programs_read_their_flags_and_variables(
             assert leaves_within_s(settings) < template["spec"]["terminationGracePeriodSeconds"]
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert (settings.grpc_port, settings.http_port) == (ports["grpc"], ports["http"])
-    assert seen == set(SETTINGS) - (set() if variant == "everything" else {"encode"})
+    with_encode = variant == "everything" or variant.startswith("models")
+    assert seen == set(SETTINGS) - (set() if with_encode else {"encode"})
 
 
 @every_variant
@@ -214,6 +235,79 @@ def test_values_reach_their_objects() -> None:
     assert deployments(render_chart(release="canary")).keys() == {
         f"canary-diptych-{part}" for part in ("gateway", "prefill", "decode", "valkey")
     }
+
+
+def test_each_model_has_workers_of_its_own_behind_one_fleet_of_gateways() -> None:
+    objects = render_chart(MODELS | {"autoscaling": {"kind": "hpa"}})
+    [shared] = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    assert "DIPTYCH_MODEL" not in shared
+    found = deployments(objects)
+    assert found.keys() == {
+        *("diptych-gateway", "diptych-valkey", "diptych-encode-chat-v2"),
+        *(f"diptych-{role}-{model}" for role in ("prefill", "decode") for model in ("chat", "chat-v2")),
+    }
+
+    def variables(name: str) -> dict[str, str]:
+        [container] = found[name]["template"]["spec"]["containers"]
+        return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+    gateway = variables("diptych-gateway")
+    assert gateway["DIPTYCH_MODEL"] == "chat=/models/a,chat-v2=/models/b/model.gguf"
+    assert gateway["DIPTYCH_MODEL_SPLIT"] == "best=chat:90,chat-v2:10,old=chat:1"
+    chat, other = variables("diptych-decode-chat"), variables("diptych-decode-chat-v2")
+    assert (chat["DIPTYCH_MODEL"], other["DIPTYCH_MODEL"]) == ("/models/a", "/models/b/model.gguf")
+    assert (chat["DIPTYCH_MAX_BATCH"], other.get("DIPTYCH_MAX_BATCH")) == ("32", None)
+    assert chat["DIPTYCH_KV_MEMORY_MIB"] == other["DIPTYCH_KV_MEMORY_MIB"] == "2048"
+    [prefill] = found["diptych-prefill-chat-v2"]["template"]["spec"]["containers"]
+    assert prefill["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    bounds = {
+        one["metadata"]["name"]: (one["spec"]["minReplicas"], one["spec"]["maxReplicas"])
+        for one in objects
+        if one["kind"] == "HorizontalPodAutoscaler"
+    }
+    assert bounds == {
+        "diptych-prefill-chat": (2, 8),
+        "diptych-decode-chat": (2, 8),
+        "diptych-prefill-chat-v2": (2, 8),
+        "diptych-decode-chat-v2": (1, 3),
+    }
+    without = deployments(render_chart({key: one for key, one in MODELS.items() if key != "autoscaling"}))
+    assert without["diptych-decode-chat"]["replicas"] == 4
+    assert without["diptych-prefill-chat"]["replicas"] == 2
+
+
+def test_workers_of_a_model_are_counted_apart_from_one_with_a_longer_name() -> None:
+    """The queries of KEDA go by names of pods; a shorter pattern would take both."""
+    objects = render_chart(MODELS | {"autoscaling": {"kind": "keda"}})
+    scaled = {one["metadata"]["name"]: one for one in objects if one["kind"] == "ScaledObject"}
+    for name, pod in (
+        ("decode-chat", "decode-chat-6d4b75cb6d-x2x7q"),
+        ("decode-chat-v2", "decode-chat-v2-84-z"),
+    ):
+        queries = [one["metadata"]["query"] for one in scaled[f"diptych-{name}"]["spec"]["triggers"]]
+        for query in queries:
+            [pattern] = re.findall(r'pod=~"([^"]+)"', query)
+            assert re.fullmatch(pattern, f"diptych-{pod}")
+            assert not re.fullmatch(pattern, "diptych-decode-chat-v3-6d4b75cb6d-x2x7q")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": {"claim": ""}}, "model.claim has all of them"),
+        ({"model": {"claim": "models", "path": "a"}}, "model.path is of a single one"),
+        (
+            {"models": [{"name": "a", "path": "a"}, {"name": "a", "path": "b"}]},
+            "each needs a name of its own",
+        ),
+        ({"models": [{"name": "A", "path": "a"}]}, "does not match pattern"),
+        ({"models": [{"name": "chat"}]}, "missing propert"),
+        ({"aliases": {"best": {"nothing": 1}}}, "aliases: nothing is none of models"),
+    ],
+)
+def test_wrong_models_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        render_chart(MODELS | values)
 
 
 def test_encode_workers_need_a_certificate_where_the_others_have_one() -> None:

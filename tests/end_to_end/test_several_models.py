@@ -10,6 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from diptych.client import AsyncClient
+from diptych.client import AsyncClient, Client
 from diptych.runtime.model_digest import model_digest
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests.faults.second_gateway import second_gateway
 
 TOKENS = 24
 CLIENTS = 6
@@ -57,7 +59,12 @@ def stack(folders: dict[str, Path]) -> Iterator[Stack]:
 def command(stack: Stack, *words: str) -> str:
     """Run `diptych model` against the system; return what it prints."""
     port = str(stack.account["gateway"]["grpc_port"])
-    where = ("--address", stack.admin_address, *(() if words[0] == "list" else ("--grpc-port", port)))
+    return order(stack.admin_address, *words, *(() if words[0] == "list" else ("--grpc-port", port)))
+
+
+def order(admin_address: str, *words: str) -> str:
+    """Run `diptych model` against a gateway; return what it prints."""
+    where = ("--address", admin_address)
     argv = [sys.executable, "-m", "diptych", "model", *words, *where]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -171,3 +178,26 @@ def test_canary_gets_its_share_and_metrics_tell_the_versions_apart(
     assert sum(line.startswith("diptych_model_info{") for line in lines) == 2
     with urllib.request.urlopen(f"{http_root(stack)}/v1/models", timeout=20) as page:
         assert [one["id"] for one in json.load(page)["data"]] == ["v2", "v3", "chat"]
+
+
+@pytest.mark.full
+def test_second_gateway_knows_what_the_first_was_told_and_tells_it_in_turn(folders: dict[str, Path]) -> None:
+    flags = ["--model", f"v1={folders['v1']}", "--dtype", "fp32", "--kv-blocks", "256", "--show-secrets"]
+    with running_stack(*flags) as stack:
+        command(stack, "load", "v2", str(folders["v2"]))
+        command(stack, "alias", "chat", "v2")
+        model = {"DIPTYCH_MODEL": f"v1={folders['v1']}"}
+        with second_gateway(stack, environment=model) as second:
+            assert first_words(second.address) == first_words(stack.address) == "v2"
+            order(second.admin_address, "alias", "chat", "v1")
+            deadline = time.monotonic() + 30
+            while first_words(stack.address) != "v1":
+                assert time.monotonic() < deadline, "the first gateway did not follow"
+                time.sleep(0.1)
+            assert "chat stands for v1 100%" in command(stack, "list")
+
+
+def first_words(address: str) -> str:
+    """Ask the alias `chat` of a gateway; return the name of the model that answers."""
+    with Client(address, model="chat") as client:
+        return client.generate(tiny_model.prompt(1, 20), max_tokens=4, timeout_s=30).model

@@ -26,6 +26,7 @@ class SecondGateway:
 
     address: str
     pid: int
+    admin_address: str
 
 
 @contextlib.contextmanager
@@ -54,9 +55,10 @@ def second_gateway(
     os.close(writer)
     try:
         with os.fdopen(reader) as pipe:
-            address = f"127.0.0.1:{json.loads(pipe.readline())['grpc_port']}"
+            ports = json.loads(pipe.readline())
+        address, admin = (f"127.0.0.1:{ports[name]}" for name in ("grpc_port", "admin_port"))
         _wait_serving(address)
-        yield SecondGateway(address, process.pid)
+        yield SecondGateway(address, process.pid, admin)
     finally:
         process.kill()
         process.wait()

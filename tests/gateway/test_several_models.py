@@ -16,6 +16,9 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
@@ -37,6 +40,14 @@ Code = grpc.StatusCode
 ONE, TWO = "1" * 64, "2" * 64
 IDS = {ONE: [11, 12, 13], TWO: [21, 22, 23]}
 SPLIT = "chat=one:90,two:10"
+
+
+@pytest.fixture
+def redis_url(redis_url: str) -> str:
+    """Return the URL of a directory in which no test has left anything: what is loaded outlives gateways."""
+    with Redis.from_url(redis_url, retry=Retry(ConstantBackoff(0.05), 200)) as redis:  # it may still start
+        redis.flushall()
+    return redis_url
 
 
 @dataclass
@@ -97,7 +108,13 @@ def held(ids: list[int], release: asyncio.Event) -> Script:
 
 @contextlib.asynccontextmanager
 async def several(
-    bundled: ServedModel, redis_url: str, workers: Mapping[str, tuple[ScriptedWorker, ...]], **settings: Any
+    bundled: ServedModel,
+    redis_url: str,
+    workers: Mapping[str, tuple[ScriptedWorker, ...]],
+    *,
+    digests: Mapping[str, str] = {"one": ONE, "two": TWO},
+    incarnation: int | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Several]:
     """The bundled model twice, under two names and digests; ready when both have workers, if they get any."""
     for digest, some in workers.items():
@@ -105,13 +122,13 @@ async def several(
             await worker.start(redis_url, digest)
     loaded = [
         LoadedModel(dataclasses.replace(bundled, card=dataclasses.replace(bundled.card, name=name)), digest)
-        for name, digest in (("one", ONE), ("two", TWO))
+        for name, digest in digests.items()
     ]
     values = GatewaySettings(
         redis_url=redis_url,
         **{"grpc_port": 0, "http_port": 0, "secret": SECRET, "shutdown_timeout": 0.5, **settings},
     )
-    gateway = Gateway(values, loaded)
+    gateway = Gateway(values, loaded, incarnation_id=incarnation)
     await gateway.start()
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,

@@ -2,11 +2,60 @@
 {{- if contains "diptych" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-diptych{{ end -}}
 {{- end }}
 
-{{- /* Labels of a component: (dict "root" $ "component" "gateway"). */}}
+{{- /* Labels of a component: (dict "root" $ "component" "gateway"); of several models with "model" "NAME", too. */}}
 {{- define "diptych.selector" -}}
 app.kubernetes.io/name: diptych
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+diptych/model: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* Groups of workers as JSON, one for each role and model that has any: role, port, model (empty for the only one),
+path, name of the Deployment, values, and its part of `autoscaling`. */}}
+{{- define "diptych.workers" -}}
+{{- $root := . }}
+{{- $found := list }}
+{{- $models := .Values.models | default (list dict) }}
+{{- range $model := $models }}
+{{- range $role, $port := dict "prefill" 50061 "decode" 50062 "encode" 50063 }}
+{{- $values := mergeOverwrite (deepCopy (index $root.Values $role)) (deepCopy (index $model $role | default dict)) }}
+{{- $scaling := deepCopy (index $root.Values.autoscaling $role | default dict) }}
+{{- $scaling = mergeOverwrite $scaling (deepCopy (index ($model.autoscaling | default dict) $role | default dict)) }}
+{{- if $values.replicas }}
+{{- $name := printf "%s-%s" (include "diptych.name" $root) $role }}
+{{- if $model.name }}{{ $name = printf "%s-%s" $name $model.name }}{{ end }}
+{{- $found = append $found (dict "role" $role "port" $port "model" ($model.name | default "") "path" ($model.path | default "") "name" $name "values" $values "scaling" $scaling) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $found | toJson }}
+{{- end }}
+
+{{- /* Roles of which some model has workers. */}}
+{{- define "diptych.roles" -}}
+{{- $roles := list }}
+{{- range include "diptych.workers" . | fromJsonArray }}{{ $roles = append $roles .role }}{{ end }}
+{{- $roles | uniq | toJson }}
+{{- end }}
+
+{{- /* Variables of the gateway for several models and for names that stand for them. */}}
+{{- define "diptych.models" -}}
+{{- $parts := list }}
+{{- range .Values.models }}{{ $parts = append $parts (printf "%s=/models/%s" .name .path) }}{{ end }}
+{{- with $parts }}
+- {name: DIPTYCH_MODEL, value: {{ join "," . | quote }}}
+{{- end }}
+{{- $parts = list }}
+{{- range $name, $shares := .Values.aliases }}
+{{- $shared := list }}
+{{- range $model, $weight := $shares }}{{ $shared = append $shared (printf "%s:%v" $model $weight) }}{{ end }}
+{{- $parts = append $parts (printf "%s=%s" $name (join "," $shared)) }}
+{{- end }}
+{{- with $parts }}
+- {name: DIPTYCH_MODEL_SPLIT, value: {{ join "," . | quote }}}
+{{- end }}
 {{- end }}
 
 {{- define "diptych.labels" -}}

@@ -64,8 +64,14 @@ class SharedNames:
         self._on_change = on_change
         self._clock = wall_clock
         self._entries: dict[str, _Entry] = {}
+        self._has_read = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def has_read(self) -> bool:
+        """True once the names of others were read; still False in the call of `on_change` that has them."""
+        return self._has_read
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="shared-names")
@@ -123,6 +129,7 @@ class SharedNames:
         news = {name: entry for name, entry in self._entries.items() if found.get(name) != entry}
         if (values := self._values()) != before:
             self._on_change(values)
+        self._has_read = True
         if news or forgotten:
             async with self._redis.pipeline(transaction=True) as pipe:
                 for name in forgotten:

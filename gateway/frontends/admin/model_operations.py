@@ -27,8 +27,11 @@ class ModelOperations:
         return pb.UnloadModelResponse()
 
     async def list_served_models(self, _: pb.ListServedModelsRequest) -> pb.ListServedModelsResponse:
+        """List models and aliases, and what could not be done here that other gateways were told."""
         models = self._service.models
-        return pb.ListServedModelsResponse(models=described(models), aliases=map(_alias, models.aliases))
+        return pb.ListServedModelsResponse(
+            models=described(models), aliases=map(_alias, models.aliases), problems=self._service.problems
+        )
 
     async def set_model_alias(self, request: pb.SetModelAliasRequest) -> pb.SetModelAliasResponse:
         """Let a name stand for models, or for nothing."""
