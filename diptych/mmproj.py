@@ -57,7 +57,7 @@ class _Projector:
 
 @dataclass(frozen=True)
 class TextModel:
-    """What a text model's GGUF file says of itself."""
+    """Properties of a text model that its GGUF file tells."""
 
     name: str
     architecture: str
@@ -157,7 +157,9 @@ class _Keys:
         """Return the width between the two matrices of a feed-forward, which old converters named in turn."""
         size = self.sizes.get("v.blk.0.ffn_up.weight", ())
         if len(size) != 2 or hidden not in size:
-            raise UnreadableImages(f"{self.file}: tensor v.blk.0.ffn_up.weight is missing or of another width")
+            raise UnreadableImages(
+                f"{self.file}: tensor v.blk.0.ffn_up.weight is missing or of another width"
+            )
         return size[0] if size[1] == hidden else size[1]
 
     def transformer(self, kind: str, activation: str) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class _Keys:
 
 
 def _short(value: float) -> float:
-    """Return the shortest decimal number that this float32 stands for: 0.5 and 1e-06, as configs have them."""
+    """Return the shortest decimal number that this float32 stands for, as configs have it: 0.5 or 1e-06."""
     stored = struct.pack("<f", value)
     texts = (f"{value:.{digits}g}" for digits in range(1, _DIGITS))
     return next((float(text) for text in texts if struct.pack("<f", float(text)) == stored), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 
 from tests import vision_models
 from tests.diptych.engine.models.gguf_twins import Twin, write_metadata
@@ -51,6 +51,15 @@ def write(family: str, folder: Path, at: Path) -> Pair:
     return pair
 
 
+def with_windows_only(folder: Path, copy: Path) -> Path:
+    """Copy a Gemma 3 whose layers all have a window; return the copy."""
+    shutil.copytree(folder, copy)
+    text = json.loads((folder / "config.json").read_bytes())["text_config"]
+    kinds = ["sliding_attention"] * text["num_hidden_layers"]
+    vision_models.rewrite(copy / "config.json", {"text_config": {**text, "layer_types": kinds}})
+    return copy
+
+
 def write_mmproj(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
     """Write a mmproj file; return its path."""
     writer = gguf.GGUFWriter(path, "clip")
@@ -64,7 +73,6 @@ def write_mmproj(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.n
 
 def mmproj(family: str, oracle: Any, folder: Path) -> tuple[Keys, Tensors]:
     """Return keys and tensors of a model's mmproj file."""
-    vision = oracle.config.vision_config
     names, made = _NAMES[family]
     tensors: Tensors = {}
     for name, parameter in oracle.named_parameters():
@@ -76,7 +84,9 @@ def mmproj(family: str, oracle: Any, folder: Path) -> tuple[Keys, Tensors]:
             stored = stored.replace(theirs, ours)
         tensors |= made(stored, array)
     keys = {"clip.has_vision_encoder": True, "clip.projector_type": _PROJECTORS[family]}
-    return keys | {f"clip.vision.{key}": value for key, value in _fields(family, oracle, folder).items()}, tensors
+    return keys | {
+        f"clip.vision.{key}": value for key, value in _fields(family, oracle, folder).items()
+    }, tensors
 
 
 _PROJECTORS = {

@@ -62,7 +62,7 @@ class StackOptions:
     mmproj: Annotated[
         Path | None,
         _option(
-            "GGUF file with the encoder of a GGUF model's images; default: a mmproj file beside it that fits.",
+            "GGUF file with the encoder of a GGUF model's images; default: the mmproj file beside it.",
             "Model",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""How a served model wants images: a folder by its configs, a GGUF file by the mmproj file that goes with it.
+"""Images as a served model wants them: a folder by its configs, a GGUF file by the mmproj file beside it.
 
 A mmproj file is named with --mmproj, or lies beside the text model's file with `mmproj` in its name. One that
 is named must fit; of those that are found, the largest that fits is taken: the same encoder is published in
@@ -75,7 +75,7 @@ def fitting(path: Path) -> tuple[list[ImagePair], dict[Path, str]]:
     try:
         text = _text_model(path)
     except (MalformedGguf, OSError):
-        return pairs, others  # whoever reads the model says what is wrong with it
+        return pairs, others  # the model's own reader says what is wrong with it
     for file in files:
         try:
             pairs.append(_pair(file, text))

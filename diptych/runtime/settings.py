@@ -95,7 +95,7 @@ class ProgramSettings(BaseModel):
     )
     mmproj: Path | None = setting(
         None,
-        "GGUF file with the encoder of a GGUF model's images; default: a mmproj file beside it that fits.",
+        "GGUF file with the encoder of a GGUF model's images; default: the mmproj file beside it.",
         section="Model",
     )
     max_model_len: Annotated[int | None, Field(ge=1)] = setting(

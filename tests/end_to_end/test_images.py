@@ -25,7 +25,7 @@ from PIL import Image
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
-from tests import vision_models
+from tests import mmproj_twins, vision_models
 from tests.diptych.runtime.images.test_decode import bomb
 from tests.end_to_end.stack import START_TIMEOUT_S, Stack, http_root, running_stack
 
@@ -113,12 +113,17 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
         pytest.param("gemma3", marks=pytest.mark.full),
         pytest.param("llava", marks=pytest.mark.full),
         pytest.param("qwen3_vl", marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl as GGUF", marks=pytest.mark.full),
     ],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    family = request.param
+    family, _, form = request.param.partition(" as ")
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
-    flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
+    files = ["--model", str(folder)]
+    if form:
+        pair = mmproj_twins.write(family, folder, tmp_path_factory.mktemp(form))
+        files = ["--model", str(pair.text), "--mmproj", str(pair.mmproj)]
+    flags = [*files, "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
     inside = family in ("idefics3", "gemma3")  # the prefill worker encodes
     flags += ["--transport", "shared_memory"] if inside else ["--transport", "tcp", "--encode", "1"]
     with running_stack(*flags, "--kv-blocks", "256", "--set", "gateway.max-images=4") as stack:

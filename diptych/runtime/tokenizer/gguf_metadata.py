@@ -73,9 +73,7 @@ def read_with_sizes(path: Path) -> tuple[dict[str, Value], dict[str, tuple[int, 
     return _read(path, arrays=True, sizes=sizes), sizes
 
 
-def _read(
-    path: Path, *, arrays: bool, sizes: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, Value]:
+def _read(path: Path, *, arrays: bool, sizes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Value]:
     with path.open("rb") as file:
         if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
             raise MalformedGguf(f"{path.name}: too short for a GGUF file")

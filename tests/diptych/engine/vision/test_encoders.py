@@ -64,19 +64,19 @@ def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: Ba
     runner = Runner(load_model(vision.folder, torch.float32, backend=backend), 1)
     spans = vision.spans(ids, *PICTURES)
     for chunk in (16, 64):
-        logits, memory = _prefill(runner, vision, ids, rows, chunk, spans)
+        logits, memory = prefill(runner, vision, ids, rows, chunk, spans)
         assert torch.allclose(logits, expected, rtol=0, atol=CLOSE)
     eos = vision.model.generation_config.eos_token_id
-    assert _greedy(runner, memory, ids, logits[-1], eos, spans) == wanted
+    assert greedy(runner, memory, ids, logits[-1], eos, spans) == wanted
     # Controls: rows of the images shifted by one, and grids turned by a quarter.
-    shifted, _ = _prefill(runner, vision, ids, rows.roll(1, 0), 64, spans)
+    shifted, _ = prefill(runner, vision, ids, rows.roll(1, 0), 64, spans)
     assert not torch.allclose(shifted, expected, rtol=0, atol=CLOSE)
     if vision.spec.whole:  # as if rows saw none behind them
-        causal, _ = _prefill(runner, vision, ids, rows, 64, whole=False)
+        causal, _ = prefill(runner, vision, ids, rows, 64, whole=False)
         assert not torch.allclose(causal, expected, rtol=0, atol=CLOSE)
     if spans:
         turned = [span._replace(columns=span.rows // span.columns) for span in spans]
-        other, _ = _prefill(runner, vision, ids, rows, 64, turned)
+        other, _ = prefill(runner, vision, ids, rows, 64, turned)
         assert not torch.allclose(other, expected, rtol=0, atol=CLOSE)
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_with_images_has_the_same_logits_beside_text(vision: Vision) ->
     rows = vision.embeddings(*PICTURES)
     runner = Runner(load_model(vision.folder, torch.float32, backend="native"), 1)
     spans = vision.spans(ids, *PICTURES)
-    alone, _ = _prefill(runner, vision, ids, rows, len(ids), spans)
+    alone, _ = prefill(runner, vision, ids, rows, len(ids), spans)
     memory = KVMemory(runner.model.kv_layout(16), 3 * BLOCKS)
     own = SequenceStep(
         memory,
@@ -159,7 +159,7 @@ def _placed(step: SequenceStep, spans: Sequence[ImageRows]) -> SequenceStep:
     return replace(step, grid=grid, shift=position_shift(spans, step.start) if grid is None else 0)
 
 
-def _prefill(
+def prefill(
     runner: Runner,
     vision: Vision,
     ids: Sequence[int],
@@ -168,7 +168,9 @@ def _prefill(
     spans: Sequence[ImageRows] = (),
     whole: bool = True,
 ) -> tuple[torch.Tensor, KVMemory]:
-    memory = KVMemory(runner.model.kv_layout(16), BLOCKS)
+    layout, device = runner.model.kv_layout(16), runner.model.device
+    on_cpu = device.type == "cpu"
+    memory = KVMemory(layout, BLOCKS) if on_cpu else KVMemory.on_device(layout, BLOCKS, device)
     found = []
     end = 0
     while (start := end) < len(ids):
@@ -189,7 +191,7 @@ def _prefill(
     return torch.cat(found), memory
 
 
-def _greedy(
+def greedy(
     runner: Runner,
     memory: KVMemory,
     ids: Sequence[int],
