@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from google.protobuf.duration_pb2 import Duration
 from PIL import Image
 
 from diptych.v1 import inference_pb2 as pb
@@ -101,6 +102,16 @@ def ask(stack: Stack, *requests: pb.GenerateRequest) -> list[pb.GenerateResponse
     return asyncio.run(all_of_them())
 
 
+def seconds(duration: Duration) -> float:
+    return float(duration.ToNanoseconds() / 1e9)
+
+
+def phases(answer: pb.GenerateResponse) -> dict[str, float]:
+    """Return the phases of a request, which follow one another."""
+    names = ("queue", "encode", "prefill", "kv_transfer", "decode_queue", "decode")
+    return {name: seconds(getattr(answer.timings, name)) for name in names}
+
+
 def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     return list(answer.outputs[index].token_ids)
 
@@ -167,6 +178,9 @@ def test_the_same_image_is_cached_and_another_one_shares_no_token(served: Served
     (first,) = ask(served.stack, request(turns))
     encoded = served.stack.metric("prefill", "diptych_images_total")
     (again,) = ask(served.stack, request(turns))
+    assert phases(first)["encode"] > 0
+    assert sum(phases(first).values()) <= seconds(first.timings.total)
+    assert not again.timings.HasField("encode")
     assert ids(again) == ids(first) == served.expected(turns)[1]
     assert again.usage.cached_prompt_tokens >= len(first.prompt.token_ids) - 17
     other_turns = [("user", [b, "What is it?"])]
