@@ -140,10 +140,15 @@ def _is_image(file: bytes) -> bool:
     return True
 
 
-async def attack(running: RunningServer, files: Iterator[bytes], wanted: int, count: Count) -> None:
-    """Send hostile files one after the other until cancelled or `wanted` were sent."""
-    while count.sent < wanted:
+async def attack(
+    running: RunningServer, files: Iterator[bytes], options: argparse.Namespace, count: Count
+) -> None:
+    """Send hostile files one after the other until cancelled or all were sent."""
+    due = time.perf_counter()
+    while count.sent < options.files:
         url = data_url(next(files))
+        due += 1 / options.rate if options.rate else 0.0
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
         began = time.perf_counter()
         status = await asyncio.to_thread(ask, root_of(running), url)
         count.add(status, time.perf_counter() - began)
@@ -159,14 +164,14 @@ def root_of(running: RunningServer) -> str:
 async def streams(running: RunningServer, options: argparse.Namespace, count: Count) -> list[float]:
     """Return the ratios of ITL p99, stream by stream in turn with and without hostile files."""
     ratios = []
-    files = iter(broken(options.files))
+    files = itertools.cycle(broken(options.files))
     async with AsyncClient(running.address, retries=0) as client:
         await first_token_s(client, chat("warm up", images=[picture(-1)]))
         turn = 0
         while count.sent < options.files:
             turn += 1
             calm = await gaps_s(client, 2 * turn)
-            attacker = asyncio.create_task(attack(running, files, options.files, count))
+            attacker = asyncio.create_task(attack(running, files, options, count))
             beside = await gaps_s(client, 2 * turn + 1)
             if turn >= options.turns:
                 await attacker  # the rest of the files, without a stream
@@ -210,7 +215,8 @@ def main(argv: Sequence[str]) -> int:
     add("--model", required=True, help="folder of a model with images")
     add("--dtype", default="fp32")
     add("--files", type=int, default=2000)
-    add("--turns", type=int, default=4, help="streams of text beside the files")
+    add("--rate", type=float, default=50.0, help="files a second; 0: the next one when one is answered")
+    add("--turns", type=int, default=12, help="streams of text beside the files, at most")
     add("--urls", type=int, default=200)
     options = parser.parse_args(argv)
     count = Count()
