@@ -115,6 +115,15 @@ def image_spec(folder: Path) -> ImageSpec | None:
         return None  # its text model is published with and without the encoder's files
     if not fields.values:
         raise UnreadableImages("it has no preprocessor_config.json, which says how images are prepared")
+    return spec_of_config(config, fields.values)
+
+
+def spec_of_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageSpec:
+    """Return how a model of `FAMILIES` wants images, by the fields of its config and of its image processor.
+
+    Raises UnreadableImages.
+    """
+    family, fields = FAMILIES[str(config["model_type"])], _Fields(processor)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.values.get(name) not in (None, True):
             raise UnreadableImages(f"preprocessor_config.json: {name} must be true")

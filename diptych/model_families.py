@@ -88,6 +88,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "granitemoe": "granite_moe",
         "olmoe": "olmoe",
         "qwen2moe": "qwen3_moe",
+        "qwen2vl": "qwen_vl",
         "qwen3moe": "qwen3_moe",
     }
 )

@@ -464,6 +464,12 @@ class GatewaySettings(ProgramSettings):
         return JwtRules(self.jwt_issuer, self.jwt_audience, self.jwt_tenant_claim)
 
     @model_validator(mode="after")
+    def _mmproj_is_of_one_model(self) -> Self:
+        if self.mmproj is not None and len(self.models) > 1:
+            raise ValueError("--mmproj goes with one --model; of several, each is found beside its file")
+        return self
+
+    @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         if clash := port_clash(self.grpc_port, self.http_port, self.admin_port):
             raise ValueError(clash)

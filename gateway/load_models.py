@@ -54,8 +54,10 @@ def load_model(settings: GatewaySettings, named: NamedModel) -> LoadedModel:
             listed(settings.served_model_name) if named.name is None else (),
             chat_template=template,
             reasoning=settings.reasoning_parser,
+            mmproj=settings.mmproj if named in settings.models else None,
         )
-        return LoadedModel(model, model_digest(path), str(path))
+        encoder = None if model.images is None else model.images.mmproj
+        return LoadedModel(model, model_digest(path, encoder), str(path))
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error
 

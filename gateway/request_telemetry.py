@@ -179,6 +179,7 @@ def _count_phases(metrics: GatewayMetrics, driver: RequestDriver) -> None:
     for name, seconds in (
         ("queue", phases.prefill_queue),
         ("kv_alloc_wait", phases.grant_wait),
+        ("encode", phases.encode),
         ("prefill", phases.prefill),
         ("kv_transfer", phases.kv_send + phases.kv_receive),
         ("decode_queue", phases.decode_queue),

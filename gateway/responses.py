@@ -164,6 +164,7 @@ def timings(driver: RequestDriver, received_at: float) -> pb.Timings:
         local_prefill=phases.local_prefills > 0,
         tier_blocks=phases.tier_blocks,
         kv_load=_duration(phases.kv_load) if phases.tier_blocks else None,
+        encode=_duration(phases.encode) if phases.encode else None,
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if driver.first_token_at is not None:

@@ -159,6 +159,8 @@ class EngineLoop:
         request.begin(time.monotonic())
         try:
             await images.encode(image, self._step)
+            if request.images is not None:
+                request.images.encoded_at = time.monotonic()
         except Exception:
             log.exception("an image of %s could not be encoded", request.key)
             reason, words = work_pb2.FAILURE_REASON_COMPUTE_FAILED, "an image could not be encoded"

@@ -7,6 +7,7 @@ be cached, are asked for if the grant says that they are not. Then the encode wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -111,6 +112,10 @@ class ImageFetching:
             return
         images.states[digest].complete(rows)
         images.awaited.discard(digest)
+        if fetch.computed is None:
+            images.fetched_at = time.monotonic()
+        else:
+            images.encoded_at = time.monotonic()
         self._cache.put(digest, rows)
         self._on_image("fetched")
         self._settle(key, fetch)

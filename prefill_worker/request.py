@@ -162,6 +162,17 @@ class PrefillRequest:
         return self.granted.loaded.seconds if self.granted is not None else 0.0
 
     @property
+    def fetched_at(self) -> float:
+        """Time when the rows of images that its ask waits for were here; without any, when it came."""
+        found = None if self.images is None else self.images.fetched_at
+        return self.entered[State.QUEUED] if found is None else found
+
+    def begun_at(self, granted: float) -> float:
+        """Return the time when it had its blocks, since `granted`, and the rows of all its images."""
+        found = None if self.images is None else self.images.encoded_at
+        return granted if found is None else max(granted, found)
+
+    @property
     def plan_entry(self) -> Prompt:
         attempt = self.attempt
         limit = None if attempt.prompt_logprobs is None else CHUNK
@@ -174,13 +185,18 @@ class PrefillRequest:
         asked, granted = self.entered.get(State.ASKED), self.entered.get(State.GRANTED)
         now = time.monotonic()
         times = work_pb2.PhaseTimes(prefill_steps=self.steps)
-        times.prefill_queue.FromNanoseconds(_ns((asked or now) - self.entered[State.QUEUED]))
+        times.prefill_queue.FromNanoseconds(_ns((asked or now) - self.fetched_at))
+        encode_s = self.fetched_at - self.entered[State.QUEUED]
         if asked is not None:
             times.grant_wait.FromNanoseconds(_ns((granted or now) - asked - self.pull_s - self.load_s))
         if self.pull_s:
             times.kv_pull.FromNanoseconds(_ns(self.pull_s))
         if granted is not None:
-            times.prefill.FromNanoseconds(_ns((self.computed_at or now) - granted))
+            begun = self.begun_at(granted)
+            times.prefill.FromNanoseconds(_ns((self.computed_at or now) - begun))
+            encode_s += begun - granted
+        if encode_s:
+            times.encode.FromNanoseconds(_ns(encode_s))
         if self.computed_at is not None:
             times.kv_send.FromNanoseconds(_ns(now - self.computed_at))
         if self.granted is not None:
@@ -197,18 +213,23 @@ def _ns(seconds: float) -> int:
 
 def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
     """Return the span `prefill` of an ended attempt, with phases queue, kv_alloc_wait, kv_pull, prefill and
-    kv_transfer.send.
+    kv_transfer.send; encode is first where rows of images were fetched, before prefill where they were made
+    here.
 
     A phase that never ran has no span. A failure is recorded on the phase that was active.
     """
     end = request.entered.get(State.ENDED) or time.monotonic()
     queued, asked = request.entered[State.QUEUED], request.entered.get(State.ASKED)
     granted, computed = request.entered.get(State.GRANTED), request.computed_at
+    fetched = request.fetched_at
+    begun = None if granted is None else request.begun_at(granted)
     starts = [
-        ("queue", queued),
+        ("encode", queued if fetched > queued else None),
+        ("queue", fetched),
         ("kv_alloc_wait", asked),
         ("kv_pull", granted - request.pull_s if granted is not None and request.pull_s else None),
-        ("prefill", granted),
+        ("encode", granted if begun != granted else None),
+        ("prefill", begun),
         ("kv_transfer.send", computed),
     ]
     ran = [(name, start) for name, start in starts if start is not None]

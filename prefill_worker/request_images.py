@@ -54,7 +54,7 @@ class ImageState:
         self.done.clear()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RequestImages:
     """The images of an attempt, by digest, and where their rows are."""
 
@@ -64,6 +64,10 @@ class RequestImages:
     """Rows of an image see one another: no chunk ends among them."""
     awaited: set[bytes] = field(default_factory=set)
     """Digests of images whose rows are to come from an encode worker."""
+    fetched_at: float | None = None
+    """Time of the last rows that came before the prompt's grant; None if it waited for none."""
+    encoded_at: float | None = None
+    """Time of the last rows that were made, or came, after its grant; likewise."""
 
     def unbroken(self, computed: int) -> tuple[tuple[int, int], ...]:
         """Return begin and end of the stretches after the first `computed` tokens within which no chunk may

@@ -265,6 +265,7 @@ class PrefillWorker:
             ("queue", "prefill_queue"),
             ("kv_alloc_wait", "grant_wait"),
             ("kv_pull", "kv_pull"),
+            ("encode", "encode"),
             ("prefill", "prefill"),
         ):
             if times.HasField(field):

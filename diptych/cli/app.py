@@ -433,6 +433,10 @@ def doctor(
         str | None,
         typer.Option(help="A GGUF file or a folder: its size, and which backend would compute it."),
     ] = None,
+    mmproj: Annotated[
+        Path | None,
+        typer.Option(help="GGUF file with the encoder of a GGUF model's images; default: found beside it."),
+    ] = None,
     speculative_model: Annotated[
         str | None,
         typer.Option(help="A draft model: likewise, and whether its vocabulary is the model's."),
@@ -441,7 +445,7 @@ def doctor(
     """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
     from diptych.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT), model, speculative_model))
+    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT), model, speculative_model, mmproj))
 
 
 @app.command(rich_help_panel=_CHECK)

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from diptych.cli.valkey import ValkeyMissing, valkey_binary
 from diptych.engine.usable_cores import usable_cores
-from diptych.image_spec import image_spec
 from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_images import fitting, model_images
 from diptych.runtime.python_module import PACKAGES, tree_root
 from diptych.runtime.settings import BUNDLED_MODEL, StartupError, resolve_model
 from gateway.model.named_models import NamedModel, parse_models
@@ -41,9 +41,11 @@ class Finding:
     text: str
 
 
-def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None = None) -> int:
+def run_doctor(
+    ports: Sequence[int], model: str | None = None, draft: str | None = None, mmproj: Path | None = None
+) -> int:
     """Print every finding and return the exit status; `ports` are the defaults of `diptych up`, `model` is
-    what it would serve, `draft` its draft model.
+    what it would serve, `draft` its draft model, `mmproj` the file with the encoder of its images.
     """
     models = () if model is None else _named(model)
     base = models[0].path if models else BUNDLED_MODEL
@@ -64,7 +66,7 @@ def run_doctor(ports: Sequence[int], model: str | None = None, draft: str | None
         ("Valkey", valkey),
         ("bundled model", bundled_model),
         *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
-        *((f"model {one.name or ''}".rstrip(), partial(given_model, one.path)) for one in models),
+        *((f"model {one.name or ''}".rstrip(), partial(given_model, one.path, mmproj)) for one in models),
         *(() if draft is None else (("draft model", partial(given_draft, draft, base)),)),
     ]
     for name, check in checks:
@@ -83,7 +85,7 @@ def _named(model: str) -> tuple[NamedModel, ...]:
         return (NamedModel(None, model),)
 
 
-def given_model(model: str) -> Finding:
+def given_model(model: str, mmproj: Path | None = None) -> Finding:
     """Find what a model is, what it takes, and which backend would compute it, from its files' heads."""
     # Imported here: torch takes a second, and doctor must be able to say that it cannot be imported.
     from diptych.engine.backends.native import supports as native
@@ -93,7 +95,7 @@ def given_model(model: str) -> Finding:
 
     try:
         path = checked_model(model)
-        shape, spec = read_shape(path), image_spec(path)
+        shape, images = read_shape(path), model_images(path, mmproj)
     except (StartupError, NotPlanned) as error:
         return Finding("missing", str(error))
     costs = model_costs(shape)
@@ -104,9 +106,15 @@ def given_model(model: str) -> Finding:
     size += f", {costs.kv_bytes / 1024:.3g} KiB a token for keys and values"
     if shape.latent is None:
         size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
-    if spec is not None:
+    if mmproj is None and not path.is_dir():
+        for file, why in fitting(path)[1].items():
+            size += f"; {file.name} beside it is not taken: {why}"
+    if images is not None:
+        spec = images.spec
         what = "square" if spec.unit else "tile"
         size += f"; images, {spec.rows_per_tile} tokens a {what} of {spec.tile[0]} x {spec.tile[1]} pixels"
+        if images.mmproj is not None:
+            size += f", encoded by {images.mmproj.name}"
         if find_spec("PIL") is None:
             return Finding("note", f"{size}, which need pip install 'diptych[vision]'")
     on_gpu = triton.supports(shape)

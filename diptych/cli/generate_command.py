@@ -128,6 +128,7 @@ def timing_table(spent: Timings, usage: Usage | None) -> Table:
     moved = f"{spent.kv_bytes_transferred:,} bytes moved"
     rows = [
         ("queue", spent.queue, ""),
+        *([("images", spent.encode, "their encoding")] if spent.encode else []),
         ("prefill", spent.prefill, cached),
         ("handoff", spent.kv_transfer, moved),
         ("decode queue", spent.decode_queue, ""),

@@ -23,6 +23,7 @@ from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_files import checked_model
+from diptych.runtime.model_images import model_images
 from diptych.runtime.model_name import model_names
 from diptych.runtime.python_module import module_arguments
 from diptych.runtime.settings import ProgramSettings, StartupError
@@ -93,10 +94,13 @@ def read_programs(options: StackOptions) -> list[Program]:
 def _check_models(settings: Iterable[ProgramSettings]) -> None:
     """Look at the files of every program's model, which --set may choose, without reading weights."""
     try:
-        for model, tokens in {(model, one.max_model_len) for one in settings for model in _models(one)}:
+        needs = {(model, one.max_model_len, one.mmproj) for one in settings for model in _models(one)}
+        for model, tokens, mmproj in needs:
             path = checked_model(model.path)
             model_names(path, model.name)
             check_max_model_len(path, tokens)
+            if mmproj is not None:
+                model_images(path, mmproj)
     except StartupError as error:
         raise BadOptions(str(error)) from None
 

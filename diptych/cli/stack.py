@@ -219,6 +219,7 @@ def _spec(
     decides = {"dtype", "quantization"} & overrides.keys()  # one choice: an override of one decides both
     flags: dict[str, object] = {
         "model": options.model,
+        "mmproj": options.mmproj,
         "model-name": options.model_name,
         "max-model-len": options.max_model_len,
         "dtype": "auto" if decides else options.dtype,

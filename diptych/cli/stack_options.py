@@ -59,6 +59,13 @@ class StackOptions:
             "Model",
         ),
     ] = "bundled"
+    mmproj: Annotated[
+        Path | None,
+        _option(
+            "GGUF file with the encoder of a GGUF model's images; default: the mmproj file beside it.",
+            "Model",
+        ),
+    ] = None
     model_name: Annotated[
         str | None,
         _option("Name the model is served under; default: that of its folder or file.", "Model"),

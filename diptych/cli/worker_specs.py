@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from diptych.cli.child import Slot
 from diptych.cli.stack_options import StackOptions
-from diptych.image_spec import image_spec
 from diptych.runtime.discovery.records import Role
+from diptych.runtime.model_images import model_images
 from diptych.runtime.settings import StartupError, resolve_model
 from gateway.model.named_models import NamedModel, parse_models
 
@@ -118,7 +118,7 @@ def encoded_models(options: StackOptions) -> list[NamedModel]:
 def reads_images(model: str) -> bool:
     """Return whether a model takes images; False for one that cannot be read."""
     try:
-        return image_spec(resolve_model(model)) is not None
+        return model_images(resolve_model(model)) is not None
     except (StartupError, ValueError):
         return False  # its other workers say what is wrong with it
 

@@ -187,6 +187,7 @@ def _timings(timings: pb.Timings) -> Timings:
         local_prefill=timings.local_prefill,
         tier_blocks=timings.tier_blocks,
         kv_load=seconds("kv_load"),
+        encode=seconds("encode"),
     )
 
 

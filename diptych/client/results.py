@@ -42,6 +42,8 @@ class Timings:
     """KV blocks of the prompt that came from a worker's tiers."""
     kv_load: float = 0.0
     """Seconds that the request waited for them, in `queue`."""
+    encode: float = 0.0
+    """Seconds that its prompt waited for rows of its images; neither in `queue` nor in `prefill`."""
 
 
 @dataclass(frozen=True)

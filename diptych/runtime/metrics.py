@@ -112,7 +112,10 @@ class GatewayMetrics(RoleMetrics):
     """The gateway's: latency as clients see it, routing, refusals."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        phases = ("admission", "queue", "kv_alloc_wait", "prefill", "kv_transfer", "decode_queue", "decode")
+        phases = (
+            *("admission", "queue", "kv_alloc_wait", "encode", "prefill", "kv_transfer"),
+            *("decode_queue", "decode"),
+        )
         super().__init__(registry, "gateway", phases)
         request = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
         self.request_duration = Histogram(
@@ -308,7 +311,7 @@ class PrefillMetrics(WorkerMetrics):
     """The prefill worker's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "kv_pull", "prefill"))
+        super().__init__(registry, "prefill", ("queue", "kv_alloc_wait", "kv_pull", "encode", "prefill"))
         self.pulls = Counter(
             "diptych_kv_pulls",
             "Pulls of cached blocks from decode workers: pulled, partly, late, broken, or declined as dearer",

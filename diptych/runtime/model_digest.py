@@ -30,8 +30,9 @@ _CONFIG_FILES = (
 )
 
 
-def model_digest(path: Path) -> str:
-    """Sha256 hex of a GGUF file with all its parts, or of a Hugging Face folder with its weights and texts.
+def model_digest(path: Path, mmproj: Path | None = None) -> str:
+    """Sha256 hex of a GGUF file with all its parts, or of a Hugging Face folder with its weights and texts;
+    with the encoder of its images where that is in a file `mmproj` of its own.
 
     Names do not count, so a renamed file or a folder copied elsewhere is the same model. Raises
     NoModel when the path, the folder's config.json or its weights are missing.
@@ -46,7 +47,8 @@ def model_digest(path: Path) -> str:
             if file.is_file():
                 digest.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
     else:
-        weights = [_weight_digest(part) for part in all_parts(path)]
+        files = all_parts(path) if mmproj is None else (*all_parts(path), mmproj)
+        weights = [_weight_digest(file) for file in files]
     for weight in weights:
         digest.update(weight)
     return digest.hexdigest()

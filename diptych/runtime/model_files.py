@@ -40,7 +40,8 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_GGUFS: Final = {
     "adapter": "a LoRA adapter: give it as --lora NAME=PATH beside its base model, or merged into it "
     "(llama-export-lora)",
-    "mmproj": "the image part (mmproj) of a model; give the GGUF file of its language model",
+    "mmproj": "the image part (mmproj) of a model: give the GGUF file of its language model as --model and "
+    "this one as --mmproj",
     "imatrix": "an importance matrix, made for quantising a model; give the model's own GGUF file",
 }
 _TEXT_OF_CLIP: Final = ("clip", "mmproj")

@@ -93,6 +93,11 @@ class ProgramSettings(BaseModel):
     model_name: str | None = setting(
         None, "Name the model is served under; default: that of its folder or file.", section="Model"
     )
+    mmproj: Path | None = setting(
+        None,
+        "GGUF file with the encoder of a GGUF model's images; default: the mmproj file beside it.",
+        section="Model",
+    )
     max_model_len: Annotated[int | None, Field(ge=1)] = setting(
         None,
         "Most tokens of prompt and output together; default and most: what the model's files say.",

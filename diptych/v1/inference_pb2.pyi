@@ -358,7 +358,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("received_time", "queue", "prefill", "kv_transfer", "decode_queue", "decode", "time_to_first_token", "total", "kv_bytes_transferred", "preemptions", "retries", "prefill_worker", "decode_worker", "local_prefill", "tier_blocks", "kv_load")
+    __slots__ = ("received_time", "queue", "prefill", "kv_transfer", "decode_queue", "decode", "time_to_first_token", "total", "kv_bytes_transferred", "preemptions", "retries", "prefill_worker", "decode_worker", "local_prefill", "tier_blocks", "kv_load", "encode")
     RECEIVED_TIME_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class Timings(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
     received_time: _timestamp_pb2.Timestamp
     queue: _duration_pb2.Duration
     prefill: _duration_pb2.Duration
@@ -391,7 +392,8 @@ class Timings(_message.Message):
     local_prefill: bool
     tier_blocks: int
     kv_load: _duration_pb2.Duration
-    def __init__(self, received_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., preemptions: _Optional[int] = ..., retries: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., local_prefill: _Optional[bool] = ..., tier_blocks: _Optional[int] = ..., kv_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    encode: _duration_pb2.Duration
+    def __init__(self, received_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., preemptions: _Optional[int] = ..., retries: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., local_prefill: _Optional[bool] = ..., tier_blocks: _Optional[int] = ..., kv_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., encode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens", "return_tokens", "return_offsets")

@@ -29,12 +29,13 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder, rows_dtype
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
-from diptych.image_spec import ImageSpec, image_spec
+from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model, fetched_model
+from diptych.runtime.model_images import model_images
 from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import DType, StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
@@ -181,8 +182,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
-    spec = image_spec(path)
-    images = spec if settings.takes_images else None
+    seen = model_images(path, settings.mmproj)
+    images = seen.spec if seen is not None and settings.takes_images else None
     if images is not None:
         _check_reads_images(settings)
     files = _drafting_files(settings, path)
@@ -206,11 +207,13 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
     hidden = model.shape.hidden_size
-    encoder = load_encoder(path, hidden, dtype, model.device) if settings.loads_encoder else None
+    encoder = None
+    if seen is not None and settings.loads_encoder:
+        encoder = load_encoder(path, hidden, dtype, model.device, pair=seen.pair)
     draft = None if files.model is None else _draft(settings, files.model, device, shared)
     if draft is not None:
         layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
-    groups = _window_groups(settings, model, images=spec is not None)
+    groups = _window_groups(settings, model, images=seen is not None)
     if groups is not None:
         layout = replace(layout, windows=groups)
     heads = eagle = None
@@ -223,7 +226,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         model,
         runner,
         layout,
-        model_digest(path),
+        model_digest(path, None if seen is None else seen.mmproj),
         dtype,
         settings.parts,
         settings.expert_parallel,

@@ -30,6 +30,7 @@ class PhaseTimes:
     remote_prefills: int = 0
     tier_blocks: int = 0
     kv_load: float = 0.0
+    encode: float = 0.0
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
 
@@ -98,6 +99,7 @@ def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
         remote_prefills=int(times.prefill_steps > 0 and not times.local_prefill),
         tier_blocks=times.tier_blocks,
         kv_load=seconds("kv_load"),
+        encode=seconds("encode"),
         drafted_tokens=times.drafted_tokens,
         accepted_draft_tokens=times.accepted_draft_tokens,
     )

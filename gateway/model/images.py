@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from diptych.image_spec import ImageSpec, UnreadableImages, image_spec
+from diptych.image_spec import ImageSpec, UnreadableImages
 from diptych.runtime.image_rows import ImageRows, keyed_digest
+from diptych.runtime.model_images import UnusableMmproj, model_images
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
@@ -92,25 +93,30 @@ class ImageSupport:
     control_tokens: ControlTokens
     shown_id: int
     """Id of the token that stands for an image in the chat template."""
+    mmproj: Path | None = None
+    """The file with the encoder, where that is not the model's own."""
 
     @classmethod
-    def of(cls, path: Path, tokenizer: Tokenizer) -> ImageSupport | None:
+    def of(cls, path: Path, tokenizer: Tokenizer, mmproj: Path | None = None) -> ImageSupport | None:
         """Return the support of the model at ``path``; None for one that reads text only.
 
-        Raises UnusableImages.
+        Raises UnusableImages, UnusableMmproj.
         """
         try:
-            spec = image_spec(path)
+            found = model_images(path, mmproj)
+        except UnusableMmproj:
+            raise
         except UnreadableImages as error:
             raise UnusableImages(str(error)) from error
-        if spec is None:
+        if found is None:
             return None
+        spec = found.spec
         if tokenizer.id_of(spec.token) != spec.token_id:
             raise UnusableImages(f"the tokenizer's {spec.token} is not the config's token {spec.token_id}")
         shown = tokenizer.id_of(spec.shown or spec.token)
         if shown is None:
             raise UnusableImages(f"the tokenizer has no {spec.shown}, which stands for an image")
-        return cls(spec, tokenizer.control_tokens, shown)
+        return cls(spec, tokenizer.control_tokens, shown, found.mmproj)
 
     def tokens_of(self, image: PreparedImage) -> tuple[ControlToken | str, ...]:
         """Return what stands for an image in the prompt."""

@@ -125,11 +125,13 @@ class ServedModel:
         further_names: Sequence[str] = (),
         chat_template: str | None = None,
         reasoning: str = AUTO,
+        mmproj: Path | None = None,
     ) -> ServedModel:
         """Load a GGUF file or a Hugging Face folder.
 
         ``name`` replaces the name derived from the path, ``max_context`` lowers the model's context, and
         ``chat_template`` replaces its templates. ``reasoning``: as in `gateway.reasoning.formats.format_of`.
+        ``mmproj``: as in `diptych.runtime.model_images.model_images`.
 
         Raises `UnusableTokenizer`, `UnusableImages`, `UnusableTemplate`, `UnusableReasoning`,
         `NamelessModel`, `ContextTooLong` or `OSError`.
@@ -137,7 +139,7 @@ class ServedModel:
         tokenizer = Tokenizer.load(path)
         if chat_template is not None:
             tokenizer = tokenizer.with_chat_template(chat_template)
-        images = ImageSupport.of(path, tokenizer)
+        images = ImageSupport.of(path, tokenizer, mmproj)
         template = _template(tokenizer, takes_parts=images is not None)
         card = ModelCard.from_tokenizer(tokenizer, path, name, max_context, further_names)
         if template is None:

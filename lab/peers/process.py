@@ -84,6 +84,11 @@ class RunningServer:
         return f"127.0.0.1:{self.port}"
 
     @property
+    def http_port(self) -> int:
+        """Port of HTTP, of a server whose command has one."""
+        return self._spare_port
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

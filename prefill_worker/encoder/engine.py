@@ -18,6 +18,7 @@ from diptych.engine.vision.registry import load_encoder, rows_dtype
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import fetched_model
+from diptych.runtime.model_images import model_images
 from diptych.worker_process.engine_loader import precision_of
 from diptych.worker_process.self_test import SelfTestFailed
 from diptych.worker_process.worker_spec import EngineRecord
@@ -82,11 +83,14 @@ def _load(settings: EncodeSettings) -> LoadedEncoder:
     path = fetched_model(settings.model)
     precision = precision_of(settings.engine_dtype, path, on_gpu=device.type == "cuda")
     shape = open_checkpoint(path, precision).shape
-    encoder = load_encoder(path, shape.hidden_size, precision, device)
-    if encoder is None:
+    seen = model_images(path, settings.mmproj)
+    encoder = None
+    if seen is not None:
+        encoder = load_encoder(path, shape.hidden_size, precision, device, pair=seen.pair)
+    if seen is None or encoder is None:
         raise UnsupportedModel("this model reads text only: it has no image encoder")
     dtype = str(rows_dtype(precision)).removeprefix("torch.")
-    digest = model_digest(path)
+    digest = model_digest(path, seen.mmproj)
     fingerprint = EmbeddingFingerprint(digest, encoder.spec.family, dtype)
     threads = settings.threads or usable_cores()
     record = EngineRecord(

@@ -25,7 +25,7 @@ WITHOUT_SCHEMA = {"PodMonitor"}
 
 # What deploy/README.md says may be combined: resource -> components.
 COMPONENTS = {
-    "base": ("autoscaling", "gpu", "metrics", "model", "tls", "internal-tls"),
+    "base": ("autoscaling", "encode", "gpu", "metrics", "model", "tls", "internal-tls"),
     "overlays/small": ("gpu", "metrics", "model", "tls", "internal-tls"),
     "overlays/shared-pod": ("metrics", "model", "tls"),
 }

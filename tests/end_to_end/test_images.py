@@ -21,12 +21,13 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from google.protobuf.duration_pb2 import Duration
 from PIL import Image
 
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
-from tests import vision_models
+from tests import mmproj_twins, vision_models
 from tests.adapters import merged, write_text_adapter
 from tests.diptych.runtime.images.test_decode import bomb
 from tests.end_to_end.stack import START_TIMEOUT_S, Stack, http_root, running_stack
@@ -103,6 +104,16 @@ def ask(stack: Stack, *requests: pb.GenerateRequest) -> list[pb.GenerateResponse
     return asyncio.run(all_of_them())
 
 
+def seconds(duration: Duration) -> float:
+    return float(duration.ToNanoseconds() / 1e9)
+
+
+def phases(answer: pb.GenerateResponse) -> dict[str, float]:
+    """Return the phases of a request, which follow one another."""
+    names = ("queue", "encode", "prefill", "kv_transfer", "decode_queue", "decode")
+    return {name: seconds(getattr(answer.timings, name)) for name in names}
+
+
 def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
     return list(answer.outputs[index].token_ids)
 
@@ -115,12 +126,17 @@ def ids(answer: pb.GenerateResponse, index: int = 0) -> list[int]:
         pytest.param("gemma3", marks=pytest.mark.full),
         pytest.param("llava", marks=pytest.mark.full),
         pytest.param("qwen3_vl", marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl as GGUF", marks=pytest.mark.full),
     ],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    family = request.param
+    family, _, form = request.param.partition(" as ")
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))
-    flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
+    files = ["--model", str(folder)]
+    if form:
+        pair = mmproj_twins.write(family, folder, tmp_path_factory.mktemp(form))
+        files = ["--model", str(pair.text), "--mmproj", str(pair.mmproj)]
+    flags = [*files, "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
     inside = family in ("idefics3", "gemma3")  # the prefill worker encodes
     flags += ["--transport", "shared_memory"] if inside else ["--transport", "tcp", "--encode", "1"]
     with running_stack(*flags, "--kv-blocks", "256", "--set", "gateway.max-images=4") as stack:
@@ -164,6 +180,9 @@ def test_the_same_image_is_cached_and_another_one_shares_no_token(served: Served
     (first,) = ask(served.stack, request(turns))
     encoded = served.stack.metric("prefill", "diptych_images_total")
     (again,) = ask(served.stack, request(turns))
+    assert phases(first)["encode"] > 0
+    assert sum(phases(first).values()) <= seconds(first.timings.total)
+    assert not again.timings.HasField("encode")
     assert ids(again) == ids(first) == served.expected(turns)[1]
     assert again.usage.cached_prompt_tokens >= len(first.prompt.token_ids) - 17
     other_turns = [("user", [b, "What is it?"])]

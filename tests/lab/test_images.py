@@ -8,6 +8,7 @@ import pytest
 
 from diptych.image_spec import ImageSpec
 from diptych.runtime.images.decode import BadImage, decode
+from lab import hostile_images
 from lab.images import bomb, hostile, picture, table
 
 _HALF = (0.5, 0.5, 0.5)
@@ -34,3 +35,13 @@ def test_most_hostile_files_are_refused_and_none_does_worse() -> None:
 def test_a_table_has_medians_and_the_range_of_ratios() -> None:
     turns = {"apart": [{"ms": 1.0, "a / b": 1.0}, {"ms": 3.0, "a / b": 1.5}], "inside": []}
     assert table(turns).splitlines()[2:] == ["| ms | 2.0 |", "| a / b | 1.25 (1.00–1.50) |"]
+
+
+def test_files_of_the_hostile_lab_are_no_images_and_its_addresses_private() -> None:
+    for data in hostile_images.broken(20):
+        with pytest.raises(BadImage):
+            decode(data, SPEC, "", 1 << 20)
+        assert hostile_images.data_url(data).startswith("data:image/")
+    made = list(hostile_images.addresses(4321, 200))
+    assert len(set(made)) == 200
+    assert sum(":4321" in url for url in made) > 100

@@ -12,8 +12,11 @@ from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
+from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.image_store import BadImages, ImageStore
+from prefill_worker.request import PrefillRequest, State, attempt_span
+from prefill_worker.request_images import RequestImages
 
 NAMESPACE = bytes(range(32))
 SHAPE = (2, 3, 4, 4)
@@ -156,6 +159,26 @@ def test_chunks_get_the_rows_of_their_tokens() -> None:
     assert (third.at, third.rows[:, 1].tolist()) == (4, [0.0, 1.0])
     assert images.rows(15, 20) == []
     assert seen == []
+
+
+def test_what_a_prompt_waits_for_its_rows_is_a_phase_of_its_own() -> None:
+    images = RequestImages((), {})
+    request = PrefillRequest(attempt(), [1], GatewayStream("g"), 0, 0.0, "", 0, images=images)
+    request.entered = {State.QUEUED: 10.0, State.ASKED: 13.0, State.GRANTED: 13.5}
+    request.computed_at = 20.0
+    seconds = [_phases(request)]
+    images.fetched_at = 12.0  # an encode worker's came, and some more after the grant
+    seconds.append(_phases(request))
+    images.encoded_at = 15.5
+    seconds.append(_phases(request))
+    assert seconds == [(3.0, 0.0, 6.5), (1.0, 2.0, 6.5), (1.0, 4.0, 4.5)]
+    names = [one.name for one in attempt_span(request, "committed").children]
+    assert names == ["encode", "queue", "kv_alloc_wait", "encode", "prefill", "kv_transfer.send"]
+
+
+def _phases(request: PrefillRequest) -> tuple[float, ...]:
+    times = request.times()
+    return tuple(one.ToNanoseconds() / 1e9 for one in (times.prefill_queue, times.encode, times.prefill))
 
 
 def test_a_known_image_is_not_encoded_again() -> None:

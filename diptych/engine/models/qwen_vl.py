@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.engine.models.config_fields import COMMON, llama_shape, unreadable
-from diptych.engine.models.family import Config, Family
+from diptych.engine.models.family import Config, Family, GgufFamily, GgufMetadata
 from diptych.engine.models.qwen2 import QWEN2_DEFAULTS
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 
 _QWEN2_VL = {
     **QWEN2_DEFAULTS,
@@ -70,6 +70,16 @@ def _shape(config: Config, tied: bool) -> ModelShape:
     return _with_axes(llama_shape(config, tied, qkv_bias=True), axes)
 
 
+def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    """Cut the pairs of lanes as the file says: its fourth section is for what no model of these has."""
+    key = "rope.dimension_sections"
+    sections = metadata.integers(key) or (*_SECTIONS, 0)
+    pairs = shape.rotations[0].width // 2
+    if len(sections) != 4 or sections[3] or min(sections) < 0 or sum(sections) != pairs:
+        raise UnsupportedModel(f"metadata {metadata.key(key)} does not cut {pairs} pairs of lanes into three")
+    return _with_axes(shape, [axis for axis, count in enumerate(sections) for _ in range(count)])
+
+
 def _shape3(config: Config, tied: bool) -> ModelShape:
     sections = _sections(config, _SECTIONS3)
     axes = [0] * sum(sections)
@@ -88,3 +98,5 @@ FAMILIES = (
     _family("qwen2_5_vl_text"),
     Family("qwen3_vl_text", _QWEN3_VL, _shape3, rope_theta=500000.0, resolve=_resolve),
 )
+
+GGUF_FAMILIES = (GgufFamily("qwen2vl", _gguf, read=frozenset({"rope.dimension_sections"})),)

@@ -11,8 +11,20 @@ import numpy as np
 import torch
 
 from diptych.engine.models.shape import UnsupportedModel
-from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import ImageSpec
+
+
+class EncoderFiles(Protocol):
+    """Tensors of a model's files by the names that folders have."""
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor. Raises BadModelFile."""
+        ...
+
+    def said(self, name: str) -> str:
+        """Return what the files call a tensor."""
+        ...
 
 
 class ImageEncoder(Protocol):
@@ -50,7 +62,7 @@ class EncoderTensors:
     """The tensors of an encoder in a folder. What is never taken is refused at the end, by its name."""
 
     def __init__(
-        self, files: TensorFiles, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device
+        self, files: EncoderFiles, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device
     ) -> None:
         """Read names below the first of `prefixes` that a tensor has: files of several ages spell them
         otherwise.
@@ -66,7 +78,8 @@ class EncoderTensors:
         tensor = self._files.read(full)
         self._left.discard(full)
         if tuple(tensor.shape) != size:
-            raise UnsupportedModel(f"tensor {full} is {tuple(tensor.shape)}, the config says {size}")
+            said = self._files.said(full)
+            raise UnsupportedModel(f"tensor {said} is {tuple(tensor.shape)}, the config says {size}")
         if not tensor.is_floating_point():
             raise UnsupportedModel(f"tensor {full}: quantised image encoders are not computed")
         return tensor.to(self._device, self._dtype)
@@ -90,7 +103,7 @@ class EncoderSource:
     config: Mapping[str, Any]
     """The model's config.json."""
     spec: ImageSpec
-    files: TensorFiles
+    files: EncoderFiles
     text_hidden: int
     """Width of the text model, which gets the rows."""
     dtype: torch.dtype

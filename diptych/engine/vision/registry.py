@@ -14,10 +14,12 @@ from diptych.engine.vision.encoder import EncoderSource, ImageEncoder
 from diptych.engine.vision.gemma3 import Gemma3Encoder
 from diptych.engine.vision.idefics3 import Idefics3Encoder
 from diptych.engine.vision.llava import LlavaEncoder
+from diptych.engine.vision.mmproj_tensors import MmprojTensors
 from diptych.engine.vision.qwen2_vl import QwenEncoder
 from diptych.engine.vision.qwen3_vl import Qwen3Encoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
 from diptych.image_spec import UnreadableImages, image_spec
+from diptych.mmproj import ImagePair
 
 _ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
     "gemma3": Gemma3Encoder,
@@ -28,18 +30,37 @@ _ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
 }
 
 
+class FolderTensors(TensorFiles):
+    """The tensors of a folder; implements `EncoderFiles`."""
+
+    def said(self, name: str) -> str:
+        """See `EncoderFiles.said`."""
+        return name
+
+
 def rows_dtype(precision: Precision) -> torch.dtype:
     """Return what an image encoder computes in, and what its rows are of: the plain type, else float32."""
     return plain_dtype(precision) or torch.float32
 
 
 def load_encoder(
-    path: Path, text_hidden: int, precision: Precision, device: torch.device | str = "cpu"
+    path: Path,
+    text_hidden: int,
+    precision: Precision,
+    device: torch.device | str = "cpu",
+    *,
+    pair: ImagePair | None = None,
 ) -> ImageEncoder | None:
-    """Return the image encoder of the model at `path`; None if it reads text only.
+    """Return the image encoder of the model at `path`, of a `pair` that in its mmproj file; None if it reads
+    text only.
 
     It computes in `rows_dtype`. Raises UnsupportedModel, BadModelFile.
     """
+    where, dtype = torch.device(device), rows_dtype(precision)
+    if pair is not None:
+        tensors = MmprojTensors(pair.mmproj, pair.spec.family)
+        source = EncoderSource(pair.config, pair.spec, tensors, text_hidden, dtype, where)
+        return _ENCODERS[pair.spec.family](source)
     try:
         spec = image_spec(path)
     except UnreadableImages as error:
@@ -47,6 +68,5 @@ def load_encoder(
     if spec is None:
         return None
     config = json.loads((path / "config.json").read_bytes())
-    dtype = rows_dtype(precision)
-    source = EncoderSource(config, spec, TensorFiles(path), text_hidden, dtype, torch.device(device))
+    source = EncoderSource(config, spec, FolderTensors(path), text_hidden, dtype, where)
     return _ENCODERS[spec.family](source)

@@ -24,6 +24,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_ITEMS = 1 << 24
 """Bound on metadata, tensors or an array: far beyond any real file, and small enough to count through."""
+_FEW_NUMBERS = 16
+"""Numbers of an array that is read; longer ones have a number a layer or a token."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class GgufHeader:
     """Metadata and tensors of a file."""
 
     metadata: dict[str, Scalar]
-    arrays: frozenset[str]
-    """Keys of the metadata's arrays, whose values are not read."""
+    arrays: dict[str, tuple[Scalar, ...] | None]
+    """The metadata's arrays by key: of those of few numbers their values, of all others None."""
     tensors: dict[str, GgufTensor]
 
 
@@ -127,32 +129,37 @@ def _read(path: Path) -> GgufHeader:
         raise BadModelFile(f"GGUF version {version}: only 2 and 3 are read")
     tensor_count, field_count = cursor.count(), cursor.count()
     metadata: dict[str, Scalar] = {}
-    arrays = set()
+    arrays: dict[str, tuple[Scalar, ...] | None] = {}
     for _ in range(field_count):
         key = cursor.string()
-        value = _value(cursor, int(cursor.take("I")))
-        if value is None:
-            arrays.add(key)
+        kind = int(cursor.take("I"))
+        if kind == _ARRAY:
+            arrays[key] = _array(cursor)
         else:
-            metadata[key] = value
+            metadata[key] = _value(cursor, kind)
     places = [_place(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise BadModelFile("general.alignment is not a power of two")
     begin = -(-cursor.position // alignment) * alignment
-    return GgufHeader(metadata, frozenset(arrays), _tensors(places, data[begin:], alignment))
+    return GgufHeader(metadata, arrays, _tensors(places, data[begin:], alignment))
 
 
-def _value(cursor: _Cursor, kind: int) -> Scalar | None:
-    """Read a value of the metadata, None for an array, which is stepped over."""
+def _value(cursor: _Cursor, kind: int) -> Scalar:
+    """Read a value of the metadata that is no array."""
     if kind == _STRING:
         return cursor.string()
-    if kind in _SCALARS:
-        return cursor.take(_SCALARS[kind])
-    if kind != _ARRAY:
+    if kind not in _SCALARS:
         raise BadModelFile(f"the GGUF header has a value of type {kind}")
+    return cursor.take(_SCALARS[kind])
+
+
+def _array(cursor: _Cursor) -> tuple[Scalar, ...] | None:
+    """Read an array of few numbers; step over any other one and return None."""
     item, length = int(cursor.take("I")), cursor.count()
     if item in _SCALARS:
+        if length <= _FEW_NUMBERS:
+            return tuple(cursor.take(_SCALARS[item]) for _ in range(length))
         cursor.skip(length * struct.calcsize("<" + _SCALARS[item]))
     elif item == _STRING:
         for _ in range(length):

@@ -62,7 +62,7 @@ def shape_from_header(
     """
     name = str(_required(header.metadata.get("general.architecture"), "general.architecture"))
     family = gguf_family_of(name)
-    metadata = _Metadata(name, header)
+    metadata = _Metadata(name, header, family.read)
     if metadata.get("expert_count") and "expert_count" not in family.read:
         raise UnsupportedModel("expert_count: mixtures of experts are not supported")
     shape = family.switches(
@@ -75,11 +75,11 @@ def shape_from_header(
 class _Metadata:
     """The values below one family's prefix, by the rest of the key and by type."""
 
-    def __init__(self, family: str, header: GgufHeader) -> None:
+    def __init__(self, family: str, header: GgufHeader, read: Collection[str]) -> None:
         self.family = family
-        self._values, self._tensors = header.metadata, header.tensors
+        self._values, self._tensors, self._arrays = header.metadata, header.tensors, header.arrays
         for key in header.arrays:
-            if key.startswith(f"{family}."):
+            if key.startswith(f"{family}.") and key.removeprefix(f"{family}.") not in read:
                 raise UnsupportedModel(f"metadata {key} is an array: layers that differ are not computed")
 
     def has(self, tensor: str) -> bool:
@@ -106,6 +106,14 @@ class _Metadata:
         if isinstance(value, str):
             raise BadModelFile(f"metadata {self.key(name)} is not a number")
         return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        values = self._arrays.get(self.key(name))
+        if values is None and self.key(name) not in self._arrays:
+            return None
+        if values is None or not all(isinstance(value, int) for value in values):
+            raise BadModelFile(f"metadata {self.key(name)} is no short array of whole numbers")
+        return tuple(map(int, values))
 
     def size(self, name: str) -> int:
         return _required(self.integer(name), self.key(name))

@@ -22,6 +22,7 @@ MAX_METADATA_ENTRIES: Final = 65_536
 MAX_KEY_BYTES: Final = 65_535  # the format's own bound
 MAX_ARRAY_LENGTH: Final = 16_777_216
 MAX_ARRAY_DEPTH: Final = 4
+MAX_DIMENSIONS: Final = 4
 
 Scalar = int | float | bool | str
 Value = Scalar | list["Value"]
@@ -63,13 +64,26 @@ def read_scalars(path: Path) -> dict[str, Value]:
     return _read(path, arrays=False)
 
 
-def _read(path: Path, *, arrays: bool) -> dict[str, Value]:
+def read_with_sizes(path: Path) -> tuple[dict[str, Value], dict[str, tuple[int, ...]]]:
+    """Return all metadata entries, and the size of each tensor, rows first.
+
+    Raises `MalformedGguf` or `OSError`.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    return _read(path, arrays=True, sizes=sizes), sizes
+
+
+def _read(path: Path, *, arrays: bool, sizes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Value]:
     with path.open("rb") as file:
         if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
             raise MalformedGguf(f"{path.name}: too short for a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             try:
-                return _Cursor(view, arrays=arrays).metadata()
+                cursor = _Cursor(view, arrays=arrays)
+                found = cursor.metadata()
+                if sizes is not None:
+                    sizes.update(cursor.sizes())
+                return found
             except MalformedGguf as error:
                 raise MalformedGguf(f"{path.name}: {error}") from None
 
@@ -82,6 +96,7 @@ class _Cursor:
         self._arrays = arrays  # else they are stepped over
         self._end = len(view)
         self._at = 0
+        self._tensors = 0
 
     def metadata(self) -> dict[str, Value]:
         if self._take(len(MAGIC)) != MAGIC:
@@ -89,7 +104,7 @@ class _Cursor:
         version = self._unsigned(_U32)
         if version not in VERSIONS:
             raise MalformedGguf(f"version {version}, this build reads {VERSIONS}")
-        self._unsigned(_U64)  # tensor count
+        self._tensors = self._unsigned(_U64)
         entries = self._unsigned(_U64)
         if entries > MAX_METADATA_ENTRIES:
             raise MalformedGguf(f"{entries} metadata entries")
@@ -103,6 +118,19 @@ class _Cursor:
                 self._skip_array(depth=0)
             else:
                 found[key] = self._value(kind, depth=0)
+        return found
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the size of each tensor, which stand behind the metadata."""
+        if self._tensors > MAX_METADATA_ENTRIES:
+            raise MalformedGguf(f"{self._tensors} tensors")
+        found: dict[str, tuple[int, ...]] = {}
+        for _ in range(self._tensors):
+            name, dimensions = self._key(), self._unsigned(_U32)
+            if dimensions > MAX_DIMENSIONS:
+                raise MalformedGguf(f"tensor {name!r} of {dimensions} dimensions")
+            found[name] = tuple(self._unsigned(_U64) for _ in range(dimensions))[::-1]
+            self._skip(_U32.size + _U64.size)  # its type and place
         return found
 
     def _take(self, size: int) -> bytes:

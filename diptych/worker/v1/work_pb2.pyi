@@ -319,7 +319,7 @@ class Failure(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
-    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill", "drafted_tokens", "accepted_draft_tokens", "tier_blocks", "kv_load")
+    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps", "kv_pull", "local_prefill", "drafted_tokens", "accepted_draft_tokens", "tier_blocks", "kv_load", "encode")
     PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +336,7 @@ class PhaseTimes(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
     prefill_queue: _duration_pb2.Duration
     grant_wait: _duration_pb2.Duration
     prefill: _duration_pb2.Duration
@@ -352,7 +353,8 @@ class PhaseTimes(_message.Message):
     accepted_draft_tokens: int
     tier_blocks: int
     kv_load: _duration_pb2.Duration
-    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., tier_blocks: _Optional[int] = ..., kv_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    encode: _duration_pb2.Duration
+    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ..., kv_pull: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., tier_blocks: _Optional[int] = ..., kv_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., encode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation")

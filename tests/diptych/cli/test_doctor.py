@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cli import doctor
+from tests import mmproj_twins, vision_models
 from tests.diptych.runtime.odd_models import WHOLE, folder
 
 
@@ -81,3 +82,16 @@ def test_given_model_is_described_with_the_backend_that_computes_it(
 def test_given_model_that_is_none_is_missing(tmp_path: Path) -> None:
     found = doctor.given_model(str(tmp_path))
     assert (found.state, "is empty" in found.text) == ("missing", True)
+
+
+def test_doctor_names_the_file_that_encodes_a_models_images_and_why_another_does_not(tmp_path: Path) -> None:
+    made = tmp_path / "folder"
+    made.mkdir()
+    pair = mmproj_twins.write("llava", vision_models.write("llava", made), tmp_path)
+    other = mmproj_twins.write_mmproj(tmp_path / "other-mmproj.gguf", {"clip.has_vision_encoder": False}, {})
+    found = doctor.given_model(str(pair.text))
+    assert f"encoded by {pair.mmproj.name}" in found.text
+    assert f"{other.name} beside it is not taken: {other.name} has no encoder of images" in found.text
+    refused = doctor.given_model(str(pair.text), other)
+    assert refused.state == "missing"
+    assert f"--mmproj: {other.name} has no encoder of images" in refused.text

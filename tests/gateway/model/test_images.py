@@ -17,7 +17,7 @@ from gateway.model.served_model import ServedModel
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.validation import parse_request
 from gateway.tokenizer_service import tokenize
-from tests import vision_models
+from tests import mmproj_twins, vision_models
 
 NAMESPACE = bytes(range(32))
 SIZE = {"size": {"shortest_edge": 35}, "crop_size": {"height": 35, "width": 35}}
@@ -35,6 +35,19 @@ def prepared(
     shape = (tiles, 3, *support.spec.tile)
     data = bytes([fill]) * (tiles * 3 * shape[2] * shape[3])
     return PreparedImage(shape, data, rows, columns, pixels_digest(shape, data))
+
+
+def test_a_pair_of_gguf_files_makes_the_prompts_of_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    pair = mmproj_twins.write("idefics3", vision_models.write("idefics3", folder), tmp_path)
+    prompts = []
+    for model in (ServedModel.load(folder, "m"), ServedModel.load(pair.text, "m", mmproj=pair.mmproj)):
+        support = support_of(model)
+        images = [prepared(support, tiles=5, rows=2, columns=2), prepared(support, fill=3)]
+        prompts.append(parse(model, *images).prompt_ids)
+    assert prompts[0] == prompts[1]
+    assert support.mmproj == pair.mmproj
 
 
 def support_of(model: ServedModel) -> ImageSupport:

@@ -201,7 +201,7 @@ def write_twin(oracle: Any, path: Path, twin: Twin, kind: gguf.GGMLQuantizationT
     """Write transformers' model as a GGUF file, its matrices quantised as `kind` where given."""
     config = oracle.config
     writer = gguf.GGUFWriter(path, twin.architecture)
-    _write_metadata(writer, config, twin)
+    write_metadata(writer, config, twin)
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == twin.architecture),
         config.num_hidden_layers,
@@ -226,7 +226,8 @@ def write_twin(oracle: Any, path: Path, twin: Twin, kind: gguf.GGMLQuantizationT
     writer.close()
 
 
-def _write_metadata(writer: gguf.GGUFWriter, config: Any, twin: Twin) -> None:
+def write_metadata(writer: gguf.GGUFWriter, config: Any, twin: Twin) -> None:
+    """Add the keys of a text model."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Vision:
 
     def embeddings(self, *pictures: Any) -> torch.Tensor:
         """Return the rows of pictures, encoded tile by tile."""
-        tiles = [tile for picture in pictures for tile in self._tiles(picture)]
+        tiles = [tile for picture in pictures for tile in self.tiles(picture)]
         return torch.cat([self.encoder.encode(torch.from_numpy(tile.copy())) for tile in tiles])
 
     def spans(self, ids: Sequence[int], *pictures: Any) -> list[ImageRows]:
@@ -43,14 +43,19 @@ class Vision:
             return []
         found, place = [], 0
         for picture in pictures:
-            shape = self._tiles(picture).shape
+            shape = self.tiles(picture).shape
             place = ids.index(self.spec.token_id, place)
             columns = self.spec.columns_of(shape)
             found.append(ImageRows(place, self.spec.rows_of(shape), b"", columns=columns))
             place = found[-1].end
         return found
 
-    def _tiles(self, picture: Any) -> Pixels:
+    def with_encoder(self, encoder: ImageEncoder) -> Vision:
+        """Return the same model with another encoder."""
+        return replace(self, encoder=encoder)
+
+    def tiles(self, picture: Any) -> Pixels:
+        """Return the tiles of a picture."""
         return decode(vision_models.png(picture), self.spec, "", 10**7).tiles
 
     def inputs(self, pictures: list[Any], words: str = "is") -> dict[str, torch.Tensor]:

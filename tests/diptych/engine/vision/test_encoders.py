@@ -169,7 +169,9 @@ def prefilled(
     whole: bool = True,
     adapter: int | None = None,
 ) -> tuple[torch.Tensor, KVMemory]:
-    memory = KVMemory(runner.model.kv_layout(16), BLOCKS)
+    layout, device = runner.model.kv_layout(16), runner.model.device
+    on_cpu = device.type == "cpu"
+    memory = KVMemory(layout, BLOCKS) if on_cpu else KVMemory.on_device(layout, BLOCKS, device)
     found = []
     end = 0
     while (start := end) < len(ids):

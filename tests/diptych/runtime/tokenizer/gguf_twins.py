@@ -29,8 +29,15 @@ def tokens_of(spec: dict[str, Any]) -> tuple[list[str], dict[int, dict[str, Any]
     return [ids.get(token_id, f"[PAD{token_id}]") for token_id in range(max(ids) + 1)], added
 
 
-def write_byte_level(path: Path, spec: dict[str, Any], pre: str, *, without: str = "") -> Path:
-    """Write the twin of a byte-level tokenizer.json; `without` leaves a key out."""
+def write_byte_level(path: Path, spec: dict[str, Any], pre: str) -> Path:
+    """Write the twin of a byte-level tokenizer.json."""
+    writer = _writer(path)
+    add_byte_level(writer, spec, pre)
+    return _written(writer, path)
+
+
+def add_byte_level(writer: gguf.GGUFWriter, spec: dict[str, Any], pre: str) -> None:
+    """Add the vocabulary of a byte-level tokenizer.json."""
     tokens, added = tokens_of(spec)
     known = {*spec["model"]["vocab"].values(), *added}
     kinds = [
@@ -44,13 +51,11 @@ def write_byte_level(path: Path, spec: dict[str, Any], pre: str, *, without: str
         for at in range(len(tokens))
     ]
     merges = [one if isinstance(one, str) else " ".join(one) for one in spec["model"]["merges"]]
-    writer = _writer(path)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    return _written(writer, path)
 
 
 def write_sentencepiece(
