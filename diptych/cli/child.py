@@ -30,9 +30,7 @@ _ID = "worker_id"
 def announced_by(announced: Announcement, role: str) -> Announcement:
     """Return what the worker of `role` announced in the line of the process that hosts it."""
     prefix = f"{role}."
-    return {
-        name.removeprefix(prefix): value for name, value in announced.items() if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): value for name, value in announced.items() if name.startswith(prefix)}
 
 
 def ids_of(announced: Announcement) -> list[str]:

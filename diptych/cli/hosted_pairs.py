@@ -68,9 +68,7 @@ def pair_up(specs: Sequence[ChildSpec], sharing: str, log_level: str) -> list[Ch
     return [*pairs, *rest]
 
 
-def _pair(
-    name: str, prefill: ChildSpec, decode: ChildSpec, sharing: str, log_level: str
-) -> ChildSpec:
+def _pair(name: str, prefill: ChildSpec, decode: ChildSpec, sharing: str, log_level: str) -> ChildSpec:
     hosts = tuple(replace(one, roles={}) for one in (prefill, decode))
     argv: list[str | Slot] = [*module_command(MODULE), "--gpu-sharing", sharing, "--log-level", log_level]
     argv += ["--worker-id", Slot("worker_id"), "--ready-fd", Slot("ready_fd"), "--death-fd", Slot("death_fd")]

@@ -37,9 +37,7 @@ class CardStreams:
 
 def priority_streams(device: torch.device) -> CardStreams:
     """Return streams over the whole card, of which that of decode steps runs first."""
-    return CardStreams(
-        torch.cuda.Stream(device, priority=HIGH), torch.cuda.Stream(device, priority=LOW)
-    )
+    return CardStreams(torch.cuda.Stream(device, priority=HIGH), torch.cuda.Stream(device, priority=LOW))
 
 
 def default_part(multiprocessors: int) -> int:

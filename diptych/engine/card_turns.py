@@ -123,7 +123,9 @@ class CardTurns:
     def _give(self) -> None:
         if self._holder is not None:
             return
-        state = Waiting("prompts" in self._waiting, "streams" in self._waiting, self._streams_run, self._owed_s)
+        state = Waiting(
+            "prompts" in self._waiting, "streams" in self._waiting, self._streams_run, self._owed_s
+        )
         phase = next_turn(state)
         if phase is None:
             return

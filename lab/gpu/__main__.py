@@ -28,6 +28,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.operators import operators
     from lab.gpu.quantised import quantised
     from lab.gpu.service import service
+    from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
 
     return {
@@ -39,6 +40,7 @@ def sections() -> dict[str, Section]:
         "sharing": sharing,
         "handoff": handoff,
         "service": service,
+        "shared card": shared_card,
     }
 
 

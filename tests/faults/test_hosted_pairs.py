@@ -92,7 +92,9 @@ def settle_after(system: Breakable, pid: int) -> None:
     from tests.faults.system import SETTLED_WITHIN_S, eventually
 
     eventually(
-        lambda: system.stack.account["decode"][0].get("pid") not in (None, pid), SETTLED_WITHIN_S, "a successor"
+        lambda: system.stack.account["decode"][0].get("pid") not in (None, pid),
+        SETTLED_WITHIN_S,
+        "a successor",
     )
     settle(system.stack)
 
