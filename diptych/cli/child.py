@@ -104,7 +104,8 @@ class ChildSpec:
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again, such as
     a public port. `roles` are the specifications of a worker in each role that it may have, and `model` is
-    the path of its model. `hosts` are those of the workers that one process hosts. `died` are the ids of those that died in its place. A process that cannot announce
+    the path of its model. `hosts` are the specifications of the workers that the process hosts, where it
+    hosts several. `died` are the ids of those that died in its place. A process that cannot announce
     itself is asked by `probe` until that returns. `health` asks one that serves whether it still does;
     without it its silence is not noticed.
     """

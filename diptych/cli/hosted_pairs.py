@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Health, Slot, announced_by
 from diptych.cli.stack_options import StackOptions
-from diptych.host.config import SEPARATOR, SHARING
+from diptych.host.config import ENGINE_FIELDS, SEPARATOR, SHARING
 from diptych.runtime.python_module import module_arguments, module_command
 
 ROLE = "pair"
@@ -21,6 +22,9 @@ MODULE = "diptych.host"
 OFF = "off"
 BY_DEFAULT = OFF
 """Meaning of `auto`, until the ways of sharing were measured in service."""
+_NVIDIA = Path("/dev/nvidiactl")
+_ENGINE_FLAGS = tuple(field.replace("_", "-") for field in ENGINE_FIELDS)
+_GROUP_FLAGS = ("tensor-parallel", "pipeline-parallel", "sum-parts")
 _OF_PROCESS = frozenset({"ready_fd", "death_fd"})
 """Slots that are the process's, and not its workers'."""
 
@@ -33,7 +37,8 @@ def sharing_of(options: StackOptions) -> str | None:
     """Return how pairs share their device; None where each worker has a process. Raises BadSharing."""
     chosen = options.gpu_sharing
     if chosen == "auto":
-        return None if BY_DEFAULT == OFF or why_no_pairs(options) is not None else BY_DEFAULT
+        pairs = BY_DEFAULT != OFF and _on_gpu(options) and why_no_pairs(options) is None
+        return BY_DEFAULT if pairs else None
     if chosen == OFF:
         return None
     if re.fullmatch(SHARING, chosen) is None:
@@ -49,11 +54,27 @@ def why_no_pairs(options: StackOptions) -> str | None:
         return "a worker of a pair does not change its role (--auto-roles)"
     if options.kv_tier:
         return "tiers (--kv-tier) read blocks beside one stream of steps only"
+    chosen: dict[str, dict[str, str]] = {"prefill": {}, "decode": {}}
+    for role, flag, value in options.overrides:
+        if role in chosen:
+            chosen[role][flag] = value
+    prefill, decode = chosen.values()
+    for flag in (*_ENGINE_FLAGS, *_GROUP_FLAGS):
+        if prefill.get(flag) != decode.get(flag):
+            return f"--set gives each another --{flag}"
+    if grouped := [flag for flag in _GROUP_FLAGS if decode.get(flag, "1") not in ("0", "1")]:
+        return f"--{grouped[0]} takes processes of its own"
     return None
 
 
-def pair_up(specs: Sequence[ChildSpec], sharing: str, log_level: str) -> list[ChildSpec]:
-    """Return the processes of these workers: pairs of one model while there are two to pair, then the rest."""
+def _on_gpu(options: StackOptions) -> bool:
+    return options.device.startswith("cuda") or (options.device == "auto" and _NVIDIA.exists())
+
+
+def pair_up(specs: Sequence[ChildSpec], sharing: str, options: StackOptions) -> list[ChildSpec]:
+    """Return the processes of these workers: pairs of one model while there are two to pair, then the
+    others.
+    """
     decode = [one for one in specs if one.role == "decode"]
     pairs: list[ChildSpec] = []
     rest = list(specs)
@@ -64,13 +85,16 @@ def pair_up(specs: Sequence[ChildSpec], sharing: str, log_level: str) -> list[Ch
         decode.remove(partner)
         rest.remove(prefill)
         rest.remove(partner)
-        pairs.append(_pair(f"{ROLE}-{len(pairs)}", prefill, partner, sharing, log_level))
+        pairs.append(_pair(f"{ROLE}-{len(pairs)}", prefill, partner, sharing, options))
     return [*pairs, *rest]
 
 
-def _pair(name: str, prefill: ChildSpec, decode: ChildSpec, sharing: str, log_level: str) -> ChildSpec:
+def _pair(name: str, prefill: ChildSpec, decode: ChildSpec, sharing: str, options: StackOptions) -> ChildSpec:
     hosts = tuple(replace(one, roles={}) for one in (prefill, decode))
-    argv: list[str | Slot] = [*module_command(MODULE), "--gpu-sharing", sharing, "--log-level", log_level]
+    argv: list[str | Slot] = [*module_command(MODULE), "--gpu-sharing", sharing]
+    argv += ["--log-level", options.log_level]
+    if options.config_digest is not None:
+        argv += ["--config-digest", options.config_digest]
     argv += ["--worker-id", Slot("worker_id"), "--ready-fd", Slot("ready_fd"), "--death-fd", Slot("death_fd")]
     for one in hosts:
         argv += [SEPARATOR, one.role, *_flags_of(one)]

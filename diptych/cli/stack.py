@@ -163,7 +163,7 @@ def worker_specs(
     ]
     sharing = sharing_of(options)
     return [
-        *(workers if sharing is None else pair_up(workers, sharing, options.log_level)),
+        *(workers if sharing is None else pair_up(workers, sharing, options)),
         *(
             _encoder(number, of_model(options, model), shared, cores)
             for number, model in enumerate(encoded_models(options))

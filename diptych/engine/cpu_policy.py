@@ -8,6 +8,7 @@ thread do about that is a verb of `CpuPolicy`:
     set_backlog                   prefill publishes for how long prompts have waited
     begin_decode, end_decode,     decode begins its steps less often while prompts wait
     pause_s, may_launch_ahead
+    turns, end_decode_turn        turns on a device that one process computes both phases on
     enter_engine_thread           turns of the engine's thread on the CPU
 
 On a GPU, whose workers share no cores but its time, a `SharedBacklog` is all there is: decode begins its
@@ -20,8 +21,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from diptych.engine.card_turns import CardTurns
 from diptych.engine.backend import Backend, CoreLendingBackend, LaunchingBackend
+from diptych.engine.card_turns import CardTurns
 from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import CoreLendingTuner, StepPacing
@@ -50,8 +51,9 @@ class CpuPolicy:
         """Serve `backend` with `threads` cores a step; 0 is all that this process may use.
 
         With `shared`, a step has the home cores and what others lend; its backlog counts. `backlog` is that
-        of workers on one GPU; with `turns` the two of one process take turns on it instead. `long_turns` and `short_turns` set the turns of the calling thread. Raises
-        ValueError for a negative number of threads.
+        of workers on one GPU; with `turns` the two workers of one process take turns there instead.
+        `long_turns` and `short_turns` set the turns of the calling thread. Raises ValueError for a negative
+        number of threads.
         """
         if threads < 0:
             raise ValueError("a negative number of threads")
@@ -60,7 +62,9 @@ class CpuPolicy:
         self._shared = shared
         self._backlog = backlog if shared is None else shared.backlog
         self.turns = turns
-        """Turns on the device that this process computes both phases on; None: it computes one, or both at once."""
+        """Turns on a device on which this process computes both phases; None: it computes one, or both at
+        once.
+        """
         self._pacing = pacing or StepPacing(1.0)
         self._decode_began = 0.0
         launches = isinstance(backend, LaunchingBackend)

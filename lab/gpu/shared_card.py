@@ -42,7 +42,7 @@ class Load:
 
 
 def shared_card(context: Context) -> Iterator[Figure]:
-    """Yield throughput, TTFT and ITL of each way at each load. Raises StartFailed where not even `off` starts."""
+    """Yield throughput, TTFT and ITL of each way at each load. Raises StartFailed where `off` fails."""
     device = device_of(context)
     ways = context.pick(WAYS, WAYS[:4], WAYS[:2])
     loads = context.pick(

@@ -1,4 +1,4 @@
-"""Hosted pairs: a prefill and a decode worker in one process. What is killed is always both, and all goes on."""
+"""A prefill and a decode worker in one process: what is killed is always both, and every stream goes on."""
 
 from __future__ import annotations
 
