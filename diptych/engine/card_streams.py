@@ -32,7 +32,7 @@ class CardStreams:
     decode: torch.cuda.Stream
     prefill: torch.cuda.Stream
     multiprocessors: tuple[int, int] | None = None
-    """Those of each, in this order; None where both have all."""
+    """Multiprocessors of each, in this order; None where both have all."""
 
 
 def priority_streams(device: torch.device) -> CardStreams:

@@ -1,4 +1,4 @@
-"""What the two workers of a process share of their GPU: streams, turns, and the interpreter's time."""
+"""Sharing of a GPU by the two workers of a process: streams, turns, and the interpreter's time."""
 
 from __future__ import annotations
 

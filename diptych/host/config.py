@@ -22,11 +22,11 @@ Kind = Literal["turns", "streams", "partition"]
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the two phases share a GPU."""
+    """Way in which the two phases share a GPU."""
 
     kind: Kind
     multiprocessors: int = 0
-    """Those of decode steps in a partition; 0: as many as are found good."""
+    """Multiprocessors of decode steps in a partition; 0: a quarter."""
 
     @classmethod
     def parse(cls, text: str) -> Sharing:

@@ -161,7 +161,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a worker has of its process where that hosts a worker of the other role, too (diptych/host)."""
+    """Parts that a worker gets from a process that hosts a worker of the other role, too (diptych/host)."""
 
     model: Model | None = None
     """Model whose weights this worker computes with; None: it loads them."""

@@ -34,7 +34,7 @@ _TOKENS = 49_152
 
 
 @dataclass(frozen=True)
-class Load:
+class ClientLoad:
     """Closed loops of so many clients, and requests in all."""
 
     clients: int
@@ -46,7 +46,9 @@ def shared_card(context: Context) -> Iterator[Figure]:
     device = device_of(context)
     ways = context.pick(WAYS, WAYS[:4], WAYS[:2])
     loads = context.pick(
-        (Load(1, 6), Load(16, 96), Load(64, 320)), (Load(1, 3), Load(16, 48), Load(64, 192)), (Load(2, 2),)
+        (ClientLoad(1, 6), ClientLoad(16, 96), ClientLoad(64, 320)),
+        (ClientLoad(1, 3), ClientLoad(16, 48), ClientLoad(64, 192)),
+        (ClientLoad(2, 2),),
     )
     given, asked = context.pick((1024, 128), (1024, 128), (24, 8))
     shape = replace(tiny(LLAMA_3_8B), vocab_size=_TOKENS) if context.dry else LLAMA_3_8B
@@ -61,7 +63,13 @@ def shared_card(context: Context) -> Iterator[Figure]:
             server = _server(way, model, device)
             try:
                 with RunningServer(server, folder) as running:
-                    _bench(running.address, Load(loads[-1].clients, loads[-1].clients), given, asked, folder)
+                    _bench(
+                        running.address,
+                        ClientLoad(loads[-1].clients, loads[-1].clients),
+                        given,
+                        asked,
+                        folder,
+                    )
                     for load in loads:
                         found = _bench(running.address, load, given, asked, folder)
                         yield _figure(way, load, found, base)
@@ -74,7 +82,7 @@ def shared_card(context: Context) -> Iterator[Figure]:
                 yield figure(SECTION, f"{way}: failed", 0.0, "tokens/s", note=str(error)[-1500:])
 
 
-def _figure(way: str, load: Load, found: dict[str, Any], base: dict[int, float]) -> Figure:
+def _figure(way: str, load: ClientLoad, found: dict[str, Any], base: dict[int, float]) -> Figure:
     rate = float(found["output_throughput"])
     if way == OFF:
         base[load.clients] = rate
@@ -116,7 +124,7 @@ def _shared(folder: Path, name: str) -> str:
     return " | ".join(line[-220:] for line in lines if any(word in line for word in wanted))[:1500]
 
 
-def _bench(address: str, load: Load, given: int, asked: int, folder: Path) -> dict[str, Any]:
+def _bench(address: str, load: ClientLoad, given: int, asked: int, folder: Path) -> dict[str, Any]:
     """Return the figures of one run of the load generator."""
     output = folder / "load.json"
     done = subprocess.run(

@@ -17,9 +17,8 @@ def test_flags_of_both_workers_stand_behind_their_roles():
 
 
 def test_settings_of_all_three_are_read():
-    read = read_settings(
-        ["--gpu-sharing", "partition:24", "--", "prefill", "--prefill-chunk=64", "--", "decode", "--max-batch=8"]
-    )  # fmt: skip
+    workers = ["--", "prefill", "--prefill-chunk", "64", "--", "decode", "--max-batch", "8"]
+    read = read_settings(["--gpu-sharing", "partition:24", *workers])
     assert read.own.gpu_sharing == "partition:24"
     assert (read.prefill.prefill_chunk, read.decode.max_batch) == (64, 8)
 
