@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Health, Slot, announced_by
 from diptych.cli.stack_options import StackOptions
-from diptych.host.config import ENGINE_FIELDS, SEPARATOR, SHARING
+from diptych.host.flags import ENGINE_FIELDS, SEPARATOR, SHARING
 from diptych.runtime.python_module import module_arguments, module_command
 
 ROLE = "pair"

@@ -13,7 +13,7 @@ from diptych.engine.card_streams import CardStreams, NoPartition, partition_stre
 from diptych.engine.card_turns import CardTurns
 from diptych.engine.device import choose_device
 from diptych.engine.loaded_model import Model
-from diptych.host.config import Sharing
+from diptych.host.flags import Sharing
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.engine_loader import Beside

@@ -16,7 +16,8 @@ from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from diptych.host.announcement import WorkerPipe, announce_both
 from diptych.host.card import Card, over_same_weights, share_card
-from diptych.host.config import HostedSettings, Sharing
+from diptych.host.config import HostedSettings
+from diptych.host.flags import Sharing
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker_process.engine_loader import Beside, load_engine
 from diptych.worker_process.program import Worker, loaded_unless, startup_errors

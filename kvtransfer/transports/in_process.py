@@ -1,4 +1,4 @@
-"""Transport within a process: a prefill worker computes straight into the pool of a decode worker of its process.
+"""Transport within a process: a prefill worker computes straight into the pool of a decode worker beside it.
 
 Both are hosted by one process (diptych/host), so that nothing is passed or mapped: the writer gets a memory
 over the same bytes. A process cannot be its own proof of death, and so the proof that a writer has stopped is

@@ -12,7 +12,7 @@ from diptych.cli.child import ChildSpec, Slot, announced_by, ids_of, records_of
 from diptych.cli.preflight import BadOptions, read_programs
 from diptych.cli.stack import SharedSecrets, program_specs
 from diptych.cli.stack_options import StackOptions
-from diptych.host.config import split_flags
+from diptych.host.flags import split_flags
 from diptych.runtime.python_module import module_arguments
 
 SHARED = SharedSecrets("redis://:password@127.0.0.1:1/0", "5ec2e7")

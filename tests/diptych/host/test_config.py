@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.config import DecodeSettings
-from diptych.host.config import DifferentEngines, Sharing, read_settings, split_flags, why_two_engines
+from diptych.host.config import DifferentEngines, read_settings, why_two_engines
+from diptych.host.flags import Sharing, split_flags
 from diptych.runtime.settings import StartupError
 from prefill_worker.config import PrefillSettings
 
