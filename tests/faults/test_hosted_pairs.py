@@ -18,7 +18,8 @@ from tests.end_to_end.test_role_changes import greedy, stream
 from tests.faults import kill_matrix
 from tests.faults.conftest import Breakable, breakable
 from tests.faults.states import STATES, Victim
-from tests.faults.system import settle
+from tests.faults.stopped_writer import stop_a_writer
+from tests.faults.system import SETTLED_WITHIN_S, eventually, settle
 
 ONE_PROCESS = ("--device", "cpu", "--gpu-sharing", "turns")
 FEW: list[tuple[str, Victim]] = [("S4", "prefill"), ("S8", "decode")]
@@ -47,19 +48,20 @@ def handoffs(system: Breakable, index: int, transport: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+async def answers_of(system: Breakable, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the greedy answers to all prompts, asked at once."""
+    async with AsyncClient(system.address) as client:
+        return await asyncio.gather(*(stream(client, prompt) for prompt in prompts))
+
+
 def test_text_of_a_hosted_pair_equals_transformers_and_no_byte_is_moved(
     hosted: Breakable, tiny: Path
 ) -> None:
     prompts = [list(range(20 + seed, 20 + seed + length)) for seed, length in enumerate((1, 40, 100, 200))]
-
-    async def ask() -> list[list[int]]:
-        async with AsyncClient(hosted.address) as client:
-            return await asyncio.gather(*(stream(client, prompt) for prompt in prompts))
-
     account = hosted.stack.account
     assert account["prefill"][0]["pid"] == account["decode"][0]["pid"]
     assert account["prefill"][0]["worker_id"] != account["decode"][0]["worker_id"]
-    answers = asyncio.run(ask())
+    answers = asyncio.run(answers_of(hosted, prompts))
     right = [greedy(tiny, prompt) for prompt in prompts]
     assert answers == right
     assert right[1] != right[2], "the check could not fail"
@@ -89,8 +91,6 @@ def test_both_workers_start_again_where_one_is_drained(hosted: Breakable) -> Non
 
 def settle_after(system: Breakable, pid: int) -> None:
     """Wait until the process `pid` has a successor that serves."""
-    from tests.faults.system import SETTLED_WITHIN_S, eventually
-
     eventually(
         lambda: system.stack.account["decode"][0].get("pid") not in (None, pid),
         SETTLED_WITHIN_S,
@@ -110,8 +110,26 @@ def test_streams_go_on_after_the_only_hosting_process_was_killed(hosted: Breakab
     check(hosted, tiny, [("S8", "decode")])
 
 
-@pytest.mark.parametrize("cells", [FEW, pytest.param(MORE, marks=pytest.mark.full)], ids=["few", "more"])
+@pytest.mark.full
+@pytest.mark.parametrize("cells", [FEW, MORE], ids=["few", "more"])
 def test_no_token_is_lost_when_a_hosting_process_is_killed(
     two_pairs: Breakable, tiny: Path, cells: list[tuple[str, Victim]]
 ) -> None:
     check(two_pairs, tiny, cells)
+
+
+@pytest.mark.full
+def test_hosting_process_that_hangs_with_a_grant_is_killed_by_another(two_pairs: Breakable) -> None:
+    """Its prefill worker writes for the other pair's decode worker at one of some tries."""
+    assert any(stop_a_writer(two_pairs, stopped_s=6.0) for _ in range(4))
+
+
+def test_phases_that_take_turns_give_the_same_text(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Path
+) -> None:
+    """The torch step lends no cores: on a CPU it takes turns as on a GPU."""
+    torch_steps = ("--set", "prefill.backend=torch", "--set", "decode.backend=torch")
+    for system in breakable(tmp_path_factory, tiny, *ONE_PROCESS, *torch_steps):
+        prompts = [list(range(20 + seed, 20 + seed + 90)) for seed in range(4)]
+        assert asyncio.run(answers_of(system, prompts)) == [greedy(tiny, prompt) for prompt in prompts]
+        assert "computes both phases, by turns" in system.stack.log.read_text()
