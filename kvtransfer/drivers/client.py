@@ -13,7 +13,7 @@ import torch
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.runtime.internal_tls import InternalTls
-from diptych.worker.v1 import handoff_pb2, work_pb2
+from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.links import PeerLink
@@ -213,7 +213,7 @@ class HandoffClient:
                 # The same process has the same pool: one mapping serves all its links.
                 mapped = peer.memory
                 if mapped is None or in_process.is_fenced(mapped):
-                    mapped = await self._map_pool(welcome, hello)
+                    mapped = await self._map_pool(welcome, hello.rank_tokens)
                 memory = mapped
                 copying = None
             else:
@@ -236,11 +236,11 @@ class HandoffClient:
         )
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
-    async def _map_pool(self, welcome: Welcome, hello: handoff_pb2.HandoffWelcome) -> KVMemory:
+    async def _map_pool(self, welcome: Welcome, rank_tokens: Sequence[bytes]) -> KVMemory:
         """Map the decode worker's pool in all processes that compute. Raises TransportError."""
-        memory = await registry.map_pool(welcome, self._device, hello.transport)
+        memory = await registry.map_pool(welcome, self._device)
         if self._ranks is not None:
-            await self._ranks.map_pool(memory, welcome, hello.rank_tokens)
+            await self._ranks.map_pool(memory, welcome, rank_tokens)
         return memory
 
     def flush_prefix_cache(self) -> int:

@@ -26,6 +26,8 @@ from kvtransfer.transports.registered_writers import RegisteredWriters
 from kvtransfer.transports.writer_gate import WriterGate, end_process
 
 NAME = "in_process"
+SCHEME = "in-process:"
+"""Begin of the endpoints of this transport."""
 
 _RECEIVERS: weakref.WeakValueDictionary[str, InProcessReceiver] = weakref.WeakValueDictionary()
 """Receivers of this process by endpoint: its own namespace, as abstract sockets are the machine's."""
@@ -47,7 +49,7 @@ class InProcessReceiver:
         self._dead = hooks.dead
         self._writers = RegisteredWriters(self._writer_stopped)
         self._gates: dict[WriterId, WriterGate] = {}
-        self._endpoint = f"in-process:{secrets.token_hex(16)}"
+        self._endpoint = f"{SCHEME}{secrets.token_hex(16)}"
 
     def unreachable_reason(self, writer: Locality) -> str | None:
         """Return None for a writer of this process."""

@@ -103,9 +103,9 @@ def make_receiver(
     raise ValueError(f"there is no transport {name!r}")
 
 
-async def map_pool(welcome: Welcome, device: torch.device, transport: str = "") -> KVMemory:
-    """Map the decode worker's pool by `transport`, for `device` to compute in. Raises TransportError."""
-    if transport == in_process.NAME:
+async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
+    """Map the decode worker's pool, for `device` to compute in. Raises TransportError."""
+    if welcome.endpoint.startswith(in_process.SCHEME):
         return await in_process.open_in_process(welcome)
     return await shared_memory.open_shared_memory(welcome, mapping_for(device))
 
