@@ -42,6 +42,8 @@ PULLS_MAPPED = frozenset({cuda_ipc.NAME})
 """Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
+_MAPPED = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME})
+"""Transports on a GPU with which the writer itself waits for what it wrote."""
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
 
 
@@ -53,11 +55,18 @@ def transports_for(flag: str, device: torch.device, *, hosted: bool = False) -> 
     """Return the transports that `--transport` stands for, in order of preference, with blocks on `device`.
 
     `cuda_ipc` computes in place where both workers have the same GPU. A worker that is `hosted` beside one of
-    the other role computes in place there, unless `flag` is a transport that copies. Raises
+    the other role computes in place there, unless `flag` is a transport that copies; on a GPU it takes no
+    transport whose copies into the pool are ordered by a stream, of which its steps have two. Raises
     UnusableTransport.
     """
     found = _transports_between_processes(flag, device)
-    return (in_process.NAME, *found) if hosted and not IN_PLACE.isdisjoint(found) else found
+    if not hosted:
+        return found
+    if device.type != "cpu":
+        found = tuple(name for name in found if name in _MAPPED)
+        if not found:
+            raise UnusableTransport(f"--transport {flag}: workers of one process on a GPU take cuda_ipc")
+    return (in_process.NAME, *found) if not IN_PLACE.isdisjoint(found) else found
 
 
 def _transports_between_processes(flag: str, device: torch.device) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.protocol.transfer_table import EscalationTimeouts
-from kvtransfer.transports import writer_gate
+from kvtransfer.transports import registry, writer_gate
 from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError, Welcome, host_id
 from kvtransfer.transports.in_process import InProcessReceiver, is_fenced, open_in_process, writing
 from kvtransfer.transports.pool_memory import allocate_pool
@@ -138,6 +139,26 @@ async def test_fenced_writer_registers_anew(ends):
     assert not is_fenced(after)
     with writing([after]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("flag", "device", "names"),
+    [
+        ("auto", "cpu", ("in_process", "shared_memory", "tcp")),
+        ("tcp", "cpu", ("tcp",)),
+        ("auto", "cuda", ("in_process", "cuda_shared", "cuda_ipc")),
+        ("cuda_ipc", "cuda", ("in_process", "cuda_shared", "cuda_ipc")),
+    ],
+)
+def test_transports_of_a_worker_that_is_not_alone_in_its_process(flag, device, names):
+    assert registry.transports_for(flag, torch.device(device), hosted=True) == names
+    assert "in_process" not in registry.transports_for(flag, torch.device(device))
+
+
+@pytest.mark.parametrize("flag", ["tcp", "gloo"])
+def test_copies_that_a_stream_orders_are_refused_on_a_gpu_with_two(flag):
+    with pytest.raises(registry.UnusableTransport, match="take cuda_ipc"):
+        registry.transports_for(flag, torch.device("cuda"), hosted=True)
 
 
 def test_end_of_the_process_is_a_kill():

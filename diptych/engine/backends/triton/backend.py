@@ -111,6 +111,10 @@ class TritonBackend:
             raise RuntimeError("adapters were not allowed")
         with self._current(), torch.no_grad():
             self._layers.adapters.set(slot, prepared)
+            if self._device.type == "cuda":
+                current = torch.cuda.current_stream(self._device)
+                if current != torch.cuda.default_stream(self._device):
+                    current.synchronize()  # steps may be on another stream than that of the caller
 
     def give_hidden_rows(self) -> TritonBackend:
         """See `HiddenRowsBackend.give_hidden_rows`: in what is planned from now on."""
