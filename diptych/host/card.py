@@ -54,9 +54,10 @@ def share_card(sharing: Sharing, settings: WorkerSettings) -> Card:
     # What the event loop queues (copies of blocks, recordings) belongs to decode steps, in their order.
     torch.cuda.set_stream(streams.decode)
     turns = CardTurns() if sharing.kind == "turns" else None
+    paced = sharing.kind == "streams"  # turns are the pace of the one, a part of the card is the other's own
     return Card(
-        Beside(stream=streams.decode, turns=turns),
-        Beside(stream=streams.prefill, turns=turns),
+        Beside(stream=streams.decode, turns=turns, paced=paced),
+        Beside(stream=streams.prefill, turns=turns, paced=paced),
         f"{device} computes both phases over one copy of the weights, {_in_words(sharing, streams)}",
     )
 

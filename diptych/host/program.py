@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TypeVar
 
 from decode_worker.config import DecodeSettings
@@ -19,7 +20,7 @@ from diptych.host.card import Card, over_same_weights, share_card
 from diptych.host.config import HostedSettings
 from diptych.host.flags import Sharing
 from diptych.runtime.telemetry import Telemetry
-from diptych.worker_process.engine_loader import Beside, load_engine
+from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.program import Worker, loaded_unless, startup_errors
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
@@ -69,8 +70,7 @@ async def _workers(
     """Load both engines over the same weights, and make the workers; the KV pool takes its memory last."""
     of_decode = await loaded_unless(stop, load_engine(decode, card.decode))
     model = over_same_weights(of_decode.model)
-    beside = Beside(model, card.prefill.stream, card.prefill.turns)
-    of_prefill = await loaded_unless(stop, load_engine(prefill, beside))
+    of_prefill = await loaded_unless(stop, load_engine(prefill, replace(card.prefill, model=model)))
     return [
         PrefillWorker(prefill, of_prefill, telemetries[0]),
         DecodeWorker(decode, of_decode, telemetries[1]),

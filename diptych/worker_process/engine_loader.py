@@ -169,6 +169,8 @@ class Beside:
     """Stream of its steps; None: the default one."""
     turns: CardTurns | None = None
     """Turns that the two workers take on their GPU."""
+    paced: bool = True
+    """True if decode steps begin less often while prompts queue for the GPU."""
 
     def enter_thread(self) -> None:
         """Let steps of the calling thread run on the stream, for as long as it lives."""
@@ -226,7 +228,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
         model.backend,
         settings.threads,
         shared=shared,
-        backlog=_shared_backlog(settings, device),
+        backlog=_shared_backlog(settings, device) if beside.paced else None,
         pacing=StepPacing(*settings.step_pacing),
         turns=beside.turns,
         long_turns=_entering(beside, take_long_turns),
