@@ -98,7 +98,7 @@ QUICK := tests/kvtransfer/protocol tests/gateway/session tests/gateway/admission
 	tests/prefill_worker/test_prefill_scheduler.py tests/decode_worker/test_decode_scheduler.py \
 	tests/diptych/worker_process/test_attempt_telemetry.py tests/diptych/client tests/diptych/engine/kv \
 	tests/diptych/engine/sampling tests/diptych/runtime/test_metrics.py tests/diptych/runtime/test_telemetry.py \
-	tests/diptych/cli/test_restart_policy.py tests/diptych/bench/test_figures.py tests/diptych/planner \
+	tests/diptych/cli/test_restart_policy.py tests/diptych/host tests/diptych/bench/test_figures.py tests/diptych/planner \
 	tests/diptych/replay/test_trace_file.py tests/kernels/test_rms_norm.py \
 	tests/kernels/cpu/test_step_queue.py tests/end_to_end/test_one_trace.py
 

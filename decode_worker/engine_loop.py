@@ -161,10 +161,13 @@ class EngineLoop:
             if pause := self._cpu.pause_s(time.monotonic()):
                 await asyncio.sleep(pause)
             self._wake.clear()
+            if self._cpu.turns is not None:
+                await self._cpu.turns.begin_streams()
             batch = self._schedule()
             prompts = self.local.plan(sum(len(group.rows) for group in batch), self._cpu.slack_s())
             if not batch and not prompts:
                 self._cpu.yield_()
+                self._cpu.end_decode_turn(idle=True)
                 await self._wake.wait()
                 continue
             if prompts and not self._mixes_chunks:
@@ -172,6 +175,7 @@ class EngineLoop:
                 batch, prompts = self._schedule(), []  # no two of these steps follow each other
             if batch or prompts:
                 await self._run_step(batch, prompts)
+            self._cpu.end_decode_turn()
 
     async def _run_step(self, batch: Sequence[StepGroup], prompts: Sequence[LocalPrompt]) -> None:
         self._step_began = time.monotonic()

@@ -59,7 +59,9 @@ class DecodeWorker:
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
-        transports = registry.transports_for(settings.transport, memory.memory.data.device)
+        transports = registry.transports_for(
+            settings.transport, memory.memory.data.device, hosted=settings.hosted
+        )
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(
             transports, memory.memory.data.device, settings.worker_id

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from diptych.engine.batch import AbortWords
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleFailure
 from diptych.runtime.failpoints import reach
@@ -25,7 +27,7 @@ from prefill_worker.chunk_step import Row, run_step
 from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.request_manager import RequestManager
-from prefill_worker.scheduler import plan_asks, plan_chunks
+from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ LOOKAHEAD_STEPS = 2
 """Prompts ask for blocks when the granted ones fill less than this many steps: one to run, one to follow."""
 BLOCKS_SHORT_S = 0.1
 """A prompt that waits for blocks longer than this waits for want of them, and not for an answer."""
+
+
+Writing = Callable[[Sequence[KVMemory]], AbstractContextManager[None]]
 
 
 class EngineLoop:
@@ -50,8 +55,11 @@ class EngineLoop:
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
         images: ImageEncoding | None = None,
         draft_chunks: PromptDrafts | None = None,
+        writing: Writing | None = None,
     ) -> None:
+        """Compute by `runner`; `writing` lets a step write to memories, where it has to be let."""
         self._runner = runner
+        self._writing = writing
         self._draft_chunks = draft_chunks
         self._cpu = runner.cpu
         self._chunk = chunk
@@ -131,7 +139,13 @@ class EngineLoop:
             self._wake.clear()
             self._ask_for_blocks()
             encoded = self._images is not None and await self._encode(self._images)
-            chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk, self._enough)
+            chunks = self._plan()
+            if chunks and self._cpu.turns is not None:
+                await self._cpu.turns.begin_prompts()
+                chunks = self._plan()  # some may have ended meanwhile, and others come
+                if not chunks:
+                    self._cpu.turns.end_prompts()
+                    continue
             if not chunks:
                 if encoded:
                     continue
@@ -145,9 +159,15 @@ class EngineLoop:
             self._publish_backlog(batch, tokens)
             started = time.monotonic()
             outcome = await self._step.compute(batch, rows, self._run_step, tokens)
+            if self._cpu.turns is not None:
+                self._cpu.turns.end_prompts()
             self.requests.handoff.pull_rates.computed(tokens, time.monotonic() - started)
             self._apply(rows, outcome)
             del rows, batch, outcome  # while it sleeps they would keep the pools of dead workers
+
+    def _plan(self) -> list[Chunk]:
+        """Return the chunks of the next step."""
+        return plan_chunks([r.plan_entry for r in self._computable()], self._chunk, self._enough)
 
     async def _encode(self, images: ImageEncoding) -> bool:
         """Encode a tile of an image that a prompt waits for; return whether there was one."""
@@ -206,7 +226,11 @@ class EngineLoop:
             self.requests.ask(self.requests[key])
 
     def _run_step(self, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
-        return run_step(self._runner, rows, abort, self._draft_chunks)
+        if self._writing is None:
+            return run_step(self._runner, rows, abort, self._draft_chunks)
+        granted = [request.granted for request, _ in rows]
+        with self._writing([one.memory for one in granted if one is not None]):
+            return run_step(self._runner, rows, abort, self._draft_chunks)
 
     def _apply(self, rows: Sequence[Row], outcome: Sequence[Computed | SampleFailure]) -> None:
         """Report computed chunks to each request's handoff, and prompt log-probabilities to its gateway."""

@@ -35,7 +35,7 @@ from kvtransfer.drivers.embedding_client import EmbeddingClient
 from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports import registry
+from kvtransfer.transports import in_process, registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
@@ -61,7 +61,7 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
-        transports = registry.transports_for(settings.transport, engine.model.device)
+        transports = registry.transports_for(settings.transport, engine.model.device, hosted=settings.hosted)
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
         device_type = device.type
@@ -92,6 +92,7 @@ class PrefillWorker:
             on_ended=self._ended,
             images=self._images(),
             draft_chunks=engine.draft_chunks,
+            writing=in_process.writing if settings.hosted else None,
         )
         self._tiers: KvTiers | None = None
         self._tier_stack = self._make_tier_stack()

@@ -24,6 +24,25 @@ Announcement = Mapping[str, int | str]
 Valkey: port).
 """
 
+_ID = "worker_id"
+
+
+def announced_by(announced: Announcement, role: str) -> Announcement:
+    """Return what the worker of `role` announced in the line of the process that hosts it."""
+    prefix = f"{role}."
+    return {name.removeprefix(prefix): value for name, value in announced.items() if name.startswith(prefix)}
+
+
+def ids_of(announced: Announcement) -> list[str]:
+    """Return the worker ids of a process: one, or that of each worker that it hosts."""
+    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == _ID]
+
+
+def records_of(announced: Announcement) -> list[str]:
+    """Return the directory records of the workers of a process, as text."""
+    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == "record"]
+
+
 Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
@@ -44,7 +63,8 @@ class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
-    "worker_id" begins with the process's name and is another one at each start; "replaces" are the ids of
+    "worker_id" begins with the process's name and is another one at each start, as are "prefill_id" and
+    "decode_id" of the workers that it hosts; "replaces" are the ids of
     those that died there. "weight_holder" is the name under which the supervisor keeps packed weights.
     """
 
@@ -84,7 +104,8 @@ class ChildSpec:
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again, such as
     a public port. `roles` are the specifications of a worker in each role that it may have, and `model` is
-    the path of its model. `died` are the ids of those that died in its place. A process that cannot announce
+    the path of its model. `hosts` are the specifications of the workers that the process hosts, where it
+    hosts several. `died` are the ids of those that died in its place. A process that cannot announce
     itself is asked by `probe` until that returns. `health` asks one that serves whether it still does;
     without it its silence is not noticed.
     """
@@ -97,10 +118,21 @@ class ChildSpec:
     keep: tuple[str, ...] = ()
     died: tuple[str, ...] = ()
     roles: Mapping[str, "ChildSpec"] = field(default_factory=dict)
+    hosts: tuple["ChildSpec", ...] = ()
     model: str = ""
     stdin: bytes | None = None
     probe: Probe | None = None
     health: Health | None = None
+
+    @property
+    def workers(self) -> tuple["ChildSpec", ...]:
+        """The specifications of the workers in this process: its own, or those that it hosts."""
+        return self.hosts or (self,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the process and of the workers that it hosts."""
+        return (self.name, *(one.name for one in self.hosts))
 
     def with_values(self, values: Mapping[str, int | str]) -> "ChildSpec":
         """Return the specification with some of its values replaced."""
@@ -114,7 +146,8 @@ class ChildSpec:
     def renamed(self, taken: Collection[str]) -> "ChildSpec":
         """Return the specification by the first name of its role that is not in `taken`."""
         names = (f"{self.role}-{number}" for number in itertools.count())
-        return replace(self, name=next(one for one in names if one not in taken))
+        hosts = tuple(one.renamed(taken) for one in self.hosts)
+        return replace(self, name=next(one for one in names if one not in taken), hosts=hosts)
 
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """Return the specification of the same process once more, at the addresses it had."""
@@ -124,7 +157,7 @@ class ChildSpec:
         """Return `restarted` for a process that is known to be dead; its successor confirms that to the
         gateways.
         """
-        died = (*self.died, str(announced["worker_id"])) if "worker_id" in announced else self.died
+        died = (*self.died, *ids_of(announced))
         return replace(self.restarted(announced), died=died[-_MAX_DEATHS:])
 
 
@@ -152,11 +185,13 @@ class Child:
                 "workers_fd": inherited.workers_fd,
                 "ready_fd": ready_write,
             }
+            token = secrets.token_hex(_ID_BYTES)
             names = {
                 **spec.values,
                 **fds,
                 "weight_holder": inherited.weight_holder,
-                "worker_id": f"{spec.name}-{secrets.token_hex(_ID_BYTES)}",
+                "worker_id": f"{spec.name}-{token}",
+                **{f"{one.role}_id": f"{one.name}-{token}" for one in spec.hosts},
                 "replaces": ",".join(spec.died),
             }
             process = subprocess.Popen(

@@ -3,6 +3,7 @@
 A check returns a Finding. The state `missing` makes the exit status 1; `note` is for information.
 """
 
+import ctypes
 import os
 import platform
 import socket
@@ -58,6 +59,7 @@ def run_doctor(
         ("CPU", cpu),
         ("native extension", native_extension),
         ("CUDA", cuda),
+        ("GPU sharing", gpu_sharing),
         ("memory", memory),
         ("memfd", memfd),
         ("pidfd", pidfd),
@@ -209,6 +211,22 @@ def cuda() -> Finding:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         return Finding("missing", f"torch cannot be imported: {last[0]}")
     return Finding("ok" if "no device" not in done.stdout else "note", done.stdout.strip())
+
+
+def gpu_sharing() -> Finding:
+    """Find how prefill and decode workers of this machine can share a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Finding("note", "no CUDA driver: workers share cores, not a GPU")
+    parts = (
+        "also in parts" if hasattr(driver, "cuGreenCtxCreate") else "not in parts, for want of a newer driver"
+    )
+    return Finding(
+        "ok",
+        f"a GPU is shared by two processes, each with the weights; in one process with one copy of them "
+        f"(--gpu-sharing turns, streams), {parts} (partition)",
+    )
 
 
 def memory() -> Finding:

@@ -14,6 +14,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 
 from decode_worker.config import DecodeSettings
 from diptych.cli.child import Slot
+from diptych.cli.hosted_pairs import BadSharing
 from diptych.cli.ready_file import why_unwritable
 from diptych.cli.role_memory import lacking_memory
 from diptych.cli.stack import OWNED_FLAGS, SharedSecrets, program_specs, switch
@@ -182,9 +183,13 @@ def _check_ready_file(path: Path | None) -> None:
 def _read_programs(options: StackOptions) -> list[Program]:
     """Read what each program will be started with, as it will: a fault of all is told once."""
     shared = SharedSecrets(options.redis_url or "", options.secret or "")
+    try:
+        specs = program_specs(options, shared, cores=1)
+    except BadSharing as error:
+        raise BadOptions(str(error)) from None
     programs: list[Program] = []
     faults: dict[str, None] = {}
-    for spec in program_specs(options, shared, cores=1):
+    for spec in [one for process in specs for one in process.workers]:
         argv = ["0" if isinstance(part, Slot) else part for part in module_arguments(spec.argv)]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from diptych.cli.child import Announcement, ChildFailed
+from diptych.cli.child import Announcement, ChildFailed, ids_of
 from diptych.cli.up import Stack
 
 ORDER = ("valkey", "decode", "prefill", "encode", "gateway")
@@ -28,13 +28,17 @@ async def rolling_restart(stack: Stack, names: Sequence[str], say: Callable[[str
     Raises UnknownProcess before anything happens, ChildFailed for the first one that gets no successor: it
     goes on, as do those after it.
     """
-    processes = {one.name: one.role for one in stack.supervisor.running()}
-    if unknown := set(names) - set(processes):
-        raise UnknownProcess(f"no {', '.join(sorted(unknown))}; there are {', '.join(processes)}")
-    chosen = [name for role in ORDER for name, its in processes.items() if its == role]
-    for name in [one for one in chosen if not names or one in names]:
+    running = stack.supervisor.running()
+    known = dict.fromkeys(name for one in running for name in (one.name, one.process))
+    if unknown := set(names) - set(known):
+        raise UnknownProcess(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    chosen: dict[str, str] = {}  # a process that hosts two workers restarts once
+    for one in (one for role in ORDER for one in running if one.role == role):
+        if not names or not {one.name, one.process}.isdisjoint(names):
+            chosen.setdefault(one.process, one.role)
+    for name, role in chosen.items():
         began = time.monotonic()
-        await _restart(stack, name, processes[name])
+        await _restart(stack, name, role)
         say(f"{name} restarted in {time.monotonic() - began:.1f} s")
 
 
@@ -56,7 +60,7 @@ async def _linked(stack: Stack, name: str, announced: Announcement) -> None:
     """Return when the gateway gives work to this worker. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + AWAIT_WORKERS_S
     while time.monotonic() < deadline:
-        if await stack.ready(str(announced["worker_id"])):
+        if all([await stack.ready(worker_id) for worker_id in ids_of(announced)]):
             return
         await asyncio.sleep(_PAUSE_S)
     raise ChildFailed(name, f"was not linked to the gateway within {AWAIT_WORKERS_S} s")

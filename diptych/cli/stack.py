@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Slot
+from diptych.cli.hosted_pairs import pair_up, sharing_of
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import AUTO_TLS, LOOPBACK, StackOptions
 from diptych.cli.worker_specs import WorkerPlace, encode_threads, encoded_models, role_changes, worker_places
@@ -156,11 +157,13 @@ def worker_specs(
         "role-changes": role_changes(options),
         "weight-holder": Slot("weight_holder"),
     }
+    workers = [
+        _worker(place, of_model(options, place.model), shared, on_workers)
+        for place in worker_places(options, cores, first_rank)
+    ]
+    sharing = sharing_of(options)
     return [
-        *(
-            _worker(place, of_model(options, place.model), shared, on_workers)
-            for place in worker_places(options, cores, first_rank)
-        ),
+        *(workers if sharing is None else pair_up(workers, sharing, options)),
         *(
             _encoder(number, of_model(options, model), shared, cores)
             for number, model in enumerate(encoded_models(options))

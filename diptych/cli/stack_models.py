@@ -66,11 +66,11 @@ class StackModels:
             named = ",".join(f"{name}={path}" for name, path in models)
             self._options = replace(self._options, model=named)
         self._supervisor.reconfigure(GATEWAY, gateway_spec(self._options, self._shared).argv)
-        gone = [
-            one.name
+        gone = dict.fromkeys(
+            one.process
             for one in self._supervisor.running()
             if one.model and not any(self._serves(one.model, path) for _, path in models)
-        ]
+        )
         if gone:
             await self._supervisor.remove(gone)
             say(f"ended {', '.join(gone)}")
@@ -103,10 +103,10 @@ class StackModels:
             decode_threads=options.decode_threads or max(plan.decode),
             encode_workers=options.encode_workers if reads_images(path) else 0,
         )
-        taken = {one.name for one in self._supervisor.running()}
+        taken = {name for one in self._supervisor.running() for name in (one.name, one.process)}
         found: list[ChildSpec] = []
         for spec in worker_specs(options, self._shared, usable_cores(), first_rank=self._ranks):
             named = spec.renamed(taken)
-            taken.add(named.name)
+            taken.update(named.names)
             found.append(named)
         return found

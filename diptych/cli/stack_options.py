@@ -124,6 +124,14 @@ class StackOptions:
             "Compute",
         ),
     ] = "auto"
+    gpu_sharing: Annotated[
+        str,
+        _option(
+            "Prefill and decode workers on one GPU: off (a process each), or in one process by turns, "
+            "streams, partition or partition:N; auto is off.",
+            "Compute",
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float | None,
         _option(

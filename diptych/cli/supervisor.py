@@ -25,7 +25,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, Slot, describe
+from diptych.cli.child import (
+    Announcement,
+    Child,
+    ChildFailed,
+    ChildSpec,
+    Inherited,
+    Slot,
+    announced_by,
+    describe,
+    records_of,
+)
 from diptych.cli.process_events import ChangedRole, Ended, Event, Loading, Removed, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
 from diptych.runtime.discovery.records import Role
@@ -54,7 +64,9 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Running:
-    """A supervised process as it is now; `announced` is None while it is not serving."""
+    """A supervised process, or a worker that one hosts, as it is now; `announced` is None while it is not
+    serving.
+    """
 
     name: str
     role: str
@@ -62,6 +74,8 @@ class Running:
     announced: Announcement | None
     restarts: int
     model: str = ""
+    process: str = ""
+    """Name of the process, which may host several workers."""
 
 
 class Supervisor:
@@ -116,18 +130,22 @@ class Supervisor:
             await _cancel(starts)
 
     def running(self) -> list[Running]:
-        """Return all processes, in the order of their start."""
+        """Return all processes, in the order of their start; of one that hosts workers, those."""
         return [
             Running(
-                kept.spec.name,
-                kept.spec.role,
+                one.name,
+                one.role,
                 kept.child.pid if kept.child is not None and kept.child.alive else None,
-                kept.announced,
+                announced_by(kept.announced, one.role)
+                if one is not kept.spec and kept.announced is not None
+                else kept.announced,
                 kept.restarts,
-                kept.spec.model,
+                one.model,
+                kept.spec.name,
             )
             for kept in self._kept.values()
             if not kept.passing
+            for one in kept.spec.workers
         ]
 
     async def replace(
@@ -319,7 +337,7 @@ class Supervisor:
     def _list_workers(self) -> None:
         """Write the workers that serve, successors included, to the file that gateways read."""
         announced = [kept.announced for kept in self._kept.values() if kept.announced is not None]
-        self.workers.write([str(one["record"]) for one in announced if "record" in one])
+        self.workers.write([record for one in announced for record in records_of(one)])
 
     def _wrote(self, kept: _Kept, line: str) -> None:
         kept.last_lines.append(line)

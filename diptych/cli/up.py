@@ -30,7 +30,7 @@ from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.settings import StartupError, config_digest
 from gateway.model.named_models import parse_models
 
-STOP_ORDER = ("gateway", "prefill", "encode", "decode")
+STOP_ORDER = ("gateway", "prefill", "encode", "pair", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROUTABLE_TIMEOUT_S = 30.0
 _ROUTABLE_PAUSE_S = 0.05
@@ -185,10 +185,12 @@ def fetch_models(options: StackOptions) -> None:
 async def _serves_without(supervisor: Supervisor, options: StackOptions, failed: ChildSpec) -> bool:
     """Return whether the system serves without a worker that did not start; waits for those that load still.
 
-    At once False for the gateway, and when no other worker of the role is alive.
+    At once False for the gateway, and when no other worker of the role, or of both roles of a process that
+    hosts two, is alive.
     """
     settled_at: float | None = None
-    while any(one.role == failed.role and one.pid for one in supervisor.running()):
+    roles = {one.role for one in failed.workers}
+    while roles <= {one.role for one in supervisor.running() if one.pid}:
         alive = [one for one in supervisor.running() if one.pid is not None]
         gateway = next((one.announced for one in alive if one.role == "gateway" and one.announced), None)
         tls = options.tls_cert is not None

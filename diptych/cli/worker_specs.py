@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych.cli.child import Slot
+from diptych.cli.hosted_pairs import sharing_of
 from diptych.cli.stack_options import StackOptions
 from diptych.runtime.discovery.records import Role
 from diptych.runtime.model_images import model_images
@@ -145,7 +146,10 @@ def _gpu_share(options: StackOptions, models: int = 1) -> float | None:
     """
     if options.device == "cpu":
         return None
-    prefill = options.prefill_workers / (1 if options.auto_roles else 4)
+    alone = options.prefill_workers
+    if sharing_of(options) is not None:  # a decode worker's process holds its weights
+        alone -= min(options.prefill_workers, options.decode_workers)
+    prefill = alone / (1 if options.auto_roles else 4)
     return round(_GPU_UTILIZATION / (options.decode_workers + prefill) / models, 3)
 
 

@@ -38,6 +38,18 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class TwinBackend(Backend, Protocol):
+    """A backend whose weights a second one of the same process can compute with."""
+
+    def twin(self) -> Backend:
+        """Return a backend over the same weights; its buffers, adapters and recordings are its own.
+
+        Steps of the two may be computed at the same time, each by one thread.
+        """
+        ...
+
+
+@runtime_checkable
 class CoreLendingBackend(Backend, Protocol):
     """A backend whose steps take in cores of other workers as they become idle, and release them at once."""
 

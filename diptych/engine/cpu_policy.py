@@ -8,6 +8,7 @@ thread do about that is a verb of `CpuPolicy`:
     set_backlog                   prefill publishes for how long prompts have waited
     begin_decode, end_decode,     decode begins its steps less often while prompts wait
     pause_s, may_launch_ahead
+    turns, end_decode_turn        turns on a device that one process computes both phases on
     enter_engine_thread           turns of the engine's thread on the CPU
 
 On a GPU, whose workers share no cores but its time, a `SharedBacklog` is all there is: decode begins its
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable
 
 from diptych.engine.backend import Backend, CoreLendingBackend, LaunchingBackend
+from diptych.engine.card_turns import CardTurns
 from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import CoreLendingTuner, StepPacing
@@ -42,14 +44,16 @@ class CpuPolicy:
         shared: SharedCores | None = None,
         backlog: SharedBacklog | None = None,
         pacing: StepPacing | None = None,
+        turns: CardTurns | None = None,
         long_turns: Callable[[], object] = _no_turns,
         short_turns: Callable[[], object] = _no_turns,
     ) -> None:
         """Serve `backend` with `threads` cores a step; 0 is all that this process may use.
 
         With `shared`, a step has the home cores and what others lend; its backlog counts. `backlog` is that
-        of workers on one GPU. `long_turns` and `short_turns` set the turns of the calling thread. Raises
-        ValueError for a negative number of threads.
+        of workers on one GPU; with `turns` the two workers of one process take turns there instead.
+        `long_turns` and `short_turns` set the turns of the calling thread. Raises ValueError for a negative
+        number of threads.
         """
         if threads < 0:
             raise ValueError("a negative number of threads")
@@ -57,7 +61,12 @@ class CpuPolicy:
         self._backend = backend
         self._shared = shared
         self._backlog = backlog if shared is None else shared.backlog
+        self.turns = turns
+        """Turns on a device on which this process computes both phases; None: it computes one, or both at
+        once.
+        """
         self._pacing = pacing or StepPacing(1.0)
+        self._decode_began = 0.0
         launches = isinstance(backend, LaunchingBackend)
         self._turns = short_turns if launches else long_turns
         self._lending: CoreLendingBackend | None = None
@@ -83,6 +92,11 @@ class CpuPolicy:
         self.set_backlog(None)
         if self._shared is not None:
             self._shared.yield_()
+
+    def end_decode_turn(self, *, idle: bool = False) -> None:
+        """Leave the card to prompts between decode steps. `idle`: nothing is left to decode."""
+        if self.turns is not None:
+            self.turns.end_streams(idle=idle)
 
     # ---- one step ------------------------------------------------------------------------------------
 
@@ -130,6 +144,7 @@ class CpuPolicy:
 
     def begin_decode(self, now: float) -> None:
         """Claim the cores for a decode step that begins now."""
+        self._decode_began = now
         self._pacing.begin(now)
         self.claim()
 
@@ -138,6 +153,9 @@ class CpuPolicy:
 
         `with_prompts`: it computed chunks of prompts, too (`StepPacing.end`).
         """
+        if self.turns is not None:
+            self.turns.count_streams(now - self._decode_began)
+        self._decode_began = now
         self._pacing.end(now, with_prompts=with_prompts)
         self._pacing.begin(now)
 
@@ -165,6 +183,8 @@ class CpuPolicy:
         Not if prompts wait for cores between the steps. Nor if no core is left to the threads that pass
         tokens on: without one they take their time from a step; between steps that delays this worker only.
         """
+        if self.turns is not None and not self.turns.may_go_on:
+            return False
         if self._others_backlog_s() is not None:
             return False
         if not self._launches_on_cores:
@@ -172,4 +192,6 @@ class CpuPolicy:
         return self._shared is not None and self._shared.has_spare()
 
     def _others_backlog_s(self) -> float | None:
-        return None if self._backlog is None else self._backlog.of_others_s()
+        if self._backlog is None or self.turns is not None:
+            return None
+        return self._backlog.of_others_s()

@@ -31,6 +31,17 @@ def choose_device(asked: str) -> torch.device:
     return device
 
 
+def context_lost() -> bool:
+    """Return whether this process has lost its GPU to a fault of a kernel: no later call can succeed."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # of CUDA: an illegal address, a failed assertion of a kernel, a lost device
+        return True
+    return False
+
+
 def pool_bytes(
     *, total: int, free: int, used: int, utilization: float, recordings: int, temporaries: int
 ) -> int:

@@ -145,6 +145,7 @@ class WorkerSettings(RoleSettings):
     weight_holder: Annotated[str, Field(pattern=r"^[\w-]*$")] = internal(
         "", "Name of the abstract socket at which packed weights are to be had."
     )
+    hosted: bool = internal(False, "Whether a worker of the other role is in this process, too.")
     cores_fd: int | None = internal(
         None, "File on whose bytes the workers of this machine lend each other cores."
     )

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from diptych.engine.card_turns import CardTurns
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
@@ -159,20 +160,47 @@ class LoadedEngine:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Parts that a worker gets from a process that hosts a worker of the other role, too (diptych/host)."""
+
+    model: Model | None = None
+    """Model whose weights this worker computes with; None: it loads them."""
+    stream: torch.cuda.Stream | None = None
+    """Stream of its steps; None: the default one."""
+    turns: CardTurns | None = None
+    """Turns that the two workers take on their GPU."""
+    paced: bool = True
+    """True if decode steps begin less often while prompts queue for the GPU."""
+
+    def enter_thread(self) -> None:
+        """Let steps of the calling thread run on the stream, for as long as it lives."""
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)
+
+
+ALONE = Beside()
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-async def load_engine(settings: WorkerSettings) -> LoadedEngine:
+async def load_engine(settings: WorkerSettings, beside: Beside = ALONE) -> LoadedEngine:
     """Load the model and run its self-test, off the event loop: it takes seconds. Raises SelfTestFailed."""
     group = None
     grid = Grid(settings.tensor_parallel, settings.pipeline_parallel)
     if grid.size > 1:
         group = RankGroup(grid, f"{settings.program}/{settings.worker_id}", settings.log_level)
-    return await asyncio.to_thread(_load, settings, group)
+    return await asyncio.to_thread(_load_on_stream, settings, group, beside)
 
 
-def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
+def _load_on_stream(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> LoadedEngine:
+    with torch.cuda.stream(beside.stream):
+        return _load(settings, group, beside)
+
+
+def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> LoadedEngine:
     take_long_turns()  # inherited by the threads that the first step starts, which compute later ones too
     started = time.monotonic()
     device = choose_device(settings.device)
@@ -190,7 +218,9 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
-    if settings.in_parts:
+    if beside.model is not None:
+        model = beside.model
+    elif settings.in_parts:
         model = load_in_parts(settings, path, dtype, device, group)
     else:
         model = _model(settings, path, dtype, device, settings.max_model_len)
@@ -199,10 +229,11 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         model.backend,
         settings.threads,
         shared=shared,
-        backlog=_shared_backlog(settings, device),
+        backlog=_shared_backlog(settings, device) if beside.paced else None,
         pacing=StepPacing(*settings.step_pacing),
-        long_turns=take_long_turns,
-        short_turns=take_short_turns,
+        turns=beside.turns,
+        long_turns=_entering(beside, take_long_turns),
+        short_turns=_entering(beside, take_short_turns),
     )
     runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
@@ -250,6 +281,16 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
             runner.threads,
         )
     return engine
+
+
+def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], object]:
+    """Return what an engine's thread does first: take its turns on the CPU, and its stream on the GPU."""
+
+    def enter() -> None:
+        turns()
+        beside.enter_thread()
+
+    return turns if beside.stream is None else enter
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +436,8 @@ def _shared_backlog(settings: WorkerSettings, device: torch.device) -> SharedBac
     if settings.cores_fd is None or device.type != "cuda":
         return None
     gpu = torch.cuda.current_device() if device.index is None else device.index
-    log.info("GPU %d is shared with the workers of this machine: decode makes room for prompts", gpu)
+    if not settings.hosted:
+        log.info("GPU %d is shared with the workers of this machine: decode makes room for prompts", gpu)
     return SharedBacklog(settings.cores_fd, own=_home(settings)[0], cores=settings.machine_cores, gpu=gpu)
 
 

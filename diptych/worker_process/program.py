@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
@@ -55,16 +56,23 @@ async def serve_worker(
     """
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
-        try:
-            worker = make(settings, await _loaded_unless(stop, load(settings)), telemetry)
-        except _MISTAKES as error:
-            raise StartupError(str(error)) from error
+        with startup_errors():
+            worker = make(settings, await loaded_unless(stop, load(settings)), telemetry)
         return await worker.run(stop)
     finally:
         telemetry.stop()
 
 
-async def _loaded_unless(stop: asyncio.Event, loads: Awaitable[Engine]) -> Engine:
+@contextlib.contextmanager
+def startup_errors() -> Iterator[None]:
+    """Raise StartupError for an error of the engine that another start would not mend."""
+    try:
+        yield
+    except _MISTAKES as error:
+        raise StartupError(str(error)) from error
+
+
+async def loaded_unless(stop: asyncio.Event, loads: Awaitable[Engine]) -> Engine:
     """Return the engine; exit the process if `stop` is set first: nothing else ends the thread that loads."""
     loading = asyncio.ensure_future(loads)
     stopping = asyncio.ensure_future(stop.wait())

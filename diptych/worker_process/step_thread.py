@@ -12,8 +12,10 @@ from typing import Generic, TypeVar
 
 from diptych.engine.batch import AbortWords
 from diptych.engine.cpu_policy import CpuPolicy
+from diptych.engine.device import context_lost
 from diptych.engine.sampling import SampleFailure
 from diptych.runtime.failpoints import failpoint
+from diptych.runtime.process import leave
 from diptych.worker_process.step_watchdog import StepWatchdog
 
 Row = TypeVar("Row")
@@ -189,5 +191,11 @@ def compute_parts(
 
 
 def _log_failure(rows: Sequence[Row]) -> None:
-    """Log the exception that is being handled."""
+    """Log the exception that is being handled. Ends the process where no step can succeed any more.
+
+    All requests then go on elsewhere, or here after the restart: tried again, they would fail.
+    """
+    if context_lost():
+        _log.critical("the GPU is lost to a fault of a kernel: this process ends", exc_info=True)
+        leave(1)
     _log.exception("a step of %d rows failed; its halves are computed apart", len(rows))

@@ -25,7 +25,7 @@ from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
-from kvtransfer.transports import registry
+from kvtransfer.transports import in_process, registry
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
 
 _log = logging.getLogger(__name__)
@@ -212,7 +212,9 @@ class HandoffClient:
             if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
                 mapped = peer.memory
-                memory = mapped if mapped is not None else await self._map_pool(welcome, hello.rank_tokens)
+                if mapped is None or in_process.is_fenced(mapped):
+                    mapped = await self._map_pool(welcome, hello.rank_tokens)
+                memory = mapped
                 copying = None
             else:
                 await peer.wait_quiesced()

@@ -117,7 +117,7 @@ class Handshake:
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field
-        locality = Locality(hello.host_id, hello.device)
+        locality = Locality(hello.host_id, hello.device, hello.pid)
         why = []
         for transport in (t for name in hello.transports for t in self.transports if t.name == name):
             reason = transport.unreachable_reason(locality)

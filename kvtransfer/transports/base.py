@@ -33,6 +33,8 @@ class Locality:
     """Processes of equal ids share a kernel and its namespaces."""
     device: str = ""
     """UUID of the GPU with its KV blocks, empty for host memory."""
+    pid: int = 0
+    """Process id on that host."""
 
 
 @dataclass(frozen=True, slots=True)

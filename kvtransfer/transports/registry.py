@@ -12,6 +12,7 @@ from diptych.runtime.settings import StartupError
 from kvtransfer.protocol.pull_table import PullTable
 from kvtransfer.transports import (
     cuda_ipc,
+    in_process,
     nccl,
     process_group,
     pull_frames,
@@ -33,7 +34,7 @@ from kvtransfer.transports.cuda_mapping import CudaMapping
 from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
-IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
+IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU, in_process.NAME})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
 PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 """Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
@@ -41,6 +42,8 @@ PULLS_MAPPED = frozenset({cuda_ipc.NAME})
 """Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
+_MAPPED = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME})
+"""Transports on a GPU with which the writer itself waits for what it wrote."""
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
 
 
@@ -48,11 +51,25 @@ class UnusableTransport(StartupError, ValueError):
     """Transport that cannot move the blocks of such a worker."""
 
 
-def transports_for(flag: str, device: torch.device) -> tuple[str, ...]:
+def transports_for(flag: str, device: torch.device, *, hosted: bool = False) -> tuple[str, ...]:
     """Return the transports that `--transport` stands for, in order of preference, with blocks on `device`.
 
-    `cuda_ipc` computes in place where both workers have the same GPU. Raises UnusableTransport.
+    `cuda_ipc` computes in place where both workers have the same GPU. A worker that is `hosted` beside one of
+    the other role computes in place there, unless `flag` is a transport that copies; on a GPU it takes no
+    transport whose copies into the pool are ordered by a stream, of which its steps have two. Raises
+    UnusableTransport.
     """
+    found = _transports_between_processes(flag, device)
+    if not hosted:
+        return found
+    if device.type != "cpu":
+        found = tuple(name for name in found if name in _MAPPED)
+        if not found:
+            raise UnusableTransport(f"--transport {flag}: workers of one process on a GPU take cuda_ipc")
+    return (in_process.NAME, *found) if not IN_PLACE.isdisjoint(found) else found
+
+
+def _transports_between_processes(flag: str, device: torch.device) -> tuple[str, ...]:
     if flag == "auto":
         return _ON_HOST if device.type == "cpu" else _ON_GPU
     if device.type == "cpu" and flag in _NEEDS_GPU:
@@ -82,6 +99,8 @@ def make_receiver(
     Raises ValueError for an unknown transport.
     """
     match name:
+        case in_process.NAME:
+            return in_process.InProcessReceiver(pool, host_id(), hooks)
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, mapping_for(pool.memory.data.device), hooks)
         case cuda_ipc.NAME:
@@ -95,6 +114,8 @@ def make_receiver(
 
 async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
     """Map the decode worker's pool, for `device` to compute in. Raises TransportError."""
+    if welcome.endpoint.startswith(in_process.SCHEME):
+        return await in_process.open_in_process(welcome)
     return await shared_memory.open_shared_memory(welcome, mapping_for(device))
 
 

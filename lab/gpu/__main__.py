@@ -29,6 +29,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.operators import operators
     from lab.gpu.quantised import quantised
     from lab.gpu.service import service
+    from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
     from lab.gpu.verification import verification
 
@@ -43,6 +44,7 @@ def sections() -> dict[str, Section]:
         "sharing": sharing,
         "handoff": handoff,
         "service": service,
+        "shared card": shared_card,
     }
 
 

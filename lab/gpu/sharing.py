@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import statistics
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.cuda_graph import CudaGraphCapture
 from diptych.engine.batch import SequenceStep
+from diptych.engine.card_streams import NoPartition, partition_streams, priority_streams
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow, SamplingParams
@@ -34,8 +34,6 @@ _BLOCK = 16
 _WHOLE, _DRY = (1024, 128, 2048), (16, 8, 16)
 """Tokens of a prompt, of an answer, and of a prefill step."""
 _DECODE_SMS = (8, 16, 24, 32, 48)
-_HIGH, _LOW = -1, 0
-"""Priorities of CUDA streams: the lower number runs first."""
 
 
 @dataclass
@@ -118,12 +116,17 @@ def sharing(context: Context) -> Iterator[Figure]:
         )  # fmt: skip
         if context.dry:
             continue
-        priorities = (torch.cuda.Stream(device, priority=_HIGH), torch.cuda.Stream(device, priority=_LOW))
+        both = priority_streams(device)
+        priorities = (both.decode, both.prefill)
         phases.record(priorities[0])
         yield _together(context, phases, "streams of unequal priority", priorities, turns)
         for decode_sms in _DECODE_SMS:
             name = f"green contexts, {decode_sms} multiprocessors for decode"
-            streams = green_streams(device, decode_sms)
+            try:
+                parts = partition_streams(device, decode_sms)
+            except NoPartition as error:
+                raise Unmeasured(str(error)) from error
+            streams = (parts.decode, parts.prefill)
             phases.record(streams[0])
             yield _together(context, phases, name, streams, turns)
         del phases
@@ -203,38 +206,3 @@ def _run(
         raise errors[0]
     context.synchronize()
     return max(steps, 1) * phases.batch / seconds, max(computed, 1) / seconds
-
-
-def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
-
-    The contexts last as long as the process: torch keeps events and memory of their streams.
-    Raises Unmeasured where the driver has no green contexts.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def call(name: str, *arguments: object) -> None:
-        function = getattr(driver, name, None)
-        status = -1 if function is None else function(*arguments)
-        if status:
-            raise Unmeasured(f"{name} gave {status}")
-
-    opaque = ctypes.c_byte * 512  # larger than CUdevResource in any version
-    whole, part, rest = opaque(), opaque(), opaque()
-    ordinal = ctypes.c_int(device.index or 0)
-    torch.cuda.synchronize(device)
-    call("cuDeviceGetDevResource", ordinal, ctypes.byref(whole), ctypes.c_int(1))
-    groups = ctypes.c_uint(1)
-    call(
-        "cuDevSmResourceSplitByCount", ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole),
-        ctypes.byref(rest), ctypes.c_uint(0), ctypes.c_uint(decode_sms),
-    )  # fmt: skip
-    streams = []
-    for resource, priority in ((part, _HIGH), (rest, _LOW)):
-        description, green, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
-        call("cuGreenCtxCreate", ctypes.byref(green), description, ordinal, ctypes.c_uint(1))
-        flags = (ctypes.c_uint(1), ctypes.c_int(priority))
-        call("cuGreenCtxStreamCreate", ctypes.byref(stream), green, *flags)
-        streams.append(torch.cuda.ExternalStream(stream.value, device=device))
-    return streams[0], streams[1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from tests.end_to_end import reference
 from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.stack import running_stack
+from tests.faults.system import eventually, settle
 
 TOKENS = reference.MOST_TOKENS
 
@@ -27,3 +31,28 @@ def test_text_through_the_whole_stack_is_that_of_transformers(transport: str) ->
         answers = asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4))
         stack.wait_idle()
     assert answers == [reference.greedy(prompt, TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("sharing", ["turns", "streams", "partition"])
+def test_text_through_one_process_for_both_phases_is_that_of_transformers(sharing: str) -> None:
+    flags = ("--device", "cuda", "--dtype", "fp32", "--kv-memory-mib", "1024", "--gpu-sharing", sharing)
+    prompts = reference.prompts()[:30:3]
+    expected = [reference.greedy(prompt, TOKENS) for prompt in prompts]
+    with running_stack(
+        *flags, env={"DIPTYCH_LOCAL_PREFILL": "never", "DIPTYCH_WORKER_WAIT_TIMEOUT": "150"}
+    ) as stack:
+        account = stack.account
+        assert account["prefill"][0]["pid"] == account["decode"][0]["pid"]
+        assert asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4)) == expected
+        if sharing == "turns":  # the others start by the same code
+            asking = threading.Timer(0.3, os.kill, (account["decode"][0]["pid"], signal.SIGKILL))
+            asking.start()
+        assert asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4)) == expected
+        if sharing == "turns":
+            asking.join()
+            eventually(
+                lambda: stack.account["decode"][0]["restarts"] == 1, 60.0, "the process is started again"
+            )
+            settle(stack)
+            assert asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4)) == expected
+        stack.wait_idle()

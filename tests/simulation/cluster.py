@@ -95,6 +95,13 @@ class Machine:
         return alive and self.program._loop._pipeline._memory is sequence.memory
 
 
+ENDED = "it ended"
+
+
+async def _wake() -> None:
+    """Wake the loop of a process, as a signal does."""
+
+
 class Cluster:
     """The machines, the network and the stores of one run."""
 
@@ -156,7 +163,7 @@ class Cluster:
             self.roles[machine.host.name] = becomes
         elif status:
             self.report_violation(f"{machine.host} ended with status {status}")
-        self.loop.call_soon(self.kill, machine.host, "it ended")
+        self.loop.call_soon(self.kill, machine.host, ENDED)
 
     def kill(self, host: Host, why: str) -> None:
         """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one, but
@@ -172,8 +179,24 @@ class Cluster:
             callback()
         if "/" in host.name:
             return
+        if (partner := self.partner(host)) is not None:
+            self.drain(partner) if why == ENDED else self.kill(partner.host, f"with {host.name}: {why}")
         self.restarting += 1
         self.outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
+
+    def partner(self, host: Host) -> Machine | None:
+        """Return the other worker of a process that hosts two, if it is alive."""
+        role, number = host.name[0], host.name[1:]
+        other = {"p": "d", "d": "p"}.get(role)
+        if not self.scenario.hosted or other is None or "/" in host.name:
+            return None
+        return self.alive(other + number)
+
+    def drain(self, machine: Machine) -> None:
+        """Send SIGTERM."""
+        if machine.stop is not None:
+            machine.stop.set()
+            self.loop.start(machine.host, _wake)
 
     def _restart(self, name: str) -> None:
         self.restarting -= 1

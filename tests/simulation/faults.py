@@ -54,12 +54,16 @@ class Faults:
         host, loop = self._cluster.process(fault.target[0]), self._cluster.loop
         if host is None or host.stopped:
             return False
-        host.stopped = True
+        partner = self._cluster.partner(host)
+        hosts = [host] if partner is None else [host, partner.host]
+        for one in hosts:
+            one.stopped = True
 
         def go_on() -> None:
-            if not host.dead:
-                self._cluster.note(host.name, "goes on")
-                loop.resume(host, network_first=fault.at * 1000 % 2 < 1)
+            for one in hosts:
+                if not one.dead:
+                    self._cluster.note(one.name, "goes on")
+                    loop.resume(one, network_first=fault.at * 1000 % 2 < 1)
 
         loop.call_later(fault.lasts_s, go_on)
         return True
@@ -86,8 +90,9 @@ class Faults:
         machine = self._cluster.alive(fault.target[0])
         if machine is None or machine.stop is None or machine.host.stopped:
             return False
-        machine.stop.set()
-        self._cluster.network.loop.start(machine.host, self._wake)
+        for one in (machine, self._cluster.partner(machine.host)):
+            if one is not None:
+                self._cluster.drain(one)
         return True
 
     def _role(self, fault: Fault) -> bool:
@@ -106,9 +111,6 @@ class Faults:
             self._cluster.note("refused", refused)
         else:
             self.done.append(fault)
-
-    async def _wake(self) -> None:
-        """Wake the loop of the process, as a signal does."""
 
     def _flush_cache(self, fault: Fault) -> bool:
         """Flush the prefix cache of every worker, as an operator does."""

@@ -96,6 +96,7 @@ class Scenario:
     window: bool = False  # the model has layers with a window, in blocks of their own
     encoders: int = 0  # encode workers
     own_encoders: bool = True  # prefill workers encode where no encode worker does
+    hosted: bool = False  # p0 and d0 are one process, p1 and d1, and so on: what befalls one befalls both
 
     @property
     def workers(self) -> list[str]:
@@ -125,6 +126,7 @@ class Theme:
     groups: float = 0.2  # share of scenarios whose workers are several processes
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
     tiered: float = 0.3  # share of scenarios with tiers
+    hosted: bool = False  # a prefill and a decode worker share a process
 
 
 _EVERYTHING = {
@@ -235,15 +237,26 @@ THEMES = {
         leave=0.15,
     ),
 }
+HOSTED = Theme(  # processes of two workers, which die, hang and are fenced together
+    {"kill": 4, "stop": 3, "slow": 1, "drain": 2, "reset": 2, "repeat": 1, "flush_cache": 1},
+    transports=("shared_memory",),
+    blocks=(12, 16, 24),
+    step_s=(0.005, 0.02),
+    chunks=(4, 8),
+    groups=0.0,
+    tiered=0.0,
+    hosted=True,
+)
+"""Theme of its own campaign: it is drawn for no seed of the others."""
 _SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1, "groups": 2}
 _TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
-def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
-    """Return the scenario of a seed, of the named theme if one is given."""
+def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None = None) -> Scenario:
+    """Return the scenario of a seed, of the theme or of the named one if one is given."""
     rng = random.Random(f"scenario {seed}")
     drawn = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-    theme = THEMES[theme_name or drawn]
+    theme = theme or THEMES[theme_name or drawn]
     decodes = tuple(
         DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
@@ -257,6 +270,7 @@ def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
     shape = Scenario(
         # Tiers are refused with groups.
         tiers=tiers.choice(_TIERS) if tiers.random() < theme.tiered and not ranks else (),
+        hosted=theme.hosted,
         encoders=encoders,
         own_encoders=not encoders or images.random() < 0.6,
         local_prefill=local.choice(["auto", "always", "always", "never"]),
@@ -323,6 +337,8 @@ def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
 def _role_changes(shape: Scenario) -> list[Fault]:
     """Return changes of workers' roles; where all but one of a role are gone they are refused."""
     rng = random.Random(f"roles {shape.network}")
+    if shape.hosted:  # such a worker keeps its role
+        return []
     at = (round(rng.uniform(0.3, FAULTS_UNTIL_S), 4) for _ in range(rng.choice([0, 0, 1, 2, 3])))
     return [Fault(one, "role", (rng.choice(shape.workers),)) for one in at]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.campaign import Summary
 from tests.simulation.run import simulate
-from tests.simulation.scenario import make_scenario
+from tests.simulation.scenario import HOSTED, make_scenario
 from tests.simulation.shrink import explain, minimised
 
 SEEDS = 80
@@ -31,6 +31,19 @@ def test_seeds_violate_no_invariant() -> None:
     assert summary.faults.total() > 2 * SEEDS
     assert summary.loaded > SEEDS, "tiers were not used"
     assert summary.damaged > 0
+
+
+@pytest.mark.parametrize("seeds", [8, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_seeds_of_processes_with_two_workers_violate_no_invariant(seeds: int) -> None:
+    summary = Summary()
+    for seed in range(seeds):
+        scenario = make_scenario(seed, theme=HOSTED)
+        outcome = simulate(scenario)
+        if outcome.violation:
+            pytest.fail(explain(seed, scenario), pytrace=False)
+        summary.add(seed, outcome)
+    assert summary.ends["ok"] > seeds
+    assert summary.faults.total() > seeds
 
 
 def test_seed_has_one_trace_in_two_processes() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
+from diptych.cli.hosted_pairs import OFF
 from diptych.cli.preflight import BadOptions
 from diptych.cli.stack_options import AUTO_TLS, StackOptions
 from diptych.cli.worker_specs import WorkerPlace, worker_places
@@ -75,6 +76,8 @@ def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str)
     """
     if options.encode_workers:
         raise BadOptions("--encode: encode workers are not placed on a Ray cluster: leave it out with --ray")
+    if options.gpu_sharing not in ("auto", OFF):
+        raise BadOptions("--gpu-sharing: Ray gives each worker a process, and a GPU of its own")
     one_machine = address == LOCAL or options.redis_url is None
     if not one_machine or len(nodes) > 1:
         _check_several_nodes(options, nodes)
@@ -90,6 +93,7 @@ def place(options: StackOptions, address: str, nodes: Sequence[Node], here: str)
     chosen = replace(
         options,
         device=device,
+        gpu_sharing=OFF,
         prefill_threads=options.prefill_threads or threads,
         decode_threads=options.decode_threads or threads,
         # Ray gives a worker a GPU of its own, all of it.

@@ -170,9 +170,10 @@ class KVMemory:
 
         Zeroed, so that bytes which another process left there cannot be read. Raises torch.OutOfMemoryError.
         """
-        return cls.over_tensor(
-            layout, num_blocks, torch.zeros(_size(layout, num_blocks), dtype=torch.uint8, device=device)
-        )
+        flat = torch.zeros(_size(layout, num_blocks), dtype=torch.uint8, device=device)
+        if flat.is_cuda:  # steps on another stream would be zeroed after they have written
+            torch.cuda.current_stream(flat.device).synchronize()
+        return cls.over_tensor(layout, num_blocks, flat)
 
     @classmethod
     def over_tensor(cls, layout: KVLayout, num_blocks: int, flat: torch.Tensor) -> KVMemory:

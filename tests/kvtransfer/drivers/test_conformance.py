@@ -18,6 +18,12 @@ BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
 
 
+@pytest.fixture(params=["shared_memory", "in_process", "tcp", "gloo", "cuda_ipc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Every transport; both ends are in this process."""
+    return str(request.param)
+
+
 async def handoff(pair, request, num_tokens, seed, times, keys=None):
     granted = await pair.grant(request, num_tokens, keys)
     peer = await pair.peer()
@@ -39,7 +45,7 @@ async def test_commit_hands_off_the_blocks_as_written(make_pair, transport, time
     assert ready.num_tokens == num_tokens
     assert ready.first_tokens == sampled(42)
     assert ready.cached_tokens == 0
-    assert ready.in_place == (transport == "shared_memory")
+    assert ready.in_place == (transport in ("shared_memory", "in_process"))
     assert len(ready.block_ids) == LAYOUT.blocks_for(num_tokens)
     assert ready.times.prefill_steps == 3
     moved = 0 if ready.in_place else len(ready.block_ids) * LAYOUT.bytes_per_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -39,6 +40,12 @@ class TorchBackend:
         self._shape = shape
         scales = None if kv_scales is None else kv_scales.to(self._device)
         self._attention = attention_of(shape, [layer.sinks for layer in weights.layers], scales)
+
+    def twin(self) -> TorchBackend:
+        """See `TwinBackend.twin`."""
+        made = copy.copy(self)
+        made._adapters = TorchAdapters(self._device)
+        return made
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in this process' torch calls from the calling thread."""

@@ -60,12 +60,25 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             chosen = operators if operators is not None else triton_operators()
             scales = None if kv_scales is None else kv_scales.to(self._device)
-            self._layers = Layers(shape, pack(weights, self._device), chosen, scales)
+            layers = Layers(shape, pack(weights, self._device), chosen, scales)
+        self._begin(layers)
+
+    def _begin(self, layers: Layers) -> None:
+        """Compute with `layers`; nothing is allocated or recorded yet."""
+        self._layers = layers
         self._buffers: Activations | None = None
         self._scratch: Any = None
         self._scratch_size = (0, 0)
         self._graphs: DecodeGraphs | None = None
         self._gives_hidden = False
+
+    def twin(self) -> TritonBackend:
+        """See `TwinBackend.twin`."""
+        made = TritonBackend.__new__(TritonBackend)
+        made._device, made._shape = self._device, self._shape
+        with self._current(), torch.no_grad():
+            made._begin(self._layers.twin())
+        return made
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +111,10 @@ class TritonBackend:
             raise RuntimeError("adapters were not allowed")
         with self._current(), torch.no_grad():
             self._layers.adapters.set(slot, prepared)
+            if self._device.type == "cuda":
+                current = torch.cuda.current_stream(self._device)
+                if current != torch.cuda.default_stream(self._device):
+                    current.synchronize()  # steps may be on another stream than that of the caller
 
     def give_hidden_rows(self) -> TritonBackend:
         """See `HiddenRowsBackend.give_hidden_rows`: in what is planned from now on."""

@@ -70,5 +70,12 @@ class CudaGraphCapture:
 
 
 def capture_for(device: torch.device) -> GraphCapture:
-    """Return CUDA graphs on a CUDA device; elsewhere the work is done anew."""
-    return CudaGraphCapture(device) if device.type == "cuda" else EagerCapture()
+    """Return CUDA graphs on a CUDA device; elsewhere the work is done anew.
+
+    They are captured on the current stream unless that is the default one: what is captured keeps the
+    priority and the multiprocessors of its stream.
+    """
+    if device.type != "cuda":
+        return EagerCapture()
+    current = torch.cuda.current_stream(device)
+    return CudaGraphCapture(device, None if current == torch.cuda.default_stream(device) else current)

@@ -60,6 +60,10 @@ class Layers:
         # Rounded like the residual, as in the meaning: sqrt(3072) is 55.5 in bfloat16.
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=weights.dtype))
 
+    def twin(self) -> Layers:
+        """Return layers over the same weights, with tables, room and adapters of their own."""
+        return Layers(self.shape, self.weights, self.operators, self._scales)
+
     def buffers(self, tokens: int) -> Activations:
         """Allocate buffers for up to `tokens` tokens."""
         weights = self.weights

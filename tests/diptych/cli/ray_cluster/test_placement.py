@@ -124,6 +124,7 @@ def test_workers_of_several_nodes_are_free_and_a_gateway_on_loopback_is_not() ->
         ({"internal_tls": "auto"}, "give a folder that all nodes have"),
         ({"insecure": False}, "--internal-tls encrypts that"),
         ({"encode_workers": 1}, "--encode"),
+        ({"gpu_sharing": "turns"}, "--gpu-sharing"),
         ({"device": "cuda:1"}, "Ray chooses the GPU"),
     ],
 )
