@@ -72,7 +72,8 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
         model = engine.model
         # Drafts make chunks of a step's rows.
         gathered = gathered_bytes(model.shape, model.dtype) if settings.draft_tokens else 0
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, gathered)
+        recorded = graphs + engine.runner.recorded_prompts
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, recorded, gathered)
         blocks = room // layout.bytes_per_block
         if blocks < 1:
             raise DeviceUnavailable(

@@ -235,6 +235,8 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
         eagle,
     )
     run_self_test(runner, layout)
+    if count := runner.record_prompts(layout, settings.recorded_prompt_tokens):
+        log.info("%d prompt steps of up to %d tokens are recorded", count, settings.recorded_prompt_tokens)
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
     for name, one in loaded.items():
         log.info(
