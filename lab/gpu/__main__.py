@@ -23,20 +23,23 @@ def sections() -> dict[str, Section]:
     """Return all sections by name, in the order in which later ones need earlier ones."""
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
-    from lab.gpu.handoff import handoff
+    from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
     from lab.gpu.quantised import quantised
     from lab.gpu.service import service
     from lab.gpu.sharing import sharing
+    from lab.gpu.short_prompts import short_prompts
 
     return {
         "ceilings": ceilings,
         "attention": attention,
         "operators": operators,
         "model step": model_step,
+        "short prompts": short_prompts,
         "quantised": quantised,
         "sharing": sharing,
+        "block copies": block_copies,
         "handoff": handoff,
         "service": service,
     }

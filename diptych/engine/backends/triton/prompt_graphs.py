@@ -189,10 +189,10 @@ class PromptGraphs:
             buffers.mixed.zero_()
             hidden = layers.hidden(step, buffers, None)
             assert hidden is not None  # it cannot be aborted
-            found.append(hidden)
+            found[:] = [hidden]
 
         replay = self._capture.capture(work)
-        return _Recorded(replay, found[-1])
+        return _Recorded(replay, found[0])
 
     def _watch(
         self, abort: AbortWords, known: set[int], spans: Sequence[slice], uploaded: torch.cuda.Event
