@@ -24,6 +24,7 @@ from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
+from diptych.engine.backends.triton.device_wait import wait_for_stream
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
@@ -191,7 +192,7 @@ class TritonBackend:
         if launched.watch is not None:
             launched.watch()
         elif self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            wait_for_stream(len(launched.hidden))
         output = collect()
         return replace(output, hidden=rows.float().cpu()) if self._gives_hidden else output
 
@@ -228,7 +229,7 @@ class TritonBackend:
             self._lose_aborted(logits, placed.logit_owners, abort)
             found = logits, rows.float().cpu() if self._gives_hidden else None
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            wait_for_stream(step.num_tokens)
         return found
 
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
+from diptych.engine.backends.triton.device_wait import LONG_TOKENS
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep
 from diptych.engine.backends.triton.prompt_buffers import PromptFields
@@ -44,8 +45,6 @@ and those beyond the contexts end at once.
 """
 _RECORDING_S = 6.0
 """Time after which no further step is recorded: what is left stays eager."""
-_WATCHED_TOKENS = 256
-"""Shorter steps are done before an abort could save anything."""
 _WATCH_S = 2e-4
 
 
@@ -144,7 +143,7 @@ class PromptGraphs:
         known = set() if abort is None else set(np.flatnonzero(abort.words).tolist())
         spans = self._fields.fill(sequences, abort)
         self._fields.upload(len(sequences))
-        watched = abort is not None and self._side is not None and tokens >= _WATCHED_TOKENS
+        watched = abort is not None and self._side is not None and tokens >= LONG_TOKENS
         uploaded = torch.cuda.Event() if watched else None
         if uploaded is not None:
             uploaded.record()
