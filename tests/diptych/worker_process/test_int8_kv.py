@@ -46,10 +46,16 @@ def int8_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(oracle, "model", lambda shape=None: alone)
     for name in ("torch", "native"):
         monkeypatch.setitem(both_workers.MODELS, name, int8_model)
-    for cached in (both_workers.greedy, oracle._engine):
+    told_by_the_model = (
+        both_workers.greedy,
+        oracle._engine,
+        test_random_choices.answers,
+        test_random_choices.beams,
+    )
+    for cached in told_by_the_model:
         cached.cache_clear()
     yield
-    for cached in (both_workers.greedy, oracle._engine):
+    for cached in told_by_the_model:
         cached.cache_clear()
 
 
