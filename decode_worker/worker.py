@@ -59,6 +59,7 @@ class DecodeWorker:
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
+        self._metrics.set_gpu_memory(engine.memory.uses)
         transports = registry.transports_for(settings.transport, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(

@@ -26,7 +26,7 @@ _KNOWN, _KEPT = 4, 8
 
 
 class Event(Protocol):
-    """What is waited for: a CUDA event that was recorded."""
+    """A recorded CUDA event."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
