@@ -21,6 +21,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, sample
 from kernels.gpu.launch import INTERPRETED
+from lab.gpu.random_model import random_weights
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 TOKENS = 32
@@ -210,10 +211,9 @@ def test_an_abort_reaches_the_device_between_layers() -> None:
     device = torch.device("cuda:0")
     shape = shape_of(
         vocab_size=99, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
-        intermediate_size=14336, max_context=1024, num_layers=12,
+        intermediate_size=14336, max_context=1024, num_layers=24,
     )  # fmt: skip
-    weights = weights_of(shape, torch.bfloat16)
-    backend = TritonBackend(shape, weights, device)
+    backend = TritonBackend(shape, random_weights(shape, device, torch.bfloat16), device)
     layout = layout_of(shape, 16, torch.bfloat16)
     assert backend.record_prompts(layout, 512) > 0
     assert backend._prompts is not None
