@@ -241,9 +241,9 @@ def _load(settings: WorkerSettings, group: RankGroup | None) -> LoadedEngine:
     )
     memory.took("weights")
     run_self_test(runner, layout)
-    if count := runner.record_prompts(layout, settings.recorded_prompt_tokens):
-        log.info("%d prompt steps of up to %d tokens are recorded", count, settings.recorded_prompt_tokens)
-    memory.took("prompt steps")
+    if device.type == "cuda" and (most := settings.recorded_prompt_tokens):
+        log.info("%d prompt steps of up to %d tokens are recorded", runner.record_prompts(layout, most), most)
+        memory.took("prompt steps")
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
     for name, one in loaded.items():
         log.info(
