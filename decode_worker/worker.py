@@ -59,13 +59,13 @@ class DecodeWorker:
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
-        self._metrics.set_gpu_memory(engine.memory.uses)
         transports = registry.transports_for(settings.transport, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(
             transports, memory.memory.data.device, settings.worker_id
         )
         self._pool = BlockPool(memory.memory.num_blocks)
+        self._metrics.set_gpu_memory(engine.memory.uses)
         self._loop = EngineLoop(
             engine.runner,
             memory.memory,
