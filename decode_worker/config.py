@@ -159,6 +159,12 @@ class DecodeSettings(WorkerSettings):
         )
 
     @property
+    def recorded_prompt_tokens(self) -> int:
+        """See `WorkerSettings.recorded_prompt_tokens`; a worker without chunks in its steps records none."""
+        chunks = self.max_local_prefill_tokens or self.max_fallback_prefill_tokens or self.draft_tokens
+        return self.prompt_graph_tokens if chunks else 0
+
+    @property
     def step_pacing(self) -> tuple[float, float]:
         """See `WorkerSettings.step_pacing`."""
         return self.decode_pacing, self.decode_pacing_max

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from decode_worker.config import DecodeSettings
+from diptych.engine.backends.triton.activations import activation_bytes
 from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout
@@ -24,7 +25,9 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     are configured than fit.
     """
     graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
-    pool = _allocate(settings, engine, graphs)
+    engine.memory.took("decode steps")
+    pool = _allocate(settings, engine, graphs + engine.runner.recorded_prompts)
+    engine.memory.took("KV pool")
     blocks, context = pool.memory.num_blocks, engine.model.shape.max_context
     if blocks < engine.layout.prompt_blocks(context, 1):
         _log.warning(
@@ -35,6 +38,8 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     if engine.group is not None:
         engine.group.memories.share(pool.memory, pool.file())
     engine.runner.prepare_decode(pool.memory)
+    if (plan := engine.memory.describe(settings.gpu_memory_utilization)) is not None:
+        _log.info("%s", plan)
     return pool
 
 
@@ -68,11 +73,11 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
         if settings.pool_chosen:
             _check_room(blocks * layout.bytes_per_block, total_memory())
         return allocate_pool(layout, blocks)
+    chunks = _chunk_bytes(settings, engine)
+    engine.memory.plan_graphs(graphs)
+    engine.memory.plan("chunks of prompts", chunks)
     if not settings.pool_chosen:
-        model = engine.model
-        # Drafts make chunks of a step's rows.
-        gathered = gathered_bytes(model.shape, model.dtype) if settings.draft_tokens else 0
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, gathered)
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, chunks)
         blocks = room // layout.bytes_per_block
         if blocks < 1:
             raise DeviceUnavailable(
@@ -82,3 +87,15 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
     gib = blocks * layout.bytes_per_block / 2**30
     _log.info("the KV pool on %s has %d blocks, %.1f GiB", device, blocks, gib)
     return allocate_device_pool(layout, blocks, device)
+
+
+def _chunk_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:
+    """Return the bytes that steps with chunks, which are not recorded, take when they come: those of drafts,
+    which make chunks of a step's rows, and those of prompts that are computed here.
+    """
+    model, bounds = engine.model, settings.local_bounds(engine.model.device.type)
+    prompts = bounds.idle_chunk if bounds.short or bounds.fallback else 0
+    tokens = max(prompts, settings.max_batch * (1 + settings.draft_tokens) if settings.draft_tokens else 0)
+    if not tokens:
+        return 0
+    return gathered_bytes(model.shape, model.dtype) + activation_bytes(model.shape, tokens, model.dtype)

@@ -67,6 +67,7 @@ class DecodeWorker:
             transports, memory.memory.data.device, settings.worker_id
         )
         self._pool = BlockPool(memory.memory.num_blocks)
+        self._metrics.set_gpu_memory(engine.memory.uses)
         self._loop = EngineLoop(
             engine.runner,
             memory.memory,

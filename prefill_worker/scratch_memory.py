@@ -47,11 +47,11 @@ class Memory:
     total: int | None
 
     @classmethod
-    def of(cls, device: torch.device) -> Memory:
-        """Return the memory of `device` now."""
+    def of(cls, device: torch.device, graphs: int = 0, steps: int = 0) -> Memory:
+        """Return the memory of `device` now; on a GPU less that of so many graphs, and bytes of steps."""
         if device.type == "cpu":
             return cls(available_memory(), total_memory())
-        room = max(0, free_pool_bytes(device, _DEVICE_SHARE, 0, 0))
+        room = max(0, free_pool_bytes(device, _DEVICE_SHARE, graphs, steps))
         return cls(room, room)
 
 

@@ -39,6 +39,7 @@ from kvtransfer.transports import in_process, registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.gpu_plan import log_plan, plan_steps
 from prefill_worker.image_encoding import ImageEncoding
 from prefill_worker.image_fetching import ImageFetching
 from prefill_worker.image_store import ImageStore
@@ -73,9 +74,11 @@ class PrefillWorker:
             transports,
             engine.layout,
             engine.model.shape.max_context,
-            Memory.of(device),
+            Memory.of(device, engine.runner.recorded_prompts, plan_steps(engine, chunk)),
             chunk,
         )
+        log_plan(engine, self._scratch_plan.blocks)
+        self._metrics.set_gpu_memory(engine.memory.uses)
         transports = self._scratch_plan.transports
         self._pulls = engine.layout.windows is None and not (
             registry.PULLS_FRAMES | registry.PULLS_MAPPED

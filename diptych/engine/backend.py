@@ -14,7 +14,7 @@ import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import SampleRow
 
 
@@ -205,4 +205,15 @@ class GraphBackend(LaunchingBackend, Protocol):
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """Record the graphs of decode steps over `memory`; `plan_decode` came before. May take seconds."""
+        ...
+
+
+@runtime_checkable
+class PromptGraphBackend(Protocol):
+    """A backend that can record short prompt steps."""
+
+    def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
+        """Record steps of up to `most_tokens` tokens over memories of `layout`, with all that they need
+        beside weights and blocks; return how many there are. May take seconds.
+        """
         ...

@@ -6,10 +6,10 @@ import torch
 
 CONTEXT_BYTES = 600 << 20
 """Bytes that a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
-_FEW_BYTES = 256 << 20
+FEW_BYTES = 256 << 20
 """Left free for small temporaries and the allocator's rounding."""
-_BYTES_A_GRAPH = 6 << 20
-"""A captured decode step: some four hundred kernel nodes and its share of the graphs' memory."""
+BYTES_A_GRAPH = 6 << 20
+"""A recorded step: some four hundred kernel nodes and its share of the graphs' memory."""
 
 
 class DeviceUnavailable(RuntimeError):
@@ -51,7 +51,7 @@ def pool_bytes(
 
     Not above 0 where nothing is left.
     """
-    reserve = _FEW_BYTES + _BYTES_A_GRAPH * recordings + temporaries
+    reserve = FEW_BYTES + BYTES_A_GRAPH * recordings + temporaries
     return min(int(utilization * total) - used, free) - reserve
 
 

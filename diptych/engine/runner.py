@@ -19,12 +19,13 @@ from diptych.engine.backend import (
     HiddenRowsBackend,
     LaunchingBackend,
     MixedStepBackend,
+    PromptGraphBackend,
     SamplingBackend,
     TreeBackend,
 )
 from diptych.engine.batch import AbortWords, BatchError, Launched, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.sampling import SampleRow
 
@@ -44,6 +45,8 @@ class Runner:
         self.on_step: Callable[[float, int], None] | None = None
         """Called after every step, where its results are: seconds of the forward pass, tokens computed."""
         backend = model.backend
+        self.recorded_prompts = 0
+        """Number of prompt steps that are recorded."""
         self._sampling = backend if isinstance(backend, SamplingBackend) else None
         self._launching = backend if isinstance(backend, LaunchingBackend) else None
         self._graphs = backend if isinstance(backend, GraphBackend) else None
@@ -133,6 +136,15 @@ class Runner:
         """Record the graphs of decode steps over `memory`, where the backend has graphs: takes seconds."""
         if self._graphs is not None:
             self._graphs.prepare_decode(memory)
+
+    def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
+        """Record prompt steps of up to `most_tokens` tokens over memories of `layout`, where the backend can;
+        return how many there are. Takes seconds.
+        """
+        backend = self.model.backend
+        if isinstance(backend, PromptGraphBackend):
+            self.recorded_prompts = backend.record_prompts(layout, most_tokens)
+        return self.recorded_prompts
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
         """Let steps have rows with adapters, as `AdapterBackend.allow_adapters` does; return what is lacking,

@@ -13,7 +13,7 @@ event is then an increase that `rate` sees.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -286,6 +286,12 @@ class WorkerMetrics(StepMetrics):
             ["transport"],
             registry=registry,
         )
+        self._gpu_memory = Gauge(
+            "diptych_gpu_memory_bytes",
+            "Bytes of the GPU's memory by use, as at the start: taken, or set aside",
+            ["use"],
+            registry=registry,
+        )
         self.tier_bytes = Gauge(
             "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
         )
@@ -297,6 +303,11 @@ class WorkerMetrics(StepMetrics):
             "Entries of tiers that were not what had been stored, and were removed",
             registry=registry,
         )
+
+    def set_gpu_memory(self, uses: Mapping[str, int]) -> None:
+        """Set the bytes of the GPU's memory by use."""
+        for use, size in uses.items():
+            self._gpu_memory.labels(use.replace(" ", "_").lower()).set(size)
 
     def create_transport_series(self, transports: Iterable[str]) -> None:
         """Create the series of `transports`, which this worker may use, and of failures without one."""

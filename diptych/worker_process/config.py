@@ -73,6 +73,11 @@ class WorkerSettings(RoleSettings):
     backend: Literal["auto", "native", "torch", "triton"] = setting(
         "auto", "Code that computes the model; triton is for GPUs, the others for CPUs.", section="Compute"
     )
+    prompt_graph_tokens: Annotated[int, Field(ge=0, le=512)] = setting(
+        512,
+        "Tokens of the longest prompt step that a GPU records as a CUDA graph at the start; 0 records none.",
+        section="Compute",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1,
         "Processes of this worker, each of which computes its share of every layer and holds those weights.",
@@ -182,6 +187,11 @@ class WorkerSettings(RoleSettings):
         }
         flags = [f"{flag} {value}" for flag, value in chosen.items() if value > 1]
         return " ".join(flags) or f"--sum-parts {self.parts}"
+
+    @property
+    def recorded_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt step to record."""
+        return self.prompt_graph_tokens
 
     @property
     def step_pacing(self) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from diptych.engine.card_turns import CardTurns
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.gpu_memory import GpuMemory
 from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
@@ -83,6 +84,8 @@ class LoadedEngine:
 
     eagle: LoadedEagle | None = None
     """A head over the model's features, whose keys and values are that segment."""
+    memory: GpuMemory = field(default_factory=lambda: GpuMemory.of(torch.device("cpu")))
+    """Uses of the GPU's memory until now."""
 
     @property
     def draft_chunks(self) -> PromptDrafts | None:
@@ -215,6 +218,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     if images is not None:
         _check_reads_images(settings)
     files = _drafting_files(settings, path)
+    memory = GpuMemory.of(device)
     dtype = _precision(settings, path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
@@ -267,8 +271,13 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
         draft,
         heads,
         eagle,
+        memory,
     )
+    memory.took("weights")
     run_self_test(runner, layout)
+    if device.type == "cuda" and (most := settings.recorded_prompt_tokens):
+        log.info("%d prompt steps of up to %d tokens are recorded", runner.record_prompts(layout, most), most)
+        memory.took("prompt steps")
     loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
     for name, one in loaded.items():
         log.info(

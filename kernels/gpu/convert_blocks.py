@@ -2,6 +2,8 @@
 
 The meaning is kernels/convert_blocks.py. A program takes a tile of tokens of one head of a layer's keys or
 values. Strides are arguments: Triton knows of those that are 1, and so which numbers lie beside one another.
+A tile lies in one unit of the digest where it can, so that a program adds one number to it: an addition a
+token took longer than the copy.
 """
 
 from __future__ import annotations
@@ -17,11 +19,27 @@ from kernels.gpu.launch import power_of_two
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
-_TOKENS = 32
+_TOKENS = 64
+"""Most tokens of a tile: of heads of 128 in 16 bits a thread has eight loads of 16 bytes in flight."""
+_LEAST_TOKENS = 16
 
 
 @triton.jit
-def _places(base, ids, at, real, layer, head, block, layers, heads, lanes, dims, SIZE, D_PAD: tl.constexpr):
+def _places(
+    base,
+    ids,
+    at,
+    real,
+    layer,
+    head,
+    block,
+    layers,
+    heads,
+    lanes,
+    dims,
+    SIZE: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
     """Return the addresses `[tokens, dims]` of the numbers of tokens `at [tokens]`.
 
     `ids [blocks]` is the block table; `block` to `dims` are the strides of `KVView`'s axes, in elements.
@@ -33,11 +51,40 @@ def _places(base, ids, at, real, layer, head, block, layers, heads, lanes, dims,
 
 
 @triton.jit
+def _add_digest(
+    bits, digests, binding, at, real, row, UNIT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Add what `bits [tokens, dims]` of tokens `at`, those that are `real`, change of their units' digests.
+
+    `row` is the number of the head among those of all planes; `digests` and `binding` int64.
+    """
+    dims = tl.arange(0, D_PAD)
+    bound = tl.load(binding + at // UNIT, mask=real, other=0).to(tl.uint64, bitcast=True)
+    first = (row.to(tl.int64) * UNIT + at % UNIT) * D
+    # A product a token and one a column, where one a number would take as long as the bytes.
+    by_token = bound + first.to(tl.uint64) * _GOLDEN
+    by_column = (dims + 1).to(tl.uint64) * _GOLDEN
+    mixed = bits.to(tl.int64).to(tl.uint64, bitcast=True)
+    mixed = (mixed ^ (by_token[:, None] + by_column[None, :])) * _FIRST
+    mixed = (mixed ^ (mixed >> 32)) * _SECOND
+    mixed = (mixed ^ (mixed >> 29)).to(tl.int64, bitcast=True)
+    if D != D_PAD:
+        mixed = tl.where((dims < D)[None, :], mixed, 0)
+    found = tl.where(real, tl.sum(mixed, axis=1), 0)
+    # Whole numbers: whichever program adds first, the sum is the same.
+    if UNIT % TOKENS == 0:
+        tl.atomic_add(digests + tl.program_id(0) * TOKENS // UNIT, tl.sum(found, axis=0), sem="relaxed")
+    else:
+        tl.atomic_add(digests + at // UNIT, found, mask=real, sem="relaxed")
+
+
+@triton.jit
 def _convert(
     source_keys, source_values, source_ids, target_keys, target_values, target_ids, digests, binding, tokens,
     sk0, sk1, sk2, sk3, sk4, sv0, sv1, sv2, sv3, sv4, tk0, tk1, tk2, tk3, tk4, tv0, tv1, tv2, tv3, tv4,
-    source_head, target_head, SOURCE_SIZE, TARGET_SIZE, HEADS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIGEST: tl.constexpr,
+    source_head, target_head, SOURCE_SIZE: tl.constexpr, TARGET_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
     """Convert one tile of TOKENS tokens of one head of one layer's keys or values.
 
@@ -64,6 +111,8 @@ def _convert(
         )  # fmt: skip
         bits = tl.load(origin, mask=both, other=0)
         tl.store(place, bits, mask=both)
+        if DIGEST:
+            _add_digest(bits, digests, binding, at, real, plane * HEADS + head, UNIT, D, D_PAD, TOKENS)
     else:
         origin = _places(
             source_values, source_ids, at, real, layer, source_head + head,
@@ -75,18 +124,8 @@ def _convert(
         )  # fmt: skip
         bits = tl.load(origin, mask=both, other=0)
         tl.store(place, bits, mask=both)
-    if DIGEST:
-        bound = tl.load(binding + at // UNIT, mask=real, other=0).to(tl.uint64, bitcast=True)
-        first = ((plane * HEADS + head).to(tl.int64) * UNIT + at % UNIT) * D
-        number = (first[:, None] + dims[None, :] + 1).to(tl.uint64)
-        mixed = bits.to(tl.int64).to(tl.uint64, bitcast=True)
-        mixed = (mixed ^ (bound[:, None] + number * _GOLDEN)) * _FIRST
-        mixed = (mixed ^ (mixed >> 32)) * _SECOND
-        mixed = (mixed ^ (mixed >> 29)).to(tl.int64, bitcast=True)
-        # Whole numbers: whichever program adds first, the sum is the same.
-        tl.atomic_add(
-            digests + at // UNIT, tl.sum(tl.where(both, mixed, 0), axis=1), mask=real, sem="relaxed"
-        )
+        if DIGEST:
+            _add_digest(bits, digests, binding, at, real, plane * HEADS + head, UNIT, D, D_PAD, TOKENS)
 
 
 def convert_blocks(
@@ -117,7 +156,8 @@ def convert_blocks(
     bits = BITS[source.keys.element_size()]
     parts = [part.view(bits) for part in (source.keys, source.values, target.keys, target.values)]
     _, layers, _, _, head_dim = parts[0].shape
-    _convert[(triton.cdiv(tokens, _TOKENS), layers * 2 * heads.count)](
+    tile = _tile(target.block_size)
+    _convert[(triton.cdiv(tokens, tile), layers * 2 * heads.count)](
         parts[0], parts[1], source_ids, parts[2], parts[3], target_ids,
         source_ids if digests is None else digests,
         source_ids if binding is None else binding,
@@ -125,5 +165,11 @@ def convert_blocks(
         *(stride for part in parts for stride in part.stride()),
         heads.source, heads.target, source.block_size, target.block_size,
         HEADS=heads.count, D=head_dim, D_PAD=power_of_two(head_dim), UNIT=target.block_size,
-        TOKENS=_TOKENS, DIGEST=digests is not None, num_warps=4,
+        TOKENS=tile, DIGEST=digests is not None, num_warps=4,
     )  # fmt: skip
+
+
+def _tile(unit: int) -> int:
+    """Return the tokens of a tile: as many as can be, in one unit of the digest where that is not too few."""
+    shared = unit & -unit  # the largest power of two that divides it
+    return min(_TOKENS, shared) if shared >= _LEAST_TOKENS else _TOKENS

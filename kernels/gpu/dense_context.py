@@ -44,17 +44,19 @@ def context_base(starts, offsets, sequence, TILE: tl.constexpr, SEQUENCES_PAD: t
 
 
 # One kernel whatever a step's packing happens to be, as in paged_decode.py.
-@triton.jit(do_not_specialize=["tables", "starts", "offsets", "table_stride"])
+@triton.jit(do_not_specialize=["tables", "starts", "offsets", "origin", "table_stride"])
 def _bring(
-    blocks, tables, starts, offsets, keys_out, values_out, layer_offset, block_stride, table_stride, rows,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    blocks, tables, starts, offsets, origin, keys_out, values_out, layer_offset, block_stride, table_stride,
+    rows, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
+    BASED: tl.constexpr,
 ):  # fmt: skip
     """Gather TOKENS tokens of one KV head of one sequence.
 
     `blocks` is the KV memory from `layer_offset` elements on, `block_stride` elements a block; `tables` int32
-    `[S, table_stride]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `keys_out` and `values_out` are
-    `[KV_HEADS, rows, D]`. WINDOW is tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
+    `[S, table_stride]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `origin` int64 `[1]`: with BASED the
+    elements from `blocks` to the KV memory; `keys_out` and `values_out` are `[KV_HEADS, rows, D]`. WINDOW is
+    tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -75,6 +77,8 @@ def _bring(
         held = at // BLOCK_SIZE * BLOCK_SIZE < length
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=held, other=0)
         place = blocks + layer_offset + head * WIDTH + block.to(tl.int64) * block_stride
+        if BASED:
+            place += tl.multiple_of(tl.load(origin), 16)
         lane = at % BLOCK_SIZE
         k_place = place[None, :] + dims[:, None] * BLOCK_SIZE + lane[None, :]
         k = tl.load(k_place, mask=in_head[:, None] & held[None, :], other=0.0)
@@ -100,13 +104,14 @@ def bring_context(
     tile: int,
     window: int | None,
     dtype: torch.dtype,
+    base: torch.Tensor | None = None,
 ) -> DenseContext:
     """Gather what the chunks of S sequences attend to, in `dtype`, not yet multiplied by any scales.
 
     `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`; `tables` int32 `[S, n]`, `starts`
     int32 `[S]` and `offsets` int32 `[S + 1]` as in paged_prefill; `context_tokens` is at least the sum of the
     sequences' lengths, chunks included. With a `window`, in tokens, what no token of a chunk sees is left
-    out. Returns keys and values `[kv_heads, rows, head_dim]`.
+    out. `base` as in rotary_write. Returns keys and values `[kv_heads, rows, head_dim]`.
     """
     sequences, kv_heads = tables.shape[0], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim
@@ -114,9 +119,10 @@ def bring_context(
     keys, values = torch.empty((2, kv_heads, rows, head_dim), dtype=dtype, device=blocks.device).unbind(0)
     longest = min(tables.shape[1] * block_size, context_tokens)
     _bring[(triton.cdiv(triton.cdiv(longest, tile) * tile, _TOKENS), kv_heads, sequences)](
-        blocks, tables, starts, offsets, keys, values, layer * 2 * kv_heads * blocks.shape[-1],
-        blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads, D=head_dim,
-        D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
-        TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), num_warps=4,
+        blocks, tables, starts, offsets, starts if base is None else base, keys, values,
+        layer * 2 * kv_heads * blocks.shape[-1], blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads,
+        D=head_dim, D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
+        TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), BASED=base is not None,
+        num_warps=4,
     )  # fmt: skip
     return DenseContext(keys, values)

@@ -162,6 +162,7 @@ def paged_prefill(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     tree: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the chunks of S sequences, packed in `query [T, heads, head_dim]`.
@@ -174,6 +175,7 @@ def paged_prefill(
     and `scales` as in paged_decode. With `tree` int64 `[T, 2]` chunks of up to 64 tokens are trees: a row
     sees those of its chunk's tokens whose bits are set in its first number, itself included, and is at
     position `starts[s]` and its second one; a window of fewer than 64 tokens is not applied within the tree.
+    `base` as in rotary_write.
     Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
     """
     _, heads, head_dim = check_dense("query", query).shape
@@ -187,7 +189,7 @@ def paged_prefill(
     tile, padded = tuned["tile"], power_of_two(head_dim, 16)
     context = bring_context(
         blocks, layer, tables, starts, offsets, head_dim=head_dim, tile=tile, window=window,
-        dtype=query.dtype,
+        dtype=query.dtype, base=base,
         context_tokens=tables.numel() * block_size if context_tokens is None else context_tokens,
     )  # fmt: skip
     rows = context.keys.shape[1]

@@ -58,7 +58,7 @@ def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.
 
 
 # One kernel whatever a step's packing happens to be, as in paged_decode.py.
-@triton.jit(do_not_specialize=["block_ids", "lanes", "tokens"])
+@triton.jit(do_not_specialize=["block_ids", "lanes", "origin", "tokens"])
 def _rotary_write(
     qkv,
     cos,
@@ -66,6 +66,7 @@ def _rotary_write(
     blocks,
     block_ids,
     lanes,
+    origin,
     q_norm,
     k_norm,
     scales,
@@ -84,14 +85,15 @@ def _rotary_write(
     NORM_LATE: tl.constexpr,
     ROTATE: tl.constexpr,
     SCALED: tl.constexpr,
+    BASED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Rotate or store TOKENS tokens of one head.
 
     `qkv` is `[tokens, HEADS + 2 * KV_HEADS, D]`; `cos` and `sin` float32 `[tokens, D / 2]`; `blocks` the KV
     memory from `layer_offset` elements on, `block_stride` elements a block; `block_ids` int64 and `lanes`
-    int32 `[tokens]`; `q_norm` and `k_norm [D]`; `scales` float32 `[2, KV_HEADS]` of the layer; `out [tokens,
-    HEADS, D]`.
+    int32 `[tokens]`; `origin` int64 `[1]`: with BASED the elements from `blocks` to the KV memory; `q_norm`
+    and `k_norm [D]`; `scales` float32 `[2, KV_HEADS]` of the layer; `out [tokens, HEADS, D]`.
     """
     HALF: tl.constexpr = D // 2
     TYPE: tl.constexpr = qkv.dtype.element_ty
@@ -141,6 +143,8 @@ def _rotary_write(
             scale = tl.load(scales + is_value * KV_HEADS + kv_head)
         base = blocks + layer_offset + (is_value * KV_HEADS + kv_head) * (D * BLOCK_SIZE)
         start = tl.maximum(block, 0).to(tl.int64) * block_stride
+        if BASED:
+            start += tl.multiple_of(tl.load(origin), 16)
         low = _stored(first, scale, SCALED, STORED, INTERPRETED)
         high = _stored(second, scale, SCALED, STORED, INTERPRETED)
         if is_value == 0:
@@ -171,6 +175,7 @@ def rotary_write(
     norm_late: bool = False,
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys of `qkv [T, heads + 2 * kv_heads, D]` and store keys and values in their
@@ -180,7 +185,9 @@ def rotary_write(
     (int64, -1 where nothing is to be written: padding rows), lane `lanes[t]` (int32), of `blocks [num_blocks,
     layers, 2, kv_heads, D * block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, with
     `norm_late` after it, or neither is there. With `scales`, float32 `[layers, 2, kv_heads]`, the cache holds
-    each number divided by the scale of its head (FP8). Returns the queries `[T, heads, D]`.
+    each number divided by the scale of its head (FP8). With `base`, int64 `[1]` on the device, a multiple of
+    16, the memory begins so many elements behind `blocks`, which only has its layout. Returns the queries
+    `[T, heads, D]`.
     """
     tokens, _, head_dim = check_dense("qkv", qkv).shape
     if (q_norm is None) != (k_norm is None):
@@ -199,6 +206,7 @@ def rotary_write(
         blocks,
         block_ids,
         lanes,
+        block_ids if base is None else base,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         qkv if scales is None else scales[layer],
@@ -217,6 +225,7 @@ def rotary_write(
         NORM_LATE=norm_late,
         ROTATE=cos is not None,
         SCALED=scales is not None,
+        BASED=base is not None,
         INTERPRETED=INTERPRETED,
         num_warps=1 if tile == 1 else 4,
     )

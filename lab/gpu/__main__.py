@@ -24,7 +24,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
-    from lab.gpu.handoff import handoff
+    from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
     from lab.gpu.quantised import quantised
@@ -32,6 +32,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
     from lab.gpu.verification import verification
+    from lab.gpu.short_prompts import short_prompts
 
     return {
         "ceilings": ceilings,
@@ -40,8 +41,10 @@ def sections() -> dict[str, Section]:
         "model step": model_step,
         "verification": verification,
         "adapted steps": adapted_steps,
+        "short prompts": short_prompts,
         "quantised": quantised,
         "sharing": sharing,
+        "block copies": block_copies,
         "handoff": handoff,
         "service": service,
         "shared card": shared_card,

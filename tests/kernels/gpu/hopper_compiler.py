@@ -161,6 +161,15 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 ),
             )
         )
+        base = torch.zeros(2, dtype=torch.int64)
+        made.append(
+            (
+                f"prefill of a memory found through the device {name}",
+                lambda: paged_prefill(
+                    query, blocks, 1, tables, lengths[:16], lengths, max_tokens=9, scales=scales, base=base
+                ),
+            )
+        )
         qkv = torch.zeros(200, heads + 2 * kv_heads, head_dim, dtype=dtype)
         half = torch.zeros(200, head_dim // 2, dtype=dtype)
         ids, lanes, norm = (

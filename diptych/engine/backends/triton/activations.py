@@ -121,6 +121,17 @@ class Activations:
         )
 
 
+def activation_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the buffers of so many tokens, to a few a token."""
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    numbers = 3 * shape.hidden_size + attention + shape.num_heads * shape.head_dim
+    numbers += 3 * _widest_feed_forward(shape)
+    if (experts := shape.experts) is not None:
+        numbers += experts.experts_per_token * (experts.intermediate_size + shape.hidden_size)
+    angles = len(shape.rotations) * shape.head_dim * torch.float32.itemsize
+    return tokens * (numbers * dtype.itemsize + angles)
+
+
 def _widest_feed_forward(shape: ModelShape) -> int:
     """Return the width of the widest feed-forward that all rows of a step pass."""
     shared = 0 if shape.experts is None else shape.experts.shared_size

@@ -2,7 +2,8 @@
 
 Any batch runs eagerly: several prompts packed, decode rows beside chunks, several memories on the device (the
 pools of decode workers on the same GPU, into which a prefill worker computes). A batch of decode rows over
-the memory that decode was prepared for replays its graph (decode_graphs.py).
+the memory that decode was prepared for replays its graph (decode_graphs.py), and so does a short prompt step
+over any memory of the layout for which such steps were recorded (prompt_graphs.py).
 
 Everything is queued on the current stream, and a step has been computed when `forward` returns: a handoff of
 its blocks needs no knowledge of the device.
@@ -22,15 +23,17 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
-from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, sampling_values
-from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, DecodeGraphs, sample_tokens, sampled
+from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
+from diptych.engine.backends.triton.device_wait import wait_for_stream
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import MOST_TREE_TOKENS, PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.backends.triton.prompt_graphs import PromptGraphs, PromptStep
+from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
 from diptych.engine.weights import Weights
@@ -70,6 +73,7 @@ class TritonBackend:
         self._scratch: Any = None
         self._scratch_size = (0, 0)
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         self._gives_hidden = False
 
     def twin(self) -> TritonBackend:
@@ -142,12 +146,14 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             if self._graphs is not None and self._graphs.accepts(sequences):
                 return self._graphs.launch(sequences, draws, abort).collect()
+            if self._prompts is not None and self._prompts.accepts(sequences):
+                return self._replay_prompts(self._prompts.launch(sequences, abort), draws, abort)
             computed = self._compute(sequences, abort)
             if computed is None:
                 missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
                 return StepOutput.logits_only(missing)
             logits, hidden = computed
-            return replace(self._draw(logits, draws), hidden=hidden)
+            return replace(launch_sampling(self._layers, logits, draws)(), hidden=hidden)
 
     def launch(
         self,
@@ -181,6 +187,38 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             self._graphs.capture(memory)
 
+    def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
+        """See `PromptGraphBackend.record_prompts`. `capture` is that of the device unless given."""
+        with self._current(), torch.no_grad():
+            self._prompts = None
+            if most_tokens and not layout.latent and layout.windows is None:
+                self._prompts = PromptGraphs(self._layers, layout, most_tokens, capture)
+                self._prompts.record()
+            return 0 if self._prompts is None else self._prompts.count
+
+    # ---- a recorded prompt step ----------------------------------------------------------------------
+
+    def _replay_prompts(
+        self, launched: PromptStep, draws: Sequence[SampleRow | None], abort: AbortWords | None
+    ) -> StepOutput:
+        """Compute logits and tokens behind a step that was launched; it is done then."""
+        rows = launched.hidden[launched.logit_rows]
+        logits = self._layers.logits(rows)
+        self._lose_aborted(logits, launched.logit_owners, abort)
+        collect = launch_sampling(self._layers, logits, draws)
+        if launched.watch is not None:
+            launched.watch()
+        elif self._device.type == "cuda":
+            wait_for_stream(len(launched.hidden))
+        output = collect()
+        return replace(output, hidden=rows.float().cpu()) if self._gives_hidden else output
+
+    @staticmethod
+    def _lose_aborted(logits: torch.Tensor, owners: Sequence[int], abort: AbortWords | None) -> None:
+        """Make NaN of the rows of logits whose sequences, `owners`, were aborted."""
+        if abort is not None and abort.words.any():
+            logits[[row for row, owner in enumerate(owners) if abort.is_aborted(owner)]] = torch.nan
+
     # ---- one step, eagerly ---------------------------------------------------------------------------
 
     def _compute(
@@ -205,12 +243,10 @@ class TritonBackend:
         if hidden is not None:
             rows = hidden[placed.logit_rows]
             logits = self._layers.logits(rows)
-            if abort is not None and abort.words.any():
-                lost = [row for row, owner in enumerate(placed.logit_owners) if abort.is_aborted(owner)]
-                logits[lost] = torch.nan
+            self._lose_aborted(logits, placed.logit_owners, abort)
             found = logits, rows.float().cpu() if self._gives_hidden else None
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            wait_for_stream(step.num_tokens)
         return found
 
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:
@@ -231,25 +267,6 @@ class TritonBackend:
             return True
 
         return wanted
-
-    def _draw(self, logits: torch.Tensor, draws: Sequence[SampleRow | None]) -> StepOutput:
-        rows = [row for row, draw in enumerate(draws) if draw is not None]
-        if not rows:
-            return StepOutput.logits_only(logits.cpu())
-        left = [row for row, draw in enumerate(draws) if draw is None]
-        values = [sampling_values(draw) for draw in draws if draw is not None]
-        by = {
-            name: torch.tensor(
-                [value[name] for value in values], dtype=FIELD_TYPES[name], device=self._device
-            )
-            for name in SAMPLING_FIELDS
-        }
-        out = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        tokens: list[Any] = [None] * len(draws)
-        found = sample_tokens(self._layers, logits[rows], by, None, out).tolist()
-        for row, token in zip(rows, found, strict=True):
-            tokens[row] = sampled(token)
-        return StepOutput(tokens, logits[left].cpu())
 
     # ---- memory --------------------------------------------------------------------------------------
 

@@ -11,15 +11,18 @@ leave the device; what the host lays out for it goes into the other of two copie
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
+from diptych.engine.backends.triton.device_wait import StepNap
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
@@ -69,6 +72,7 @@ class DecodeGraphs:
             size = (TURNS, max_batch, shape.hidden_size)
             self._hidden = torch.zeros(size, dtype=layers.weights.dtype, pin_memory=device.type == "cuda")
         self._turn = 0
+        self._nap = StepNap()
         self._waiting: list[LaunchedStep | None] = [None] * TURNS
         self._scratch = layers.operators.make_scratch(
             max_batch, shape.num_heads, shape.head_dim, width * block_size, device
@@ -135,19 +139,21 @@ class DecodeGraphs:
         if self._hidden is not None:
             self._hidden[turn, :count].copy_(self._buffers.normed[:count], non_blocking=True)
         done = torch.cuda.Event() if self._fields.sampled.is_cuda else None
+        wait = None
         if done is not None:
             done.record()
+            wait = partial(self._nap.wait, rows, time.monotonic(), done)
         left = [row for row, draw in enumerate(draws) if draw is None]
         ready = done.query if done is not None else lambda: True
-        launched = LaunchedStep(left, ready, lambda: self._read(turn, count, left, done))
+        launched = LaunchedStep(left, ready, lambda: self._read(turn, count, left, wait))
         self._waiting[turn] = launched
         return launched
 
-    def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> StepOutput:
+    def _read(self, turn: int, count: int, left: list[int], wait: Callable[[], None] | None) -> StepOutput:
         """Wait for a step, and for no more than its few numbers; `left` are the rows that sampled nothing."""
         self._waiting[turn] = None
-        if done is not None:
-            done.synchronize()
+        if wait is not None:
+            wait()
         tokens: list[Sampled | SampleFailure | None] = list(
             map(sampled, self._answers[turn, :count].tolist())
         )

@@ -28,7 +28,7 @@ class LaunchThrottle:
         """Wait until at most two layers are queued; on a CPU, and for short steps, not at all."""
         if not self._kept:
             return
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # two layers are queued: waking late delays nothing
         event.record()
         self._queued.append(event)
         if len(self._queued) > _AHEAD:

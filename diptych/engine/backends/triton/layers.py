@@ -234,6 +234,7 @@ class Layers:
             eps=shape.rms_eps,
             scales=self._scales,
             out=buffers.queries[rows],
+            **_based(group),
         )
 
     def _attend_beyond(
@@ -290,5 +291,11 @@ class Layers:
                 context_tokens=chunks.context_tokens,
                 tree=chunks.tree,
                 out=buffers.mixed[chunks.rows],
+                **_based(group),
                 **rule,
             )
+
+
+def _based(group: Group) -> dict[str, torch.Tensor]:
+    """Return the argument by which operators find a memory whose place is known to the device alone."""
+    return {} if group.base is None else {"base": group.base}

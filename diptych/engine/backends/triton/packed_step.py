@@ -64,6 +64,8 @@ class Group:
     rows: slice
     decodes: DecodeRows | None
     chunks: tuple[ChunkRows, ...]
+    base: torch.Tensor | None = None
+    """int64 `[1]`: elements from `blocks`, which only has the layout, to the memory; None: `blocks` is it."""
 
 
 @dataclass(frozen=True)

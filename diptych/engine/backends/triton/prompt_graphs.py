@@ -1,0 +1,212 @@
+"""Short prompt steps recorded as CUDA graphs: one launch in place of some four hundred.
+
+Launching a step eagerly takes the host 10 ms and more whatever its length, which is longer than a GPU
+computes up to some 500 tokens. A step of `n` tokens runs in the smallest bucket that holds them; the tokens
+that are too many are padding. Blocks are written and read through tables, and through the distance of their
+memory from an anchor, all of which lie in static buffers: a graph knows no address of a pool, so that it
+serves every pool of the layout, also one that is mapped later.
+
+What is recorded ends with the last norm. The few rows whose logits are wanted are multiplied and sampled
+eagerly: the host launches that while the device computes the layers.
+
+An abort reaches the device between layers: a second stream marks the sequence's tokens as written nowhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
+from diptych.engine.backends.triton.device_wait import LONG_TOKENS
+from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep
+from diptych.engine.backends.triton.prompt_buffers import PromptFields
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVLayout
+
+_log = logging.getLogger(__name__)
+
+MOST_TOKENS = 512
+"""Longer steps take the device longer than the host needs to launch them."""
+_BUCKETS = (16, 32, 64, 128, 192, 256, 384, MOST_TOKENS)
+_SEVERAL = 8
+"""Most sequences of a recorded step that has more than one."""
+_CONTEXT_TOKENS = {1: 16_384, _SEVERAL: 8_192}
+"""Most tokens of all contexts together, by the sequences of the recording: programs are launched for so many,
+and those beyond the contexts end at once.
+"""
+_RECORDING_S = 6.0
+"""Time after which no further step is recorded: what is left stays eager."""
+_WATCH_S = 2e-4
+
+
+def token_buckets(most_tokens: int) -> list[int]:
+    """Return the numbers of tokens to record, up to `most_tokens`."""
+    return sorted({n for n in _BUCKETS if n < most_tokens} | {most_tokens})
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """A recorded step that has been launched."""
+
+    hidden: torch.Tensor
+    """`[tokens, hidden]` behind the last norm, until the next step."""
+    logit_rows: torch.Tensor
+    """int64 on the device: rows of `hidden` after which logits are wanted, in the order of the batch."""
+    logit_owners: tuple[int, ...]
+    """The sequence of each."""
+    watch: Callable[[], None] | None
+    """Waits for all that is queued and brings aborts to the device meanwhile; None: wait as for any step."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    replay: Work
+    hidden: torch.Tensor
+
+
+class PromptGraphs:
+    """Recorded prompt steps of one model over memories of one layout."""
+
+    def __init__(
+        self, layers: Layers, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None
+    ) -> None:
+        """Take the memory that steps of up to `most_tokens` tokens need; nothing is recorded yet."""
+        device, context = layers.weights.device, layers.shape.max_context
+        self._layers, self._layout = layers, layout
+        self._capture = capture if capture is not None else capture_for(device)
+        self._buckets = token_buckets(most_tokens)
+        self._contexts = {n: min(tokens, n * context) for n, tokens in _CONTEXT_TOKENS.items()}
+        width = layout.blocks_for(min(context, max(self._contexts.values())))
+        self._fields = PromptFields(most_tokens, _SEVERAL, width, layout, device)
+        self._buffers = layers.buffers(most_tokens)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        """Steps by tokens and sequences."""
+        layers.rotary.reach(context)  # a graph keeps the table that it was recorded with
+
+    @property
+    def count(self) -> int:
+        """Number of recorded steps."""
+        return len(self._recorded)
+
+    def record(self, seconds: float = _RECORDING_S) -> None:
+        """Record steps of one sequence, then of several, the largest first; stop after `seconds`.
+
+        A step that cannot be recorded is computed eagerly, as those that are not there in time.
+        """
+        end = time.monotonic() + seconds
+        self._fields.clear()  # what is recorded is computed: of padding alone
+        for sequences in self._contexts:
+            for tokens in reversed(self._buckets):
+                if time.monotonic() > end:
+                    _log.warning(
+                        "%d prompt steps were recorded in %.0f s: others are eager", self.count, seconds
+                    )
+                    return
+                try:
+                    self._recorded[tokens, sequences] = self._record(tokens, sequences)
+                except RuntimeError as error:
+                    _log.warning("a prompt step of %d tokens cannot be recorded: %s", tokens, error)
+                    return
+
+    def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Return whether a batch is a step that was recorded."""
+        memory, context = sequences[0].memory, self._layers.shape.max_context
+        return (
+            self._key(sequences) in self._recorded
+            and self._fields.fits(memory)
+            and all(
+                step.memory is memory
+                and step.parents is None
+                and step.adapter is None
+                and not step.embeddings
+                and step.grid is None
+                and not step.window_tables
+                and step.start + len(step.token_ids) <= context
+                for step in sequences
+            )
+        )
+
+    def launch(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> PromptStep:
+        """Launch a step that `accepts` accepted; the one before has been waited for."""
+        tokens = sum(len(step.token_ids) for step in sequences)
+        recorded = self._recorded[self._key(sequences)]
+        known = set() if abort is None else set(np.flatnonzero(abort.words).tolist())
+        spans = self._fields.fill(sequences, abort)
+        self._fields.upload(len(sequences))
+        watched = abort is not None and self._side is not None and tokens >= LONG_TOKENS
+        uploaded = torch.cuda.Event() if watched else None
+        if uploaded is not None:
+            uploaded.record()
+        recorded.replay()
+        owners = tuple(number for number, step in enumerate(sequences) for _ in range(step.logit_rows))
+        watch = None
+        if abort is not None and uploaded is not None:
+            watch = partial(self._watch, abort, known, spans, uploaded)
+        return PromptStep(recorded.hidden[:tokens], self._fields["logit_rows"][: len(owners)], owners, watch)
+
+    def _key(self, sequences: Sequence[SequenceStep]) -> tuple[int, int]:
+        """Return tokens and sequences of the recording that holds a batch; zeros if there cannot be one."""
+        tokens = sum(len(step.token_ids) for step in sequences)
+        number = 1 if len(sequences) == 1 else _SEVERAL
+        context = sum(step.start for step in sequences) + tokens
+        if tokens > self._buckets[-1] or len(sequences) > number or context > self._contexts[number]:
+            return 0, 0
+        return self._buckets[bisect_left(self._buckets, tokens)], number
+
+    def _record(self, tokens: int, sequences: int) -> _Recorded:
+        fields, buffers, layers = self._fields, self._buffers.rows(tokens), self._layers
+        every = slice(0, tokens)
+        chunks = ChunkRows(
+            every,
+            fields["tables"][:sequences],
+            fields["starts"][:sequences],
+            fields["offsets"][: sequences + 1],
+            max_tokens=tokens,
+            context_tokens=self._contexts[sequences],
+        )
+        step = PackedStep(
+            tokens=fields["tokens"][:tokens],
+            positions=fields["positions"][:tokens],
+            block_ids=fields["block_ids"][:tokens],
+            lanes=fields["lanes"][:tokens],
+            groups=(Group(fields.anchor, every, None, (chunks,), fields["base"]),),
+        )
+        found: list[torch.Tensor] = []
+
+        def work() -> None:
+            # Attention leaves the rows of padding as they are: nothing that is not finite may be there.
+            buffers.mixed.zero_()
+            hidden = layers.hidden(step, buffers, None)
+            assert hidden is not None  # it cannot be aborted
+            found[:] = [hidden]
+
+        replay = self._capture.capture(work)
+        return _Recorded(replay, found[0])
+
+    def _watch(
+        self, abort: AbortWords, known: set[int], spans: Sequence[slice], uploaded: torch.cuda.Event
+    ) -> None:
+        """Wait for what is queued on the current stream; sequences that are aborted, beside those `known`
+        when the step was laid out, write nothing from the next layer on.
+        """
+        assert self._side is not None
+        current, done = torch.cuda.current_stream(), torch.cuda.Event()
+        done.record()
+        self._side.wait_event(uploaded)
+        while not done.query():
+            for number in set(np.flatnonzero(abort.words).tolist()) - known:
+                known.add(number)
+                with torch.cuda.stream(self._side):
+                    self._fields["block_ids"][spans[number]].fill_(NO_BLOCK)
+                current.wait_stream(self._side)  # the next upload comes after it
+            time.sleep(_WATCH_S)

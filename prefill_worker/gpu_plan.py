@@ -1,0 +1,31 @@
+"""Plan of a prefill worker's GPU memory beside weights: graphs, the numbers of a step, its own blocks."""
+
+from __future__ import annotations
+
+import logging
+
+from diptych.engine.backends.triton.activations import activation_bytes
+from diptych.engine.backends.triton.packed_step import gathered_bytes
+from diptych.worker_process.engine_loader import LoadedEngine
+
+_log = logging.getLogger(__name__)
+
+
+def plan_steps(engine: LoadedEngine, chunk: int) -> int:
+    """Plan the memory of steps of up to `chunk` tokens, recorded ones included, and return its bytes; on a
+    CPU 0.
+    """
+    model = engine.model
+    if model.device.type == "cpu":
+        return 0
+    size = activation_bytes(model.shape, chunk, model.dtype) + gathered_bytes(model.shape, model.dtype)
+    engine.memory.plan_graphs(engine.runner.recorded_prompts)
+    engine.memory.plan("prompts", size)
+    return size
+
+
+def log_plan(engine: LoadedEngine, blocks: int) -> None:
+    """Log the uses of a GPU's memory, with `blocks` of the worker's own."""
+    engine.memory.plan("own blocks", blocks * engine.layout.bytes_per_block)
+    if (plan := engine.memory.describe(None)) is not None:
+        _log.info("%s", plan)
