@@ -31,8 +31,8 @@ def sections() -> dict[str, Section]:
     from lab.gpu.service import service
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
-    from lab.gpu.verification import verification
     from lab.gpu.short_prompts import short_prompts
+    from lab.gpu.verification import verification
 
     return {
         "ceilings": ceilings,
