@@ -78,7 +78,7 @@ def run_make(command: Command, stack: Stack, folder: Path) -> None:
     run(["make", "-n", *command.words[1:]])
 
 
-MODELS = ("BIG", "GLM-4.5", "SMALL", "SmolVLM-256M-Instruct")
+MODELS = ("BIG", "GLM-4.5", "SMALL", "SmolVLM-256M-Instruct", "SmolVLM-256M-Instruct-Q8_0.gguf")
 """Names on the pages that stand for a model of the reader's own."""
 
 

@@ -111,7 +111,7 @@ def test_the_output_of_config_is_a_file_for_config(file: Path, tmp_path: Path) -
     first, second = config(*flags), config(f"--config={again}")
     assert first["digest"] == second["digest"]
     assert str(first["digest"]) in printed.stdout.splitlines()[0]
-    assert second["model-name"] == {"value": "a: b", "origin": f"{again}:7"}
+    assert second["model-name"] == {"value": "a: b", "origin": f"{again}:8"}
 
 
 def test_the_digest_is_that_which_the_processes_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
