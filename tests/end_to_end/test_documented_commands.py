@@ -94,6 +94,9 @@ def check_flags(command: Command, stack: Stack, folder: Path) -> None:
     for name in ("legal", "support"):  # LoRA adapters
         path = write_adapter(folder / name)
         flags = [flag.replace(f"/adapters/{name}", str(path)) for flag in flags]
+    if "--mmproj" in flags:  # the model that stands in reads text only
+        at = flags.index("--mmproj")
+        flags[at : at + 2] = []
     if role == "up":
         invoke(["config", *flags], cwd=folder)
         return
