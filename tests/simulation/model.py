@@ -24,6 +24,7 @@ from decode_worker.sequence import DecodeSequence
 from diptych.engine.backend import Backend
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
+from diptych.engine.gpu_memory import GpuMemory
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
@@ -123,6 +124,7 @@ class SimulatedRunner:
     threads = 1
     launches = False
     completions = None
+    recorded_prompts = 0
 
     def __init__(
         self,
@@ -283,6 +285,9 @@ class SimulatedDrafter:
         return False
 
 
+NO_GPU = GpuMemory.of(torch.device("cpu"))
+
+
 @dataclass(frozen=True)
 class SimulatedEngine:
     """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`, whose descriptions it has."""
@@ -292,6 +297,7 @@ class SimulatedEngine:
     layout: KVLayout = LAYOUT
     digest: str = DIGEST
     dtype: str = "fp32"
+    memory: GpuMemory = NO_GPU
     fingerprint: Fingerprint = FINGERPRINT
     images: ImageSpec | None = None
     encoder: SimulatedEncoder | None = None

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ async def test_images_are_refused_before_the_model_is_read(
 ) -> None:
     for name in ("load_model", "load_in_parts"):
         monkeypatch.setattr(engine_loader, name, None)
-    monkeypatch.setattr(engine_loader, "image_spec", lambda path: path)
+    monkeypatch.setattr(engine_loader, "model_images", lambda path, mmproj: SimpleNamespace(spec=path))
     settings = PrefillSettings.from_argv(["--device=cpu", flag])
     with pytest.raises(engine_loader.ImpossibleSettings, match=problem):
         await engine_loader.load_engine(settings)
