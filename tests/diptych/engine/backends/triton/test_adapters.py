@@ -18,20 +18,18 @@ from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
-from kernels.gpu.launch import INTERPRETED
 from tests.diptych.engine.adapters.test_adapters import SHAPE, write_for_shape
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import layout_of, tokens_of, weights_of
+from tests.triton_device import DEVICES, device_of
 
 GREEDY = SampleRow(SamplingParams(temperature=0.0), [], [])
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of the step."""
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("no CUDA device, or Triton is in its interpreter")
-    return torch.device(request.param)
+    """Return the device of the step; on the CPU torch takes the place of the kernels."""
+    return device_of(request.param, interprets=False)
 
 
 def test_prompts_and_recorded_steps_equal_the_torch_backend(device: torch.device, tmp_path: Path) -> None:

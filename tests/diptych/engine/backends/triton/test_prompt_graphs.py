@@ -33,16 +33,6 @@ SHAPE = shape_of(**SIZES)
 WINDOWED = shape_of(**SIZES, windows=(None, 19), qk_norm="head")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of the step; the CPU means Triton's interpreter."""
-    if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("no CUDA device, or Triton is in its interpreter")
-    return torch.device(request.param)
-
-
 def pool_on(device: torch.device, shape: ModelShape = SHAPE, seed: int = 0, blocks: int = 24) -> Pool:
     pool = Pool(layout_of(shape, 16, torch.float32), blocks, seed=seed)
     if device.type == "cuda":

@@ -13,20 +13,18 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
-from kernels.gpu.launch import INTERPRETED
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import layout_of, shape_of, tokens_of, weights_of
+from tests.triton_device import DEVICES, device_of
 
 SHAPE = shape_of(qk_norm="head")
 CONTEXT, BLOCK = (21, 5, 40), 16
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of the step."""
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("no CUDA device, or Triton is in its interpreter")
-    return torch.device(request.param)
+    """Return the device of the step; on the CPU torch takes the place of the kernels."""
+    return device_of(request.param, interprets=False)
 
 
 def random_parents(seed: int) -> list[int]:

@@ -15,7 +15,6 @@ from diptych.engine.backends.triton.linear import FEW_ROWS
 from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
-from kernels.gpu.launch import INTERPRETED
 from kernels.gpu.skinny_linear import MOST_ROWS
 from tests.diptych.engine.backends.triton.switched_shapes import SWITCHES
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
@@ -46,16 +45,6 @@ CASES = [
         )
     ),
 ]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of the step; the CPU means Triton's interpreter."""
-    if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("no CUDA device, or Triton is in its interpreter")
-    return torch.device(request.param)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
