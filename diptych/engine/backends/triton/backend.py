@@ -30,7 +30,7 @@ from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import MOST_TREE_TOKENS, PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
-from diptych.engine.backends.triton.prompt_graphs import PromptGraphs, PromptStep
+from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGraphs, PromptStep
 from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -187,13 +187,23 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             self._graphs.capture(memory)
 
-    def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
-        """See `PromptGraphBackend.record_prompts`. `capture` is that of the device unless given."""
+    def record_prompts(
+        self,
+        layout: KVLayout,
+        most_tokens: int,
+        capture: GraphCapture | None = None,
+        *,
+        seconds: float = RECORDING_S,
+    ) -> int:
+        """See `PromptGraphBackend.record_prompts`, after whose `seconds` no recording begins.
+
+        `capture` is that of the device unless given.
+        """
         with self._current(), torch.no_grad():
             self._prompts = None
             if most_tokens and not layout.latent and layout.windows is None:
                 self._prompts = PromptGraphs(self._layers, layout, most_tokens, capture)
-                self._prompts.record()
+                self._prompts.record(seconds)
             return 0 if self._prompts is None else self._prompts.count
 
     # ---- a recorded prompt step ----------------------------------------------------------------------

@@ -43,7 +43,7 @@ _CONTEXT_TOKENS = {1: 16_384, _SEVERAL: 8_192}
 """Most tokens of all contexts together, by the sequences of the recording: programs are launched for so many,
 and those beyond the contexts end at once.
 """
-_RECORDING_S = 6.0
+RECORDING_S = 6.0
 """Time after which no further step is recorded: what is left stays eager."""
 _WATCH_S = 2e-4
 
@@ -98,7 +98,7 @@ class PromptGraphs:
         """Number of recorded steps."""
         return len(self._recorded)
 
-    def record(self, seconds: float = _RECORDING_S) -> None:
+    def record(self, seconds: float = RECORDING_S) -> None:
         """Record steps of one sequence, then of several, the largest first; stop after `seconds`.
 
         A step that cannot be recorded is computed eagerly, as those that are not there in time.

@@ -5,6 +5,7 @@ In Triton's interpreter a recording is the same padded launch, done anew.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,8 @@ def make(
     backend = TritonBackend(shape, weights_of(shape, torch.float32), device)
     if recorded:
         layout = layout_of(shape, 16, torch.float32)
-        count = backend.record_prompts(layout, TOKENS, EagerCapture() if eager_capture else None)
+        capture = EagerCapture() if eager_capture else None
+        count = backend.record_prompts(layout, TOKENS, capture, seconds=math.inf)
         assert count == 2 * len(token_buckets(TOKENS))
     return backend
 
