@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diptych.runtime.process import read_ready_line
 from diptych.runtime.settings import CANNOT_START
 
 Announcement = Mapping[str, int | str]
@@ -238,14 +239,8 @@ class Child:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ready_line(self) -> Announcement | None:
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(self._ready_fd, "rb")
-        self._ready_fd = -1
-        transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        try:
-            line = await reader.readline()
-        finally:
-            transport.close()
+        ready_fd, self._ready_fd = self._ready_fd, -1
+        line = await read_ready_line(ready_fd)
         if not line.endswith(b"\n"):
             return None
         try:
