@@ -209,7 +209,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     device = choose_device(settings.device)
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
-    transports_for(settings.transport, device)  # refused before gigabytes are read
+    transports_for(settings.transport, device, hosted=settings.hosted)  # refused before gigabytes are read
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
