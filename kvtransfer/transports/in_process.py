@@ -126,7 +126,7 @@ def writing(memories: Iterable[KVMemory]) -> Iterator[None]:
     Memories of other transports need no leave. Raises WriterFenced for one whose writer was fenced; nothing
     is written then.
     """
-    gates = list({id(gate): gate for memory in memories if (gate := _GATES.get(memory)) is not None}.values())
+    gates = {gate for memory in memories if (gate := _GATES.get(memory)) is not None}
     with contextlib.ExitStack() as stack:
         for gate in gates:
             stack.enter_context(gate.step())
