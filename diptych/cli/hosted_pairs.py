@@ -21,7 +21,7 @@ ROLE = "pair"
 MODULE = "diptych.host"
 OFF = "off"
 BY_DEFAULT = OFF
-"""Meaning of `auto`, until the ways of sharing were measured in service."""
+"""Meaning of `auto`: two processes made the most tokens a second (docs/performance.md, "GPU")."""
 _NVIDIA = Path("/dev/nvidiactl")
 _ENGINE_FLAGS = tuple(field.replace("_", "-") for field in ENGINE_FIELDS)
 _GROUP_FLAGS = ("tensor-parallel", "pipeline-parallel", "sum-parts")
