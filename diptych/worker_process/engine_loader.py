@@ -62,11 +62,6 @@ class Beside:
     paced: bool = True
     """True if decode steps begin less often while prompts queue for the GPU."""
 
-    def enter_thread(self) -> None:
-        """Let steps of the calling thread run on the stream, for as long as it lives."""
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
 
 ALONE = Beside()
 
@@ -179,9 +174,10 @@ def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], objec
 
     def enter() -> None:
         turns()
-        beside.enter_thread()
+        if beside.stream is not None:
+            torch.cuda.set_stream(beside.stream)
 
-    return turns if beside.stream is None else enter
+    return enter
 
 
 @dataclass(frozen=True, slots=True)
