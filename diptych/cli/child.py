@@ -25,8 +25,6 @@ Announcement = Mapping[str, int | str]
 Valkey: port).
 """
 
-_ID = "worker_id"
-
 
 def announced_by(announced: Announcement, role: str) -> Announcement:
     """Return what the worker of `role` announced in the line of the process that hosts it."""
@@ -36,12 +34,17 @@ def announced_by(announced: Announcement, role: str) -> Announcement:
 
 def ids_of(announced: Announcement) -> list[str]:
     """Return the worker ids of a process: one, or that of each worker that it hosts."""
-    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == _ID]
+    return _each(announced, "worker_id")
 
 
 def records_of(announced: Announcement) -> list[str]:
     """Return the directory records of the workers of a process, as text."""
-    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == "record"]
+    return _each(announced, "record")
+
+
+def _each(announced: Announcement, member: str) -> list[str]:
+    """Return a member as a process's own, or of each worker that it hosts, behind its role."""
+    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == member]
 
 
 Probe = Callable[[], Awaitable[Announcement]]
@@ -65,8 +68,8 @@ class Slot:
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
     "worker_id" begins with the process's name and is another one at each start, as are "prefill_id" and
-    "decode_id" of the workers that it hosts; "replaces" are the ids of
-    those that died there. "weight_holder" is the name under which the supervisor keeps packed weights.
+    "decode_id" of the workers that it hosts; "replaces" are the ids of those that died there. "weight_holder"
+    is the name under which the supervisor keeps packed weights.
     """
 
     name: str
