@@ -17,7 +17,7 @@ from decode_worker.speculation import Drafter, Speculation
 from decode_worker.tree_plan import TreePlan
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 
 CHAINS = ("grammar", "lookup", "model", "eagle")
 """Drafters of chains, where no tree is asked for."""

@@ -10,7 +10,7 @@ from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import total_memory
 

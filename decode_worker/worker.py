@@ -26,11 +26,12 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
 from diptych.worker_process.kv_tiers import KvTiers
+from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer

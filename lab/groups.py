@@ -31,7 +31,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.runtime.python_module import module_command
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from lab.interference.neighbours import Ticks
 
 CHUNK, VOCABULARY = 512, 40_000

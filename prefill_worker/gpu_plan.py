@@ -6,7 +6,7 @@ import logging
 
 from diptych.engine.backends.triton.activations import activation_bytes
 from diptych.engine.backends.triton.packed_step import gathered_bytes
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 
 _log = logging.getLogger(__name__)
 

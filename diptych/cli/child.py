@@ -17,14 +17,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diptych.runtime.process import read_ready_line
 from diptych.runtime.settings import CANNOT_START
 
 Announcement = Mapping[str, int | str]
 """Values that a process announces once it serves: grpc_port, http_port, worker_id (gateway: admin_port;
 Valkey: port).
 """
-
-_ID = "worker_id"
 
 
 def announced_by(announced: Announcement, role: str) -> Announcement:
@@ -35,12 +34,17 @@ def announced_by(announced: Announcement, role: str) -> Announcement:
 
 def ids_of(announced: Announcement) -> list[str]:
     """Return the worker ids of a process: one, or that of each worker that it hosts."""
-    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == _ID]
+    return _each(announced, "worker_id")
 
 
 def records_of(announced: Announcement) -> list[str]:
     """Return the directory records of the workers of a process, as text."""
-    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == "record"]
+    return _each(announced, "record")
+
+
+def _each(announced: Announcement, member: str) -> list[str]:
+    """Return a member as a process's own, or of each worker that it hosts, behind its role."""
+    return [str(value) for name, value in announced.items() if name.rpartition(".")[2] == member]
 
 
 Probe = Callable[[], Awaitable[Announcement]]
@@ -64,8 +68,8 @@ class Slot:
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
     "worker_id" begins with the process's name and is another one at each start, as are "prefill_id" and
-    "decode_id" of the workers that it hosts; "replaces" are the ids of
-    those that died there. "weight_holder" is the name under which the supervisor keeps packed weights.
+    "decode_id" of the workers that it hosts; "replaces" are the ids of those that died there. "weight_holder"
+    is the name under which the supervisor keeps packed weights.
     """
 
     name: str
@@ -238,14 +242,8 @@ class Child:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ready_line(self) -> Announcement | None:
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(self._ready_fd, "rb")
-        self._ready_fd = -1
-        transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        try:
-            line = await reader.readline()
-        finally:
-            transport.close()
+        ready_fd, self._ready_fd = self._ready_fd, -1
+        line = await read_ready_line(ready_fd)
         if not line.endswith(b"\n"):
             return None
         try:

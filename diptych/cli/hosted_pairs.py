@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from diptych.cli.child import Announcement, ChildSpec, Health, Slot, announced_by
+from diptych.cli.expected_device import expects_gpu
 from diptych.cli.stack_options import StackOptions
 from diptych.host.flags import ENGINE_FIELDS, SEPARATOR, SHARING
 from diptych.runtime.python_module import module_arguments, module_command
@@ -21,8 +21,7 @@ ROLE = "pair"
 MODULE = "diptych.host"
 OFF = "off"
 BY_DEFAULT = OFF
-"""Meaning of `auto`, until the ways of sharing were measured in service."""
-_NVIDIA = Path("/dev/nvidiactl")
+"""Meaning of `auto`: two processes made the most tokens a second (docs/performance.md, "GPU")."""
 _ENGINE_FLAGS = tuple(field.replace("_", "-") for field in ENGINE_FIELDS)
 _GROUP_FLAGS = ("tensor-parallel", "pipeline-parallel", "sum-parts")
 _OF_PROCESS = frozenset({"ready_fd", "death_fd"})
@@ -37,7 +36,7 @@ def sharing_of(options: StackOptions) -> str | None:
     """Return how pairs share their device; None where each worker has a process. Raises BadSharing."""
     chosen = options.gpu_sharing
     if chosen == "auto":
-        pairs = BY_DEFAULT != OFF and _on_gpu(options) and why_no_pairs(options) is None
+        pairs = BY_DEFAULT != OFF and expects_gpu(options.device) and why_no_pairs(options) is None
         return BY_DEFAULT if pairs else None
     if chosen == OFF:
         return None
@@ -65,10 +64,6 @@ def why_no_pairs(options: StackOptions) -> str | None:
     if grouped := [flag for flag in _GROUP_FLAGS if decode.get(flag, "1") not in ("0", "1")]:
         return f"--{grouped[0]} takes processes of its own"
     return None
-
-
-def _on_gpu(options: StackOptions) -> bool:
-    return options.device.startswith("cuda") or (options.device == "auto" and _NVIDIA.exists())
 
 
 def pair_up(specs: Sequence[ChildSpec], sharing: str, options: StackOptions) -> list[ChildSpec]:

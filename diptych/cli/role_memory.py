@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from decode_worker.config import CPU_POOL_MIB, DecodeSettings
+from diptych.cli.expected_device import expects_gpu
 from diptych.runtime.settings import ProgramSettings
 from diptych.worker_process.config import WorkerSettings
 from gateway.config import GatewaySettings
-
-_NVIDIA = Path("/dev/nvidiactl")
 
 
 def lacking_memory(settings: Sequence[ProgramSettings], available: int | None) -> str | None:
@@ -23,7 +21,7 @@ def lacking_memory(settings: Sequence[ProgramSettings], available: int | None) -
     decode = next((one for one in settings if isinstance(one, DecodeSettings)), None)
     if gateway is None or decode is None or not gateway.auto_roles or available is None:
         return None
-    if decode.kv_blocks or decode.device.startswith("cuda") or (decode.device == "auto" and _NVIDIA.exists()):
+    if decode.kv_blocks or expects_gpu(decode.device):
         return None
     workers = sum(isinstance(one, WorkerSettings) for one in settings)
     pools = max(workers - gateway.min_prefill_workers * len(gateway.models), 1)

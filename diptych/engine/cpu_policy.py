@@ -66,9 +66,8 @@ class CpuPolicy:
         once.
         """
         self._pacing = pacing or StepPacing(1.0)
-        self._decode_began = 0.0
         launches = isinstance(backend, LaunchingBackend)
-        self._turns = short_turns if launches else long_turns
+        self._take_cpu_turns = short_turns if launches else long_turns
         self._lending: CoreLendingBackend | None = None
         self._launches_on_cores = launches and isinstance(backend, CoreLendingBackend)
         if shared is not None and isinstance(backend, CoreLendingBackend):
@@ -120,7 +119,7 @@ class CpuPolicy:
 
     def enter_engine_thread(self) -> None:
         """Set the calling thread's turns on the CPU: long if it computes, short if it waits for a backend."""
-        self._turns()
+        self._take_cpu_turns()
 
     def _num_threads(self) -> int:
         """Return how many cores a step begins with."""
@@ -144,7 +143,6 @@ class CpuPolicy:
 
     def begin_decode(self, now: float) -> None:
         """Claim the cores for a decode step that begins now."""
-        self._decode_began = now
         self._pacing.begin(now)
         self.claim()
 
@@ -153,10 +151,9 @@ class CpuPolicy:
 
         `with_prompts`: it computed chunks of prompts, too (`StepPacing.end`).
         """
+        seconds = self._pacing.end(now, with_prompts=with_prompts)
         if self.turns is not None:
-            self.turns.count_streams(now - self._decode_began)
-        self._decode_began = now
-        self._pacing.end(now, with_prompts=with_prompts)
+            self.turns.count_streams(seconds)
         self._pacing.begin(now)
 
     def pause_s(self, now: float) -> float:

@@ -46,15 +46,17 @@ class StepPacing:
         """Record the begin of a step."""
         self._began = now
 
-    def end(self, now: float, *, with_prompts: bool = False) -> None:
-        """Record the end of the step that began last.
+    def end(self, now: float, *, with_prompts: bool = False) -> float:
+        """Record the end of the step that began last; return its seconds.
 
         One `with_prompts` of this worker counts as long as the step before: its chunks are a prompt's share
         of the cores, and take the place of a part of the pause.
         """
         self._last_began = self._began
+        seconds = now - self._began
         if not with_prompts:
-            self._length = now - self._began
+            self._length = seconds
+        return seconds
 
     def pause_s(self, now: float, waited_s: float) -> float:
         """Return the seconds until the next step is due, given that the oldest prompt waited `waited_s`."""

@@ -7,11 +7,11 @@ behind its role, as `decode.grpc_port`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 from collections.abc import Mapping
+
+from diptych.runtime.process import read_ready_line, write_ready_line
 
 Announced = Mapping[str, int | str]
 
@@ -25,19 +25,12 @@ class WorkerPipe:
 
     async def announced(self) -> Announced:
         """Return what the worker announces, with its role before each name; wait for it."""
-        line = await asyncio.to_thread(self._line)
+        line = await read_ready_line(self._read)
         return {f"{self.role}.{name}": value for name, value in json.loads(line).items()}
-
-    def _line(self) -> str:
-        with os.fdopen(self._read) as pipe:
-            return pipe.readline()
 
 
 async def announce_both(pipes: list[WorkerPipe], ready_fd: int | None) -> None:
     """Write one line to `ready_fd` when each pipe has one, and close it."""
     lines = [await pipe.announced() for pipe in pipes]
-    if ready_fd is None:
-        return
-    both = {name: value for line in lines for name, value in line.items()}
-    with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
-        pipe.write(json.dumps(both) + "\n")
+    if ready_fd is not None:
+        write_ready_line(ready_fd, {name: value for line in lines for name, value in line.items()})

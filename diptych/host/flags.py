@@ -14,6 +14,7 @@ Kind = Literal["turns", "streams", "partition"]
 
 ENGINE_FIELDS = (
     "model",
+    "mmproj",
     "max_model_len",
     "dtype",
     "quantization",

@@ -154,14 +154,32 @@ def announce_ready(settings: ProgramSettings, ports: Mapping[str, int], *, recor
     gc.freeze()
     announced = {**ports, "worker_id": settings.worker_id}
     _log.info("ready %s", json.dumps(announced))
-    line = json.dumps({**announced, "record": record} if record else announced)
-    if settings.ready_fd is None:
-        return
+    if settings.ready_fd is not None:
+        write_ready_line(settings.ready_fd, {**announced, "record": record} if record else announced)
+
+
+def write_ready_line(ready_fd: int, announced: Mapping[str, object]) -> None:
+    """Write `announced` as one JSON line to the pipe `ready_fd`, and close it."""
     try:
-        with os.fdopen(settings.ready_fd, "w") as pipe:
-            pipe.write(line + "\n")
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps(announced) + "\n")
     except BrokenPipeError:
         _log.warning("the ready line has no reader")
+
+
+async def read_ready_line(ready_fd: int) -> bytes:
+    """Return the line that comes by the pipe `ready_fd`, without its end where the writer ends first.
+
+    Closes the pipe. No thread waits for it: one would outlive a caller that is cancelled.
+    """
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ready_fd, "rb")
+    )
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()
 
 
 class OneLineFormatter(logging.Formatter):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +18,6 @@ from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.gpu_memory import GpuMemory
 from diptych.engine.gpu_precision import packs_on_gpu
-from diptych.engine.heads.medusa import MedusaHeads
-from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.parallel.stages import Grid
@@ -28,11 +26,8 @@ from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
-from diptych.engine.vision.encoder import ImageEncoder
-from diptych.engine.vision.registry import load_encoder, rows_dtype
+from diptych.engine.vision.registry import load_encoder
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
-from diptych.image_spec import ImageSpec
-from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
@@ -42,125 +37,16 @@ from diptych.runtime.model_name import model_names
 from diptych.runtime.settings import DType, StartupError, cpu_features, resolve_model
 from diptych.runtime.weight_store.client import HostWeights
 from diptych.worker_process.config import WorkerSettings, why_not_together
-from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
-from diptych.worker_process.eagle_chunks import EagleChunks
-from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
+from diptych.worker_process.eagle_loader import EagleFiles, eagle_files, load_eagle
 from diptych.worker_process.group.load import computes_natively, load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
-from diptych.worker_process.worker_spec import EngineRecord
-from kvtransfer.drivers.embedding_link import EmbeddingFingerprint
-from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.transports.registry import transports_for
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """A model that has passed its self-test."""
-
-    model: Model
-    runner: Runner
-    layout: KVLayout
-    digest: str
-    dtype: Precision
-    parts: int = 1
-    """Parts in which products are added."""
-    whole_experts: bool = False
-    """Parts have whole experts: products of experts are added in another order."""
-    group: RankGroup | None = None
-    """The other processes of this worker that compute; None where it is alone."""
-    images: ImageSpec | None = None
-    """Images as the model wants them, in a worker whose prompts take rows of them."""
-    encoder: ImageEncoder | None = None
-    """Encoder of images, in a worker that makes their rows itself, too."""
-    draft: LoadedDraft | None = None
-    """The draft model, whose keys and values are the second segment of each block of `layout`."""
-    heads: MedusaHeads | None = None
-    """Medusa heads, in a worker that decodes; they keep nothing in blocks."""
-
-    eagle: LoadedEagle | None = None
-    """A head over the model's features, whose keys and values are that segment."""
-    memory: GpuMemory = field(default_factory=lambda: GpuMemory.of(torch.device("cpu")))
-    """Uses of the GPU's memory until now."""
-
-    @property
-    def draft_chunks(self) -> PromptDrafts | None:
-        """Return the part that runs the draft model, or the head, over prompts; None without one."""
-        if self.eagle is not None:
-            return EagleChunks(self.eagle.head)
-        return None if self.draft is None else DraftChunks(self.draft.runner)
-
-    @property
-    def embedding_fingerprint(self) -> EmbeddingFingerprint | None:
-        """Properties that an encode worker must share to send rows to this one; None where it takes none."""
-        if self.images is None:
-            return None
-        return EmbeddingFingerprint(self.digest, self.images.family, _dtype_name(rows_dtype(self.dtype)))
-
-    @property
-    def record(self) -> EngineRecord:
-        """See `ServedEngine.record`."""
-        fingerprint, rows = self.fingerprint, self.embedding_fingerprint
-        windows = self.layout.windows
-        return EngineRecord(
-            model_digest=fingerprint.model_digest,
-            dtype=fingerprint.dtype,
-            kv_dtype=fingerprint.kv_dtype,
-            kv_layout=fingerprint.cache_layout,
-            block_size=fingerprint.block_size,
-            max_context=self.model.shape.max_context,
-            num_threads=self.runner.threads,
-            draft_digest=fingerprint.draft_digest,
-            window_blocks=0 if windows is None else windows.tables,
-            window_places=0 if windows is None else windows.kept(fingerprint.block_size),
-            image_rows="" if rows is None else rows.format,
-            encodes=int(self.encoder is not None),
-        )
-
-    @property
-    def computes(self) -> str:
-        """See `ServedEngine.computes`."""
-        return self.model.computes
-
-    @property
-    def device_type(self) -> str:
-        """See `ServedEngine.device_type`."""
-        return self.model.device.type
-
-    def count_steps(self, on_step: Callable[[float, int], None]) -> None:
-        """See `ServedEngine.count_steps`."""
-        self.runner.on_step = on_step
-
-    def yield_cores(self) -> None:
-        """See `ServedEngine.yield_cores`."""
-        self.runner.cpu.yield_()
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Properties that another worker must share to exchange blocks with this one."""
-        parts = [self.layout.name, self.model.shape.served_factors]
-        if (draft := self.layout.draft) is not None:
-            parts.append(f"draft/{draft.name}/{_dtype_name(draft.dtype)}")
-        layout = "+".join(filter(None, parts))
-        return Fingerprint(
-            model_digest=self.digest,
-            dtype=self.dtype,
-            kv_dtype=_dtype_name(self.layout.dtype),
-            kv_layout=layout,
-            block_size=self.layout.block_size,
-            num_layers=self.layout.num_layers,
-            num_kv_heads=self.layout.num_kv_heads,
-            head_dim=self.layout.head_dim,
-            hash_version=HASH_VERSION,
-            tensor_parallel=1 if self.group is None else self.group.size,
-            sum_parts=self.parts,
-            expert_parallel=self.whole_experts,
-            draft_digest=next((one.digest for one in (self.draft, self.eagle) if one is not None), ""),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +62,8 @@ class Beside:
     paced: bool = True
     """True if decode steps begin less often while prompts queue for the GPU."""
 
-    def enter_thread(self) -> None:
-        """Let steps of the calling thread run on the stream, for as long as it lives."""
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
 
 ALONE = Beside()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 async def load_engine(settings: WorkerSettings, beside: Beside = ALONE) -> LoadedEngine:
@@ -209,7 +86,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     device = choose_device(settings.device)
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
-    transports_for(settings.transport, device)  # refused before gigabytes are read
+    transports_for(settings.transport, device, hosted=settings.hosted)  # refused before gigabytes are read
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
@@ -263,15 +140,15 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
         layout,
         model_digest(path, None if seen is None else seen.mmproj),
         dtype,
-        settings.parts,
-        settings.expert_parallel,
-        group,
-        images,
-        encoder,
-        draft,
-        heads,
-        eagle,
-        memory,
+        parts=settings.parts,
+        whole_experts=settings.expert_parallel,
+        group=group,
+        images=images,
+        encoder=encoder,
+        draft=draft,
+        heads=heads,
+        eagle=eagle,
+        memory=memory,
     )
     memory.took("weights")
     run_self_test(runner, layout)
@@ -297,9 +174,10 @@ def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], objec
 
     def enter() -> None:
         turns()
-        beside.enter_thread()
+        if beside.stream is not None:
+            torch.cuda.set_stream(beside.stream)
 
-    return turns if beside.stream is None else enter
+    return enter
 
 
 @dataclass(frozen=True, slots=True)

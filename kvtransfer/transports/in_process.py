@@ -70,7 +70,7 @@ class InProcessReceiver:
         return self._writers.admit(writer, [pid])[0]
 
     def registered(self, writer: WriterId) -> bool:
-        """Return True if this writer has the pool, and was not fenced."""
+        """Return True if this writer has the pool, and its fence is not proven."""
         return self._writers.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -95,6 +95,8 @@ class InProcessReceiver:
         gate = self._gates.get(writer)
         if gate is None:
             gate = self._gates[writer] = WriterGate(self._on_stuck)
+        if gate.closed:  # kept again, it would forget the time by which its last step has to end
+            raise TransportError("this writer was fenced")
         memory = copy.copy(self._pool.memory)
         _GATES[memory] = gate
         self._writers.keep(writer, gate)
@@ -126,7 +128,7 @@ def writing(memories: Iterable[KVMemory]) -> Iterator[None]:
     Memories of other transports need no leave. Raises WriterFenced for one whose writer was fenced; nothing
     is written then.
     """
-    gates = list({id(gate): gate for memory in memories if (gate := _GATES.get(memory)) is not None}.values())
+    gates = {gate for memory in memories if (gate := _GATES.get(memory)) is not None}
     with contextlib.ExitStack() as stack:
         for gate in gates:
             stack.enter_context(gate.step())

@@ -23,7 +23,7 @@ import torch
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import resolve_model
 from lab.gpu.section import Context, Figure, Unmeasured, device_of, figure
-from lab.peers.process import RunningServer
+from lab.peers.process import RunningServer, StartFailed
 from lab.peers.servers import Server
 
 SECTION = "service"
@@ -97,24 +97,27 @@ def _served(folder: Path, device: torch.device, load: Load, *options: str) -> di
     )
     with RunningServer(server, folder) as running:
         # The peer is warmed up by a batch of the same size, too.
-        _bench(running.address, load, folder / "warm.json")
-        return _bench(running.address, load, folder / "load.json")
+        bench(running.address, load, folder / "warm.json")
+        return bench(running.address, load, folder / "load.json")
 
 
-def _bench(address: str, load: Load, output: Path) -> dict[str, Any]:
-    """Return the figures of one run of the load generator."""
-    subprocess.run(
+def bench(address: str, load: Load, output: Path, *options: str) -> dict[str, Any]:
+    """Return the figures of one run of the load generator. Raises StartFailed with what it wrote."""
+    done = subprocess.run(
         [
             *module_command("diptych"),
             *("bench", "--address", address),
             *("--max-concurrency", str(load.clients), "--num-prompts", str(load.requests), "--rounds", "1"),
             *("--random-input-len", str(load.given), "--random-output-len", str(load.asked)),
             *("--output-file", str(output)),
+            *options,
         ],
-        check=True,
         capture_output=True,
+        text=True,
         timeout=_BENCH_TIMEOUT_S,
     )
+    if done.returncode != 0:
+        raise StartFailed(f"the load generator failed: {done.stderr[-600:]}")
     (found,) = json.loads(output.read_text())
     assert isinstance(found, dict)
     return found

@@ -6,11 +6,10 @@ in, 128 out. `off` is a process a worker; the other ways host both in one.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,17 @@ from lab.gpu.llama_folder import write_llama_folder
 from lab.gpu.model_step import tiny
 from lab.gpu.random_model import LLAMA_3_8B
 from lab.gpu.section import Context, Figure, device_of, figure
+from lab.gpu.service import Load, bench
 from lab.peers.process import RunningServer, StartFailed
 from lab.peers.servers import Server
 
 SECTION = "shared card"
 OFF = "off"
 WAYS = (OFF, "turns", "streams", "partition", "partition:48")
-_BENCH_TIMEOUT_S = 170
+_NO_WARMUPS = ("--num-warmups", "0", "--no-progress")
 _START_TIMEOUT_S = 150.0
 _TOKENS = 49_152
 """Tokens of the tokenizer."""
-
-
-@dataclass(frozen=True)
-class ClientLoad:
-    """Closed loops of so many clients, and requests in all."""
-
-    clients: int
-    requests: int
 
 
 def shared_card(context: Context) -> Iterator[Figure]:
@@ -46,11 +38,11 @@ def shared_card(context: Context) -> Iterator[Figure]:
     device = device_of(context)
     ways = context.pick(WAYS, WAYS[:4], WAYS[:2])
     loads = context.pick(
-        (ClientLoad(1, 6), ClientLoad(16, 96), ClientLoad(64, 320)),
-        (ClientLoad(1, 3), ClientLoad(16, 48), ClientLoad(64, 192)),
-        (ClientLoad(2, 2),),
+        (Load(1, 6, 1024, 128), Load(16, 96, 1024, 128), Load(64, 320, 1024, 128)),
+        (Load(1, 3, 1024, 128), Load(16, 48, 1024, 128), Load(64, 192, 1024, 128)),
+        (Load(2, 2, 24, 8),),
     )
-    given, asked = context.pick((1024, 128), (1024, 128), (24, 8))
+    warm = replace(loads[-1], requests=loads[-1].clients)
     shape = replace(tiny(LLAMA_3_8B), vocab_size=_TOKENS) if context.dry else LLAMA_3_8B
     base: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -63,15 +55,9 @@ def shared_card(context: Context) -> Iterator[Figure]:
             server = _server(way, model, device)
             try:
                 with RunningServer(server, folder) as running:
-                    _bench(
-                        running.address,
-                        ClientLoad(loads[-1].clients, loads[-1].clients),
-                        given,
-                        asked,
-                        folder,
-                    )
+                    bench(running.address, warm, folder / "warm.json", *_NO_WARMUPS)
                     for load in loads:
-                        found = _bench(running.address, load, given, asked, folder)
+                        found = bench(running.address, load, folder / "load.json", *_NO_WARMUPS)
                         yield _figure(way, load, found, base)
                 yield figure(
                     SECTION, f"{way}: ready after", running.start_s, "s", note=_shared(folder, server.name)
@@ -82,7 +68,7 @@ def shared_card(context: Context) -> Iterator[Figure]:
                 yield figure(SECTION, f"{way}: failed", 0.0, "tokens/s", note=str(error)[-1500:])
 
 
-def _figure(way: str, load: ClientLoad, found: dict[str, Any], base: dict[int, float]) -> Figure:
+def _figure(way: str, load: Load, found: dict[str, Any], base: dict[int, float]) -> Figure:
     rate = float(found["output_throughput"])
     if way == OFF:
         base[load.clients] = rate
@@ -122,25 +108,3 @@ def _shared(folder: Path, name: str) -> str:
     lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
     wanted = ("computes both phases", "KV pool", " E pair", " E prefill", " E decode", "ended:")
     return " | ".join(line[-220:] for line in lines if any(word in line for word in wanted))[:1500]
-
-
-def _bench(address: str, load: ClientLoad, given: int, asked: int, folder: Path) -> dict[str, Any]:
-    """Return the figures of one run of the load generator."""
-    output = folder / "load.json"
-    done = subprocess.run(
-        [
-            *module_command("diptych"),
-            *("bench", "--address", address, "--num-warmups", "0", "--no-progress"),
-            *("--max-concurrency", str(load.clients), "--num-prompts", str(load.requests), "--rounds", "1"),
-            *("--random-input-len", str(given), "--random-output-len", str(asked)),
-            *("--output-file", str(output)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=_BENCH_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise StartFailed(f"the load generator failed: {done.stderr[-600:]}")
-    (found,) = json.loads(output.read_text())
-    assert isinstance(found, dict)
-    return found

@@ -32,13 +32,13 @@ MORE: list[tuple[str, Victim]] = [
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
-    """One pair in one process."""
+    """Start a system whose one pair is hosted by one process."""
     yield from breakable(tmp_path_factory, tiny, *ONE_PROCESS)
 
 
 @pytest.fixture(scope="module")
 def two_pairs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
-    """Two such processes: each prefill worker writes for both decode workers."""
+    """Start a system of two such processes: each prefill worker writes for both decode workers."""
     flags = ("--prefill-workers", "2", "--decode-workers", "2")
     yield from breakable(tmp_path_factory, tiny, *ONE_PROCESS, *flags)
 
@@ -124,14 +124,14 @@ def test_no_token_is_lost_when_a_hosting_process_is_killed(
 
 @pytest.mark.full
 def test_hosting_process_that_hangs_with_a_grant_is_killed_by_another(two_pairs: Breakable) -> None:
-    """Its prefill worker writes for the other pair's decode worker at one of some tries."""
+    """Stop a process whose prefill worker writes for the other pair's decode worker, in one of some tries."""
     assert any(stop_a_writer(two_pairs, stopped_s=6.0) for _ in range(4))
 
 
 def test_phases_that_take_turns_give_the_same_text(
     tmp_path_factory: pytest.TempPathFactory, tiny: Path
 ) -> None:
-    """The torch step lends no cores: on a CPU it takes turns as on a GPU."""
+    """Compute with the torch step, which lends no cores: on a CPU it takes turns as on a GPU."""
     torch_steps = ("--set", "prefill.backend=torch", "--set", "decode.backend=torch")
     for system in breakable(tmp_path_factory, tiny, *ONE_PROCESS, *torch_steps):
         prompts = [list(range(20 + seed, 20 + seed + 90)) for seed in range(4)]

@@ -31,7 +31,7 @@ from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_s
 from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.worker_process.adapter_store import AdapterStore, _Loaded
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.worker_spec import EngineRecord
 from gateway.adapters.adapter import Adapter
 from kvtransfer.drivers.handshake import Fingerprint
@@ -290,7 +290,7 @@ NO_GPU = GpuMemory.of(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`, whose descriptions it has."""
+    """Stand-in for `diptych.worker_process.loaded_engine.LoadedEngine`, whose descriptions it has."""
 
     runner: SimulatedRunner
     model: _Model = _Model()

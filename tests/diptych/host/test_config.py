@@ -57,6 +57,7 @@ def test_other_words_are_no_way_of_sharing(text):
         ({"dtype": "fp32"}, {"dtype": "bf16"}, "--dtype differs"),
         ({"device": "cuda:0"}, {"device": "cuda:1"}, "--device differs"),
         ({"block_size": 32}, {}, "--block-size differs"),
+        ({"mmproj": "/other-mmproj.gguf"}, {}, "--mmproj differs"),
         (
             {"device": "cpu", "tensor_parallel": 2},
             {"device": "cpu", "tensor_parallel": 2},

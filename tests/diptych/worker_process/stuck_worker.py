@@ -14,7 +14,7 @@ from diptych.engine.runner import Runner
 from diptych.runtime.process import leave, run_program
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker_process import server as shell
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from tests.diptych.worker_process.both_workers import layout, model
 
 

@@ -12,7 +12,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.engine.runner import Runner
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import work_pb2
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from prefill_worker.config import PrefillSettings
 from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.worker import PrefillWorker

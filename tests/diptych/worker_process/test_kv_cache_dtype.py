@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_worker.config import DecodeSettings
 from diptych.engine.dtype import KVCacheDtype
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from kvtransfer.drivers.handshake import incompatible_field
 from tests.diptych.runtime.tokenizer.small_models import byte_level
 

@@ -30,8 +30,8 @@ from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.unix_stream import UnixStream
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
-from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.gateway_link import DrainOrder
+from diptych.worker_process.loaded_engine import LoadedEngine
 from tests.diptych.worker_process.both_workers import greedy, house, layout, model
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until

@@ -20,7 +20,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.eagle_loader import EagleFiles, load_eagle
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.medusa_loader import UnfitHeads, load_medusa
 from prefill_worker.config import PrefillSettings
 from tests.diptych.engine.heads import test_eagle3

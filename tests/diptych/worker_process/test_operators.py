@@ -22,7 +22,7 @@ from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
-from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.diptych.worker_process.both_workers import BLOCK, house, layout, model

@@ -10,6 +10,7 @@ import torch
 
 from decode_worker.config import DecodeSettings
 from diptych.worker_process import engine_loader
+from kvtransfer.transports.registry import UnusableTransport
 from prefill_worker.config import PrefillSettings
 from tests.end_to_end import tiny_model
 from tests.forms import FULL
@@ -138,6 +139,16 @@ async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_
     settings = DecodeSettings.from_argv(["--device=auto", "--transport=nccl"])
     with pytest.raises(engine_loader.ImpossibleSettings, match="--transport nccl needs blocks on a GPU"):
         await engine_loader.load_engine(settings)
+
+
+async def test_transport_of_a_hosted_worker_is_refused_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_loader, "choose_device", torch.device)
+    monkeypatch.setattr(engine_loader, "fetched_model", None)
+    settings = DecodeSettings.from_argv(["--device=cuda", "--transport=tcp"])
+    with pytest.raises(UnusableTransport, match="--transport tcp: workers of one process on a GPU"):
+        await engine_loader.load_engine(settings.model_copy(update={"hosted": True}))
 
 
 @pytest.mark.parametrize(

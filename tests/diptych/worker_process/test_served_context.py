@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from decode_worker.config import DecodeSettings
-from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.loaded_engine import LoadedEngine
 from kvtransfer.drivers.handshake import incompatible_field
 from tests.diptych.engine.models.family_models import config_of, oracle_of
 from tests.diptych.runtime.tokenizer.small_models import byte_level
