@@ -94,10 +94,13 @@ class Reader:
 
     def replay(self, address: str, first: int) -> None:
         """Take again what was sent since the batch `first`."""
+        patience_ms = int(self._timeout_s * 1000)
         with self._connect(zmq.DEALER, address) as socket:
+            # One that was refused already has nowhere to send to, and would wait for ever.
+            assert socket.poll(patience_ms, zmq.POLLOUT), "no replay"
             socket.send_multipart((b"", first.to_bytes(8, "big")))
             while True:
-                assert socket.poll(int(self._timeout_s * 1000)), "no replay"
+                assert socket.poll(patience_ms), "no replay"
                 _, number, batch = socket.recv_multipart()
                 if number == (-1).to_bytes(8, "big", signed=True):
                     return
