@@ -69,10 +69,10 @@ def find_pairs(path: Path) -> tuple[list[ImagePair], dict[Path, str]]:
     """
     pairs: list[ImagePair] = []
     others: dict[Path, str] = {}
-    files = list(_beside(path))
-    if not files:
-        return pairs, others
     try:
+        files = list(_beside(path))
+        if not files:
+            return pairs, others
         text = _text_model(path)
     except (MalformedGguf, OSError):
         return pairs, others  # the model's own reader says what is wrong with it

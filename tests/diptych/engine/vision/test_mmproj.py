@@ -183,3 +183,7 @@ def test_of_files_beside_the_model_the_largest_that_fits_is_taken(twin: Twin, tm
     assert list(find_pairs(text)[1]) == [odd]
     digests = {model_digest(text), model_digest(text, small), model_digest(text, large)}
     assert len(digests) == 3
+
+
+def test_file_in_a_folder_that_cannot_be_listed_is_a_model_of_text(tmp_path: Path) -> None:
+    assert model_images(tmp_path / "absent" / "model.gguf") is None
