@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
@@ -21,7 +20,7 @@ from diptych.runtime.discovery.shared_names import SharedNames, Values
 from diptych.runtime.discovery.store import STORE_ERRORS
 from diptych.runtime.errors import DiptychError
 from diptych.runtime.task_cancellation import end_task
-from gateway.model.shared_record import Kind, SharedRecord, differences, parse_records, shares_text
+from gateway.model.shared_record import Kind, SharedRecord, differences, parse_records
 from gateway.model_service import ModelService
 
 SCOPE: Final = "models"
@@ -89,14 +88,11 @@ class SharedModels:
         self._wake.set()  # what could not be followed before may be possible now
 
     def _served(self) -> dict[str, str]:
-        models, aliases = self._contents()
-        return {f"{Kind.MODEL}:{name}": content for name, content in models.items()} | {
-            f"{Kind.ALIAS}:{name}": content for name, content in aliases.items()
-        }
-
-    def _contents(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        models = {core.name: core.digest for core in self._service.models}
-        return models, {one.name: shares_text(one.shares) for one in self._service.models.aliases}
+        """Return what is served here: contents by the keys of records."""
+        models = self._service.models
+        found = [SharedRecord(Kind.MODEL, core.name, digest=core.digest) for core in models]
+        found += [SharedRecord(Kind.ALIAS, one.name, shares=one.shares) for one in models.aliases]
+        return {record.key: record.content for record in found}
 
     def _counts(self, record: SharedRecord) -> bool:
         return self._records.get(record.key) == record and self._outdated.get(record.key) != record
@@ -117,7 +113,7 @@ class SharedModels:
         problems: dict[str, str] = {}
         for _ in range(_PASSES):
             records = [one for one in self._records.values() if self._counts(one)]
-            behind = differences(records, *self._contents())
+            behind = differences(records, self._served())
             problems = {}
             for record in behind:
                 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 
 from tests import vision_models
-from tests.diptych.engine.models.gguf_twins import Twin, write_metadata
-from tests.diptych.engine.weights.gguf_files import add_value, interleaved
+from tests.diptych.engine.models.gguf_twins import Twin, add_parameters, write_metadata
+from tests.diptych.engine.weights.gguf_files import add_value, finish
 from tests.diptych.runtime.tokenizer.gguf_twins import add_byte_level
 
 FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "gemma3")
@@ -67,7 +67,7 @@ def write_mmproj(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.n
         add_value(writer, key, value)
     for name, array in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(array))
-    _finish(writer)
+    finish(writer)
     return path
 
 
@@ -229,26 +229,13 @@ def _write_text(family: str, oracle: Any, folder: Path, path: Path) -> None:
     add_byte_level(writer, spec, "gpt-2")
     writer.add_eos_token_id(oracle.generation_config.eos_token_id)
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
-    arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == twin.architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    add_parameters(writer, config, twin, _text_parameters(oracle))
+    finish(writer)
+
+
+def _text_parameters(oracle: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of the text model by the names that they have without the encoder."""
     for name, parameter in oracle.named_parameters():
-        if not _is_text(name):
-            continue
-        array = parameter.detach().numpy()
-        text = name.replace("model.language_model.", "model.").replace("model.text_model.", "model.")
-        stored = names.get_name(text, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
-        if twin.less_one and name.endswith("norm.weight"):
-            array = array + 1
-        if twin.permuted and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            array = interleaved(array, heads)
-        writer.add_tensor(stored, np.ascontiguousarray(array))
-    _finish(writer)
-
-
-def _finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        if _is_text(name):
+            text = name.replace("model.language_model.", "model.").replace("model.text_model.", "model.")
+            yield text, parameter

@@ -23,7 +23,7 @@ from rich.table import Table
 from diptych.cli.valkey import ValkeyMissing, valkey_binary
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.model_files import checked_model
-from diptych.runtime.model_images import fitting, model_images
+from diptych.runtime.model_images import find_pairs, model_images
 from diptych.runtime.python_module import PACKAGES, tree_root
 from diptych.runtime.settings import BUNDLED_MODEL, StartupError, resolve_model
 from gateway.model.named_models import NamedModel, parse_models
@@ -109,7 +109,7 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
     if shape.latent is None:
         size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
     if mmproj is None and not path.is_dir():
-        for file, why in fitting(path)[1].items():
+        for file, why in find_pairs(path)[1].items():
             size += f"; {file.name} beside it is not taken: {why}"
     if images is not None:
         spec = images.spec

@@ -31,8 +31,8 @@ _CONFIG_FILES = (
 
 
 def model_digest(path: Path, mmproj: Path | None = None) -> str:
-    """Sha256 hex of a GGUF file with all its parts, or of a Hugging Face folder with its weights and texts;
-    with the encoder of its images where that is in a file `mmproj` of its own.
+    """Return the sha256 hex of a GGUF file with all its parts, or of a Hugging Face folder with its weights
+    and texts; with the encoder of its images where that is in a file `mmproj` of its own.
 
     Names do not count, so a renamed file or a folder copied elsewhere is the same model. Raises
     NoModel when the path, the folder's config.json or its weights are missing.

@@ -55,7 +55,7 @@ def model_images(path: Path, mmproj: Path | None = None) -> ModelImages | None:
     if path.is_dir():
         spec = image_spec(path)
         return None if spec is None else ModelImages(spec)
-    pairs, others = fitting(path)
+    pairs, others = find_pairs(path)
     for file, why in others.items():
         _log.info("%s beside the model is not taken: %s", file.name, why)
     if not pairs:
@@ -63,16 +63,16 @@ def model_images(path: Path, mmproj: Path | None = None) -> ModelImages | None:
     return ModelImages(pairs[0].spec, pairs[0])
 
 
-def fitting(path: Path) -> tuple[list[ImagePair], dict[Path, str]]:
+def find_pairs(path: Path) -> tuple[list[ImagePair], dict[Path, str]]:
     """Return the pairs of a GGUF file with mmproj files beside it, the largest first, and why others are
     none.
     """
     pairs: list[ImagePair] = []
     others: dict[Path, str] = {}
-    files = list(_beside(path))
-    if not files:
-        return pairs, others
     try:
+        files = list(_beside(path))
+        if not files:
+            return pairs, others
         text = _text_model(path)
     except (MalformedGguf, OSError):
         return pairs, others  # the model's own reader says what is wrong with it

@@ -57,7 +57,7 @@ class SharedRecord:
     @property
     def content(self) -> str:
         """Text of what the name stands for, to compare; empty: for nothing."""
-        return self.digest or shares_text(self.shares)
+        return self.digest or ",".join(f"{share.model}:{share.weight}" for share in self.shares)
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {"over": list(self.over)}
@@ -81,11 +81,6 @@ class SharedRecord:
         over += [] if configured is None else [configured]
         once = dict.fromkeys(one for one in over if one and one != self.content)
         return replace(self, over=tuple(once)[-MAX_OVER:])
-
-
-def shares_text(shares: Iterable[Share]) -> str:
-    """Return the shares of an alias as `--model-split` has them."""
-    return ",".join(f"{share.model}:{share.weight}" for share in shares)
 
 
 def parse_record(key: str, value: Mapping[str, Any]) -> SharedRecord:
@@ -119,16 +114,13 @@ def parse_records(values: Mapping[str, Mapping[str, Any]]) -> dict[str, SharedRe
     return found
 
 
-def differences(
-    records: Iterable[SharedRecord], models: Mapping[str, str], aliases: Mapping[str, str]
-) -> list[SharedRecord]:
+def differences(records: Iterable[SharedRecord], served: Mapping[str, str]) -> list[SharedRecord]:
     """Return the records that a gateway does not follow yet, in an order in which most can be followed.
 
     Args:
-        models, aliases: contents by the names that the gateway serves.
+        served: contents of what the gateway serves, by the keys of records.
     """
-    served = {Kind.MODEL: models, Kind.ALIAS: aliases}
-    other = [one for one in records if served[one.kind].get(one.name, "") != one.content]
+    other = [one for one in records if served.get(one.key, "") != one.content]
     order = ((Kind.ALIAS, False), (Kind.MODEL, True), (Kind.ALIAS, True), (Kind.MODEL, False))
     return sorted(other, key=lambda one: (order.index((one.kind, bool(one.content))), one.name))
 

@@ -162,7 +162,7 @@ def test_streams_outlive_a_node_and_redis_and_workers_come_back_elsewhere(
 ) -> None:
     head = nodes[0]
     assert len(set(expected)) == STREAMS, "the streams cannot be told apart"
-    redis = start_redis()
+    servers = [start_redis()]
     host, port = REDIS
     flags = ("--ray", f"{head.ip}:{HEAD_PORT}", "--redis-url", f"redis://{host}:{port}", "--insecure")
     try:
@@ -177,14 +177,13 @@ def test_streams_outlive_a_node_and_redis_and_workers_come_back_elsewhere(
             print("before:", before)
             assert texts(stack, head) == expected
             lost = next(node for node in nodes[1:] if node.name == before["decode-0"])
-            returned = []
 
             def end_node_and_redis() -> None:
-                redis.kill()
-                redis.wait()
+                servers[0].kill()
+                servers[0].wait()
                 lost.kill()
                 time.sleep(3)
-                returned.append(start_redis())
+                servers.append(start_redis())
 
             assert texts(stack, head, end_node_and_redis) == expected
             deadline = time.monotonic() + BACK_S
@@ -193,8 +192,7 @@ def test_streams_outlive_a_node_and_redis_and_workers_come_back_elsewhere(
                 time.sleep(0.5)
             print("after:", homes(stack), "without", lost.name)
             assert texts(stack, head) == expected
-        for one in returned:
-            one.kill()
     finally:
-        redis.kill()
-        redis.wait()
+        for one in servers:
+            one.kill()
+            one.wait()

@@ -22,7 +22,7 @@ class EncoderFiles(Protocol):
         """Return a tensor. Raises BadModelFile."""
         ...
 
-    def said(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return what the files call a tensor."""
         ...
 
@@ -78,8 +78,8 @@ class EncoderTensors:
         tensor = self._files.read(full)
         self._left.discard(full)
         if tuple(tensor.shape) != size:
-            said = self._files.said(full)
-            raise UnsupportedModel(f"tensor {said} is {tuple(tensor.shape)}, the config says {size}")
+            stored = self._files.stored_name(full)
+            raise UnsupportedModel(f"tensor {stored} is {tuple(tensor.shape)}, the config says {size}")
         if not tensor.is_floating_point():
             raise UnsupportedModel(f"tensor {full}: quantised image encoders are not computed")
         return tensor.to(self._device, self._dtype)

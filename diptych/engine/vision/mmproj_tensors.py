@@ -112,7 +112,7 @@ class MmprojTensors:
             return torch.stack(parts, dim=2)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def said(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return what the file calls a tensor."""
         made = self._made.get(name)
         return f"{name} ({' and '.join(made.parts)} of {self._file})" if made else name

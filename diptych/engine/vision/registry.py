@@ -33,8 +33,8 @@ _ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
 class FolderTensors(TensorFiles):
     """The tensors of a folder; implements `EncoderFiles`."""
 
-    def said(self, name: str) -> str:
-        """See `EncoderFiles.said`."""
+    def stored_name(self, name: str) -> str:
+        """See `EncoderFiles.stored_name`."""
         return name
 
 
@@ -51,8 +51,8 @@ def load_encoder(
     *,
     pair: ImagePair | None = None,
 ) -> ImageEncoder | None:
-    """Return the image encoder of the model at `path`, of a `pair` that in its mmproj file; None if it reads
-    text only.
+    """Return the image encoder of the model at `path`, or that of the mmproj file of its `pair`; None if the
+    model reads text only.
 
     It computes in `rows_dtype`. Raises UnsupportedModel, BadModelFile.
     """

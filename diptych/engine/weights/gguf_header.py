@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and where the tensors lie, every length and offset checked.
 
-Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Arrays
-(vocabularies of hundreds of thousands of strings) are stepped over: the engine needs none of them, and
-reading them into objects takes longer than all else.
+Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Arrays are
+stepped over unless they have few numbers: the engine needs no others, and reading vocabularies of hundreds of
+thousands of strings into objects takes longer than all else.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class _Metadata:
         self._values, self._tensors, self._arrays = header.metadata, header.tensors, header.arrays
         for key in header.arrays:
             if key.startswith(f"{family}.") and key.removeprefix(f"{family}.") not in read:
-                raise UnsupportedModel(f"metadata {key} is an array: layers that differ are not computed")
+                raise _unread_array(key)
 
     def has(self, tensor: str) -> bool:
         return tensor in self._tensors
@@ -93,6 +93,8 @@ class _Metadata:
         return ((key[len(prefix) :], value) for key, value in self._values.items() if key.startswith(prefix))
 
     def get(self, name: str) -> Scalar | None:
+        if self.key(name) in self._arrays:
+            raise _unread_array(self.key(name))
         return self._values.get(self.key(name))
 
     def integer(self, name: str) -> int | None:
@@ -108,9 +110,9 @@ class _Metadata:
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        values = self._arrays.get(self.key(name))
-        if values is None and self.key(name) not in self._arrays:
+        if self.key(name) not in self._arrays:
             return None
+        values = self._arrays[self.key(name)]
         if values is None or not all(isinstance(value, int) for value in values):
             raise BadModelFile(f"metadata {self.key(name)} is no short array of whole numbers")
         return tuple(map(int, values))
@@ -123,6 +125,10 @@ class _Metadata:
         if value is not None and not 0 < value < math.inf:
             raise BadModelFile(f"metadata {self.key(name)} is {value}, not a positive number")
         return value
+
+
+def _unread_array(key: str) -> UnsupportedModel:
+    return UnsupportedModel(f"metadata {key} is an array: layers that differ are not computed")
 
 
 _T = TypeVar("_T")

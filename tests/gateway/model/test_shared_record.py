@@ -75,9 +75,10 @@ def test_differences_come_in_an_order_in_which_they_can_be_followed() -> None:
     new_alias = SharedRecord(Kind.ALIAS, "best", shares=(Share("chat-v3", 1),))
     freed = SharedRecord(Kind.ALIAS, "old")
     records = [GONE, new_alias, MODEL, freed, ALIAS]
-    models = {"chat-v1": "1" * 64, "one": "x", "two": "y"}
-    aliases = {"chat": "one:90,two:10", "old": "one:1"}
-    assert differences(records, models, aliases) == [freed, MODEL, new_alias, GONE]
-    followed = {"chat-v3": "3" * 64, "one": "x", "two": "y"}
-    assert differences(records, followed, {"chat": "one:90,two:10", "best": "chat-v3:1"}) == []
-    assert differences([ALIAS], followed, {"chat": "one:90,two:11"}) == [ALIAS]
+    served = {"model:chat-v1": "1" * 64, "model:one": "x", "model:two": "y"}
+    served |= {"alias:chat": "one:90,two:10", "alias:old": "one:1"}
+    assert differences(records, served) == [freed, MODEL, new_alias, GONE]
+    followed = {"model:chat-v3": "3" * 64, "model:one": "x", "model:two": "y"}
+    shares = {"alias:chat": "one:90,two:10", "alias:best": "chat-v3:1"}
+    assert differences(records, followed | shares) == []
+    assert differences([ALIAS], followed | {"alias:chat": "one:90,two:11"}) == [ALIAS]

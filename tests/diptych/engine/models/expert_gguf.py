@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.diptych.engine.weights.gguf_files import add_value, interleaved
+from tests.diptych.engine.weights.gguf_files import add_value, finish, interleaved
 
 NAMES = [
     ("model.embed_tokens", "token_embd"),
@@ -89,10 +89,7 @@ def write(oracle: Any, path: Path, architecture: str, kind: gguf.GGMLQuantizatio
                 writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(stored, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _first(config: Any, *names: str) -> int:

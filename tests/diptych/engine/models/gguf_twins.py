@@ -5,7 +5,7 @@ Tensor names are those that the `gguf` package maps transformers' to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.diptych.engine.models.family_models import (
     YARN,
     longrope,
 )
-from tests.diptych.engine.weights.gguf_files import add_value, interleaved
+from tests.diptych.engine.weights.gguf_files import add_value, finish, interleaved
 
 Metadata = Mapping[str, object]
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -202,12 +202,24 @@ def write_twin(oracle: Any, path: Path, twin: Twin, kind: gguf.GGMLQuantizationT
     config = oracle.config
     writer = gguf.GGUFWriter(path, twin.architecture)
     write_metadata(writer, config, twin)
+    _write_rope_factors(writer, oracle)
+    add_parameters(writer, config, twin, oracle.named_parameters(), kind)
+    finish(writer)
+
+
+def add_parameters(
+    writer: gguf.GGUFWriter,
+    config: Any,
+    twin: Twin,
+    parameters: Iterable[tuple[str, Any]],
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> None:
+    """Add the parameters of a text model, by transformers' names."""
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == twin.architecture),
         config.num_hidden_layers,
     )
-    _write_rope_factors(writer, oracle)
-    for name, parameter in oracle.named_parameters():
+    for name, parameter in parameters:
         array = parameter.detach().numpy()
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -220,10 +232,6 @@ def write_twin(oracle: Any, path: Path, twin: Twin, kind: gguf.GGMLQuantizationT
             writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: Any, twin: Twin) -> None:

@@ -16,7 +16,7 @@ from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.runner import Runner
 from diptych.engine.vision.registry import load_encoder
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_images import ModelImages, UnusableMmproj, fitting, model_images
+from diptych.runtime.model_images import ModelImages, UnusableMmproj, find_pairs, model_images
 from tests import mmproj_twins, vision_models
 from tests.diptych.engine.vision.conftest import TEXT_HIDDEN, Vision
 from tests.diptych.engine.vision.test_encoders import PICTURES, greedy_tokens, prefilled
@@ -180,6 +180,10 @@ def test_of_files_beside_the_model_the_largest_that_fits_is_taken(twin: Twin, tm
     found = model_images(text)
     assert found is not None
     assert found.mmproj == large
-    assert list(fitting(text)[1]) == [odd]
+    assert list(find_pairs(text)[1]) == [odd]
     digests = {model_digest(text), model_digest(text, small), model_digest(text, large)}
     assert len(digests) == 3
+
+
+def test_file_in_a_folder_that_cannot_be_listed_is_a_model_of_text(tmp_path: Path) -> None:
+    assert model_images(tmp_path / "absent" / "model.gguf") is None

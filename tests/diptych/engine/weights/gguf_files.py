@@ -79,6 +79,14 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
             writer.add_array(key, value)
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file with all that was added, and close it."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(
     oracle: Any,
     path: Path,
@@ -130,10 +138,7 @@ def write(
             writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def oracle_of(name: str, rope: dict[str, Any] | None = None) -> Any:

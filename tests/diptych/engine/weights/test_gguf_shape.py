@@ -93,6 +93,8 @@ def test_yarn_and_the_files_own_factors_together_are_refused(tmp_path: Path) -> 
         {"attention.sliding_window": [4, 0]},
         {"attention.sliding_window_pattern": 2},
         {"attention.head_count_kv": [2, 1]},
+        {"expert_count": [2, 1]},
+        {"expert_count": [2] * 40},
         {"attention.a_key_made_up_later": 1.0},
         {"logit_scale": 0.5},
         {"residual_scale": 0.5},
