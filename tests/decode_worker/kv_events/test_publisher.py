@@ -57,6 +57,17 @@ def joined(publisher: EventPublisher, reader: Reader) -> None:
         assert time.monotonic() < deadline
 
 
+def await_sent(endpoint: Endpoint, last: int) -> None:
+    """Ask anew until the batch `last` is among those that can be asked for: a thread sends them."""
+    deadline = time.monotonic() + 30
+    while True:
+        with Reader(endpoint.address) as reader:
+            reader.replay(endpoint.replay_address, 0)
+            if last in reader.numbers:
+                return
+        assert time.monotonic() < deadline, f"{reader.numbers} were sent"
+
+
 def test_reader_hears_what_is_published_in_order(publisher: EventPublisher, endpoint: Endpoint) -> None:
     with Reader(endpoint.address, topic="kv@") as reader:
         joined(publisher, reader)
@@ -73,6 +84,7 @@ def test_reader_that_comes_late_asks_for_all_since_the_start(
 ) -> None:
     for number in range(3):
         publisher.publish([event(number)])
+    await_sent(endpoint, 3)
     with Reader(endpoint.address) as reader:
         reader.replay(endpoint.replay_address, 0)
         assert isinstance(reader.batches[0].events[0], AllBlocksCleared)
@@ -86,6 +98,7 @@ def test_only_the_last_batches_are_kept(endpoint: Endpoint, monkeypatch: pytest.
     try:
         for number in range(4):
             made.publish([removed(KEYS[number : number + 1], "GPU")])
+        await_sent(endpoint, 4)
         with Reader(endpoint.address) as reader:
             reader.replay(endpoint.replay_address, 0)
             assert reader.numbers == [3, 4], "the gap before them tells that there were more"
