@@ -83,7 +83,7 @@ def test_no_token_is_lost_with_heads(
     states = {state.name: state for state in STATES}
     with contextmanager(breakable)(tmp_path_factory, tiny, *flags) as system:
         drafted = "diptych_spec_decode_draft_tokens_total"
-        for _ in range(5):  # before workers that counted are killed; a busy machine may find that drafts do not pay
+        for _ in range(5):  # before workers that counted are killed; on a busy machine drafts may not pay
             ask(system.address, ["greedy"])
             if any(system.stack.metric("decode", drafted, number) for number in range(2)):
                 break
