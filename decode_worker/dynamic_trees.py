@@ -35,10 +35,6 @@ class DynamicTrees:
             raise BadTree(f"{named}: of a tree at most {MOST_NODES} tokens are computed at once")
         if depth > nodes:
             raise BadTree(f"{named}: {nodes} tokens are no deeper than that")
-        if (drawn := width * (depth - 1)) > nodes:
-            raise BadTree(
-                f"{named}: {width} nodes at {depth - 1} depths are {drawn}, more than the tree's {nodes}"
-            )
         self._depth, self._width = depth, width
         self.depths: Sequence[int] = [min(count, depth) for count in range(1, nodes + 1)]
 
@@ -85,10 +81,11 @@ class _DynamicGrowth:
         if depth == self._depth:
             self.open = []
             return
-        # Below a node that is not among the best by now, none will be.
-        best = [path for path in self._best() if len(path) == depth]
-        self.open = best[: min(self._width, self._count - len(self.inner))]
-        self.inner += self.open
+        # Below a node that is not among the best by now, none will be: it needs no children, nor a lane.
+        best = self._best()
+        self.open = [path for path in best if len(path) == depth][: self._width]
+        kept = set(best)
+        self.inner = [path for path in self.inner if path in kept] + self.open
 
     def tree(self) -> DraftTree:
         return tree_of(self._best(), self._tokens)

@@ -30,7 +30,7 @@ class TreeGrowth(Protocol):
 
     @property
     def inner(self) -> Sequence[Path]:
-        """Nodes that were opened, parents first, without the last token of the sequence."""
+        """Opened nodes that may be in the tree, parents first, without the last token of the sequence."""
         ...
 
     def token_of(self, path: Path) -> int:
@@ -64,7 +64,7 @@ class TreePlan(Protocol):
         ...
 
     def begin(self, count: int) -> TreeGrowth:
-        """Return the growth of a tree of at most `count` nodes, which opens no more than so many."""
+        """Return the growth of a tree of at most `count` nodes, which has no more inner nodes at a time."""
         ...
 
 

@@ -82,9 +82,13 @@ def test_no_token_is_lost_with_heads(
     flags += ["--speculative-tree", tree] if tree else []
     states = {state.name: state for state in STATES}
     with contextmanager(breakable)(tmp_path_factory, tiny, *flags) as system:
-        ask(system.address, ["greedy"])  # before workers that counted are killed
         drafted = "diptych_spec_decode_draft_tokens_total"
-        assert sum(system.stack.metric("decode", drafted, number) for number in range(2)) > 0
+        for _ in range(5):  # before workers that counted are killed; on a busy machine drafts may not pay
+            ask(system.address, ["greedy"])
+            if any(system.stack.metric("decode", drafted, number) for number in range(2)):
+                break
+        else:
+            pytest.fail("nothing was drafted")
         matrix = kill_matrix.run(system, tiny, [(states[name], victim) for name, victim in WITH_HEADS])
     assert len(matrix.cells) == len(WITH_HEADS)
     assert not [one for one in matrix.failures if "clean after" not in one]

@@ -137,14 +137,13 @@ def nodes_of(trees: str, room: int, children: Children) -> dict[Text, int]:
     most, depths, width = map(int, trees.removeprefix("dynamic:").split(","))
     most = min(most, room)
     tokens, values, best = dict[Text, int](), {(): 0.0}, list[Text]()
-    parents, lanes = [()] if most > 0 else list[Text](), most
+    parents = [()] if most > 0 else list[Text]()
     for depth in range(depths):
         for parent in parents:
             for rank, (token, logprob) in enumerate(children(chain_to(parent, tokens))[: min(width, most)]):
                 tokens[*parent, rank], values[*parent, rank] = token, values[parent] + logprob
         best = sorted(tokens, key=lambda path: (-values[path], len(path), path))[:most]
-        parents = [path for path in best if len(path) == depth + 1][: min(width, lanes)]
-        lanes -= len(parents)
+        parents = [path for path in best if len(path) == depth + 1][:width]
     return {path: tokens[path] for path in best}
 
 
