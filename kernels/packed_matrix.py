@@ -253,17 +253,24 @@ def _from_kquants(matrix: BlockMatrix, name: KQuantFormat, rows: int, columns: i
     )  # fmt: skip
 
 
-def join(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
-    """Return matrices of one input as one, rows after rows; None for matrices that are not alike."""
+def are_alike(parts: Sequence[PackedMatrix]) -> bool:
+    """Return whether matrices can be multiplied in one launch (`join`)."""
     first = parts[0]
     if any(_kind(part) != _kind(first) for part in parts):
-        return None
+        return False
     for name in ("table", "order"):
         mine = getattr(first, name)
-        others = [getattr(part, name) for part in parts]
-        if any((mine is None) != (it is None) or (mine is not None and not torch.equal(mine, it))
-               for it in others):  # fmt: skip
-            return None
+        for part in parts:
+            its = getattr(part, name)
+            if (mine is None) != (its is None) or (mine is not None and not torch.equal(mine, its)):
+                return False
+    return True
+
+
+def join(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
+    """Return matrices of one input as one, rows after rows; None for matrices that are not alike."""
+    if not are_alike(parts):
+        return None
     if len({(part.zero, part.zeros is None) for part in parts}) > 1:
         parts = [_with_zeros(part) for part in parts]
     joined = {

@@ -13,7 +13,7 @@ gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0, Q2
        (kernels/quantised_linear.py)
 packed on GPUs: matrices as the file has them: in codes that are unpacked in registers to bfloat16
        (kernels/packed_matrix.py), or in FP8 or int8 whose inputs are rounded likewise where the file says so
-       (kernels/scaled_matrix.py); the rest as in bf16
+       (kernels/scaled_matrix.py); experts in codes (kernels/packed_stack.py); the rest as in bf16
 fp8    on GPUs: matrices of the layers in E4M3 with a scale for each output, inputs of their products with a
        scale for each row; experts, the output matrix and the rest as in bf16
 w8a8   as fp8, in int8: what `--quantization int8` is on GPUs

@@ -247,10 +247,10 @@ class _Matrices:
         stored, matrix = self._places.of(name), self._places.matrix(name)
         tensors = _of_expert(self._tensors, stored)
         try:
-            if self._precision == "gguf" and stored.block_rows is not None:
+            if self._precision in ("gguf", "packed") and stored.block_rows is not None:
                 blocks = self._scheme.read_blocks(matrix, tensors)
                 if blocks is not None:
-                    return blocks.rows(stored.block_rows(_field(name)))
+                    return blocks_in_precision(blocks.rows(stored.block_rows(_field(name))), self._precision)
             read = self._scheme.read_packed if self._precision == "packed" else self._scheme.read
             found = read(matrix, tensors)
         except BadModelFile as error:

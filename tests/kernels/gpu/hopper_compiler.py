@@ -99,6 +99,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+    from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
     from kernels.gpu.packed_linear import packed_linear, unpack
     from kernels.gpu.paged_decode import paged_decode
     from kernels.gpu.paged_prefill import paged_prefill
@@ -111,6 +112,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
     from kernels.gpu.swiglu import swiglu
     from kernels.packed_matrix import from_blocks, pack
+    from kernels.packed_stack import stack
     from kernels.quantised_linear import BlockMatrix
     from kernels.scaled_matrix import ScaledMatrix
 
@@ -317,6 +319,38 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 )
             )
 
+    def packed_experts(tokens: int, dtype: torch.dtype) -> None:
+        count, chosen, hidden, inner = 4, 2, 2880, 320
+        routed = RoutedRows.make(tokens, count, chosen, torch.device("cpu"))
+        x, parts = (torch.zeros(n, hidden, dtype=dtype) for n in (tokens, tokens * chosen))
+        blocks = torch.zeros(2 * inner, hidden // 32 * 17, dtype=torch.uint8)
+        codes = torch.zeros(inner, hidden, dtype=torch.uint8)
+        codes[0, 0] = 1
+        four = pack("int4", codes, torch.ones(inner, hidden // 32).half(), 32, zero=8)
+        both, floats = (
+            from_blocks(BlockMatrix("mxfp4", hidden, blocks)),
+            pack("fp8", codes, torch.ones(inner, 1), hidden),
+        )
+        for name, gates, downs in (("mxfp4", both, None), ("int4", None, four), ("fp8", None, floats)):
+            if gates is not None:
+                stacked = stack([[gates]] * count)
+                made.append(
+                    (
+                        f"packed experts' gates {name} {tokens} {dtype}",
+                        lambda s=stacked: packed_expert_swiglu(x, s, None, routed),
+                    )
+                )
+            if downs is not None:
+                other = stack([[downs]] * count)
+                made.append(
+                    (
+                        f"packed experts' downs {name} {tokens} {dtype}",
+                        lambda s=other: packed_expert_linear(parts, s, None, routed),
+                    )
+                )
+
+    packed_experts(3, bf16)
+    packed_experts(100, bf16)
     quantised(3, bf16)
     quantised(100, bf16)
     if not quick:

@@ -44,8 +44,8 @@ class ExpertLayers:
             x, layer.router, layer.router_bias, layer.correction_bias, out=own.routed, **self._choice
         )
         gate = self._products.activation
-        operators.expert_swiglu(x, layer.gate_up.weight, layer.gate_up.bias, routed, out=own.inner, **gate)
-        operators.expert_linear(own.inner, layer.down.weight, layer.down.bias, routed, out=own.parts)
+        layer.gate_up.gated(operators, x, routed, out=own.inner, **gate)
+        layer.down.multiply(operators, own.inner, routed, out=own.parts)
         shared = switch = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             scratch, inner = buffers.feed_forward(layer.shared_down.inputs)

@@ -36,6 +36,8 @@ class Operators:
     """Returns the choices that the three operators of experts take."""
     expert_swiglu: Operator
     expert_linear: Operator
+    packed_expert_swiglu: Operator
+    packed_expert_linear: Operator
     sum_experts: Operator
     adapted_linear: Operator
     sample: Operator
@@ -54,6 +56,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.adapted_linear import adapted_linear
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+        from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
         from kernels.gpu.packed_linear import packed_linear, unpack
         from kernels.gpu.paged_decode import paged_decode
         from kernels.gpu.paged_prefill import paged_prefill
@@ -85,6 +88,8 @@ def triton_operators() -> Operators:
         route_experts=route_experts,
         expert_swiglu=expert_swiglu,
         expert_linear=expert_linear,
+        packed_expert_swiglu=packed_expert_swiglu,
+        packed_expert_linear=packed_expert_linear,
         sum_experts=sum_experts,
         adapted_linear=adapted_linear,
         sample=sample,

@@ -5,12 +5,13 @@ Four products a layer instead of seven: at batch 1 a step is the reading of thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from diptych.engine.backends.triton.products.dense import Linear
+from diptych.engine.backends.triton.products.experts import ExpertProduct, expert_product
 from diptych.engine.backends.triton.products.make import dense_matrix, quantised_product
 from diptych.engine.backends.triton.products.product import Product
 from diptych.engine.weights import ExpertWeights, LayerWeights, Matrix, Weights
@@ -26,8 +27,8 @@ class PackedExperts:
     """float32 `[E, hidden]`."""
     router_bias: torch.Tensor | None
     correction_bias: torch.Tensor | None
-    gate_up: Linear
-    down: Linear
+    gate_up: ExpertProduct
+    down: ExpertProduct
     shared_gate_up: Linear | Product | None
     shared_down: Linear | Product | None
     shared_router: torch.Tensor | None
@@ -117,27 +118,17 @@ def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
 
 
 def _experts(experts: ExpertWeights, device: torch.device) -> PackedExperts:
-    gate_up = [
-        torch.cat([dense_matrix(g), dense_matrix(u)]) for g, u in zip(experts.gates, experts.ups, strict=True)
-    ]
+    gate_up = list(zip(experts.gates, experts.ups, strict=True))
     both = zip(experts.gate_biases, experts.up_biases, strict=True)
     return PackedExperts(
         router=experts.router.to(device),
         router_bias=_moved(experts.router_bias, device),
         correction_bias=_moved(experts.correction_bias, device),
-        gate_up=_stacked(gate_up, [torch.cat(pair) for pair in both], device),
-        down=_stacked([dense_matrix(matrix) for matrix in experts.downs], experts.down_biases, device),
+        gate_up=expert_product(device, gate_up, [torch.cat(pair) for pair in both]),
+        down=expert_product(device, [(matrix,) for matrix in experts.downs], experts.down_biases),
         shared_gate_up=_optional(device, (experts.shared_gate, None), (experts.shared_up, None)),
         shared_down=_optional(device, (experts.shared_down, None)),
         shared_router=_moved(experts.shared_router, device),
-    )
-
-
-def _stacked(
-    matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], device: torch.device
-) -> Linear:
-    return Linear(
-        torch.stack(list(matrices)).to(device), torch.stack(list(biases)).to(device) if biases else None
     )
 
 

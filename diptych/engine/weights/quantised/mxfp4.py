@@ -27,6 +27,7 @@ class Mxfp4(Scheme):
 
     keeps_codes = True
     has_tables = True
+    packs = True
     parts = frozenset({"blocks", "scales"})
     marks = ("blocks",)
 

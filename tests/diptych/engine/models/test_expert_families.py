@@ -16,10 +16,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.dtype import KVCacheDtype
+from diptych.engine.gpu_precision import describe_matrices, packs_on_gpu
 from diptych.engine.loaded_model import BackendChoice, Model, load_model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights import LayerWeights, Weights
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, read_checkpoint
+from kernels import packed_matrix
 from kernels.quantised_linear import dequantise
 from tests.diptych.engine.models.expert_models import (
     CONFIGS,
@@ -250,6 +252,14 @@ def _check_kept_mxfp4(folder: Path) -> None:
         for matrix, numbers in zip(getattr(kept, name), getattr(full, name), strict=True):
             assert matrix.format == "mxfp4"
             assert torch.equal(dequantise(matrix), numbers)
+    assert packs_on_gpu(folder)
+    packed = read_checkpoint(folder, "packed").weights
+    assert describe_matrices(packed, torch.device("cpu")).endswith("of experts in FP4 (E2M1), groups of 32")
+    experts = packed.layers[0].experts
+    assert experts is not None
+    for name in ("gates", "ups", "downs"):
+        for matrix, numbers in zip(getattr(experts, name), getattr(full, name), strict=True):
+            assert torch.equal(packed_matrix.dequantise(matrix), numbers)
     expected, found = (
         all_logits(load_model(folder, "gguf", backend=backend), LONG, 20) for backend in ("torch", "native")
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from diptych.engine.gpu_precision import describe_matrices
 from diptych.engine.loaded_model import load_model
 from diptych.engine.weights.checkpoint import read_checkpoint
 from kernels.quantised_linear import BlockMatrix
@@ -50,6 +51,8 @@ def test_gptq_experts_are_read_and_kept_in_their_codes(tmp_path: Path) -> None:
         assert isinstance(matrix, BlockMatrix)
         assert matrix.format == "q4_1"
     assert kept.router.dtype == torch.float32
+    described = describe_matrices(read_checkpoint(tmp_path, "packed").weights, torch.device("cpu"))
+    assert described.endswith("of experts in 4-bit codes, groups of 32")
 
 
 def test_fp8_latents_and_experts_are_read(tmp_path: Path) -> None:

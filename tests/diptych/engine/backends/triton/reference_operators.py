@@ -15,7 +15,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.models.shape import Activation
 from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow, SamplingParams
-from kernels import kv_blocks, packed_matrix, paged_attention, rms_norm, rotary, scaled_matrix
+from kernels import kv_blocks, packed_matrix, packed_stack, paged_attention, rms_norm, rotary, scaled_matrix
 from kernels import paged_decode as decode
 from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
@@ -233,6 +233,31 @@ def _expert_linear(
     return out.copy_(_of_pairs(x, weight, bias, routed.experts))
 
 
+def _packed_expert_swiglu(
+    x: torch.Tensor,
+    weight: packed_stack.PackedStack,
+    bias: torch.Tensor | None,
+    routed: _Routed,
+    *,
+    activation: Activation,
+    limit: float | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    numbers = packed_stack.dequantise(weight).to(x.dtype)
+    return _expert_swiglu(x, numbers, bias, routed, activation=activation, limit=limit, out=out)
+
+
+def _packed_expert_linear(
+    x: torch.Tensor,
+    weight: packed_stack.PackedStack,
+    bias: torch.Tensor | None,
+    routed: _Routed,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    return _expert_linear(x, packed_stack.dequantise(weight).to(x.dtype), bias, routed, out=out)
+
+
 def _sum_experts(
     parts: torch.Tensor,
     routed: _Routed,
@@ -345,6 +370,8 @@ REFERENCE_OPERATORS = Operators(
     route_experts=_route_experts,
     expert_swiglu=_expert_swiglu,
     expert_linear=_expert_linear,
+    packed_expert_swiglu=_packed_expert_swiglu,
+    packed_expert_linear=_packed_expert_linear,
     sum_experts=_sum_experts,
     adapted_linear=_adapted_linear,
     sample=_sample,
