@@ -29,6 +29,7 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.registry import load_encoder
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
+from diptych.runtime.host_port import parse_address
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model, fetched_model
@@ -40,7 +41,9 @@ from diptych.worker_process.config import WorkerSettings, why_not_together
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_loader import EagleFiles, eagle_files, load_eagle
 from diptych.worker_process.group.load import computes_natively, load_in_parts
-from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.group.rank_group import OtherHosts, RankCannotStart, RankGroup
+from diptych.worker_process.group.rank_key import read_rank_key
+from diptych.worker_process.group.rendezvous import Rendezvous
 from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
 from diptych.worker_process.self_test import run_self_test
@@ -71,8 +74,21 @@ async def load_engine(settings: WorkerSettings, beside: Beside = ALONE) -> Loade
     group = None
     grid = Grid(settings.tensor_parallel, settings.pipeline_parallel)
     if grid.size > 1:
-        group = RankGroup(grid, f"{settings.program}/{settings.worker_id}", settings.log_level)
+        name = f"{settings.program}/{settings.worker_id}"
+        group = RankGroup(grid, name, settings.log_level, _other_hosts(settings))
     return await asyncio.to_thread(_load_on_stream, settings, group, beside)
+
+
+def _other_hosts(settings: WorkerSettings) -> OtherHosts | None:
+    """Listen for the ranks of other hosts, if there are any. Raises StartupError."""
+    if not settings.remote_ranks or settings.rank_key_file is None:
+        return None
+    key = read_rank_key(settings.rank_key_file)
+    try:
+        meeting = Rendezvous(*parse_address(settings.rendezvous), key)
+    except OSError as error:
+        raise RankCannotStart(f"--rendezvous {settings.rendezvous}: {error.strerror}") from error
+    return OtherHosts(settings.remote_ranks, meeting)
 
 
 def _load_on_stream(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> LoadedEngine:
@@ -86,7 +102,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     device = choose_device(settings.device)
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
-    transports_for(settings.transport, device, hosted=settings.hosted)  # refused before gigabytes are read
+    transports_for(settings.kv_transport, device, hosted=settings.hosted)  # refused before gigabytes are read
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
