@@ -300,8 +300,6 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
-    if settings.speculative_model is not None:
-        yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
 
@@ -319,6 +317,11 @@ def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:
         )
     if not settings.rendezvous or settings.rank_key_file is None:
         yield f"--remote-ranks {count} needs --rendezvous and --rank-key-file"
+    if settings.speculative_model is not None:
+        yield (
+            f"--speculative-model {settings.speculative_model} does not go with --remote-ranks {count}: "
+            "ranks elsewhere hold no keys and values of a draft model"
+        )
     if settings.transport not in ("auto", "tcp"):
         yield f"--transport {settings.transport} does not reach the ranks of other hosts: tcp does"
     if settings.internal_tls is not None and not settings.insecure_kv_network:

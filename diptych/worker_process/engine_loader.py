@@ -210,13 +210,24 @@ def _drafting_files(settings: WorkerSettings, model: Path) -> _DraftingFiles:
     if settings.speculative_model is None:
         return _DraftingFiles()
     if (eagle := eagle_files(settings.speculative_model, model)) is not None:
+        _check_hidden_rows(settings, eagle.kind)
         return _DraftingFiles(eagle=eagle)
     found = resolve_model(settings.speculative_model)
     if is_heads(found):
+        _check_hidden_rows(settings, "Medusa")
         return _DraftingFiles(medusa=found)
     path = checked_model(settings.speculative_model)
     check_vocabulary(model, path)
     return _DraftingFiles(model=path)
+
+
+def _check_hidden_rows(settings: WorkerSettings, kind: str) -> None:
+    """Check that this worker has the rows that heads of a kind draft from. Raises ImpossibleSettings."""
+    if settings.in_parts:
+        raise ImpossibleSettings(
+            f"--speculative-model {settings.speculative_model} ({kind}) does not go with "
+            f"{settings.group_flags}: groups give no hidden rows; prompt lookup and draft models do"
+        )
 
 
 def _model(

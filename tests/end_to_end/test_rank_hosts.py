@@ -25,6 +25,7 @@ from tests.end_to_end.ray_nodes import may_make_namespaces, network_nodes
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.test_expert_parallel import EXPERTS, LATENT
 
+pytestmark = pytest.mark.timeout(900)
 TOKENS = 24
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 ONE_KV_HEAD = {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96}
@@ -51,7 +52,8 @@ def test_two_ranks_without_common_memory_are_one_process_and_live_as_one(tmp_pat
     """Uneven heads; blocks are sent, pulled back by the prefill worker, and copied between two choices."""
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
-    with serving_across_hosts(model, tp(2), tp(2), tmp_path, *PULLS) as (stack, parents):
+    drafting = tp(2, **{"speculative-tokens": 3})
+    with serving_across_hosts(model, tp(2), drafting, tmp_path, *PULLS) as (stack, parents):
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         longer = [*PROMPTS[2], *expected[2], 7, 9]
         (after,) = alone(model, 2, [longer], TOKENS, backend="torch")
@@ -169,7 +171,7 @@ MEETING = ("--rendezvous", "10.0.0.1:7000", "--rank-key-file", "/key")
         (("--rendezvous", "10.0.0.1"), "must be HOST:PORT"),
         ((*WHOLE, *MEETING, "--transport", "shared_memory"), "--transport shared_memory does not reach"),
         ((*WHOLE, *MEETING, "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
-        ((*WHOLE, *MEETING, "--speculative-tokens", "3"), "--speculative-tokens 3"),
+        ((*WHOLE, *MEETING, "--speculative-model", "bundled"), "--speculative-model bundled"),
     ],
 )
 def test_what_ranks_of_other_hosts_cannot_do_is_refused_by_name(
