@@ -108,13 +108,6 @@ class DecodeSettings(WorkerSettings):
         return value
 
     @model_validator(mode="after")
-    def _one_part_for_what_knows_no_parts(self) -> Self:
-        here = f"does not go with {self.group_flags}"
-        if self.speculative_tokens and self.in_parts:
-            raise ValueError(f"--speculative-tokens {self.speculative_tokens} {here}")
-        return self
-
-    @model_validator(mode="after")
     def _trees_are_of_heads(self) -> Self:
         if self.speculative_tree and self.speculative_model is None:
             raise ValueError(f"--speculative-tree {self.speculative_tree} needs heads (--speculative-model)")

@@ -72,7 +72,8 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
     if device.type == "cpu":
         if settings.pool_chosen:
             _check_room(blocks * layout.bytes_per_block, total_memory())
-        return allocate_pool(layout, blocks)
+        # Where ranks of other hosts hold shares of the blocks, theirs are never written here.
+        return allocate_pool(layout, blocks, prefault=not settings.remote_ranks)
     chunks = _chunk_bytes(settings, engine)
     engine.memory.plan_graphs(graphs)
     engine.memory.plan("chunks of prompts", chunks)

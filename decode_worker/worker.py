@@ -61,7 +61,7 @@ class DecodeWorker:
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
         transports = registry.transports_for(
-            settings.transport, memory.memory.data.device, hosted=settings.hosted
+            settings.kv_transport, memory.memory.data.device, hosted=settings.hosted
         )
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(

@@ -63,7 +63,9 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
-        transports = registry.transports_for(settings.transport, engine.model.device, hosted=settings.hosted)
+        transports = registry.transports_for(
+            settings.kv_transport, engine.model.device, hosted=settings.hosted
+        )
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
         device_type = device.type

@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 
 WorkerRole = Literal["prefill", "decode"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
 app.add_typer(model_group, rich_help_panel=_OPERATE)
@@ -160,6 +161,19 @@ def decode(context: typer.Context) -> None:
 def encode(context: typer.Context) -> None:
     """Run one encode worker alone, for images. `diptych encode --help` lists its flags."""
     _become(MODULES["encode"], context.args)
+
+
+@app.command(rich_help_panel=_SERVE)
+def rank(
+    rendezvous: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Rank 0's --rendezvous.")],
+    rank_key_file: Annotated[Path, typer.Option(help="File with the secret that rank 0 has as well.")],
+    model: Annotated[str, typer.Option(help="The model of rank 0, as this host has it.")] = "bundled",
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe records that are logged.")] = "info",
+) -> None:
+    """Run a rank of a worker whose rank 0 is on another host, again whenever that worker starts again."""
+    from diptych.cli.rank_command import run_ranks
+
+    raise typer.Exit(run_ranks(rendezvous, rank_key_file, model, log_level))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_CHECK)

@@ -16,7 +16,8 @@ from diptych.engine.loaded_model import lower_context
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel import shared_memory_communicator
 from diptych.engine.parallel.communicator import Communicator
-from diptych.engine.parallel.gloo_communicator import GlooCommunicator
+from diptych.engine.parallel.gloo_communicator import LOOPBACK, GlooCommunicator
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.nccl_communicator import NcclCommunicator
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
 from diptych.engine.parallel.pipeline import Links
@@ -135,8 +136,10 @@ def load_parts(
     threads: int,
     device: torch.device | str = "cpu",
     stage: int = 0,
+    held: KVShare | None = None,
 ) -> LoadedParts:
-    """Read the weights that `links.ranks.rank` computes in a stage, for torch.
+    """Read the weights that `links.ranks.rank` computes in a stage, for torch. `held` is the share of each
+    block that a memory of this process holds; None: all of it.
 
     Raises as `open_parts` does.
     """
@@ -150,6 +153,7 @@ def load_parts(
         stop_word=stop_word,
         threads=threads,
         device=device,
+        held=held,
     )
     return LoadedParts(backend, weight_bytes(weights))
 
@@ -160,14 +164,17 @@ def join_group(
     exchange_fds: Sequence[int],
     open_store: Callable[[], c10d.Store],
     device: torch.device,
+    host: str | None = None,
 ) -> Links:
     """Join the communicators of a group as process `number`: over a file each, of which `exchange_fds` are
     this process', on CPUs that order stores, else over a library.
 
+    A group over several hosts has no such files: `host` is the address of this process in it.
+
     Raises GroupBroken, OSError.
     """
     own = own_ways(number, grid)
-    if device.type != "cuda" and shared_memory_communicator.works_here():
+    if host is None and device.type != "cuda" and shared_memory_communicator.works_here():
         files = zip(own, exchange_fds, strict=True)
         return links_of(
             number,
@@ -177,12 +184,14 @@ def join_group(
             ],
         )
     store = open_store()
-    return links_of(number, [(way, _over_library(way, number, store, device)) for way in own])
+    return links_of(
+        number, [(way, _over_library(way, number, store, device, host or LOOPBACK)) for way in own]
+    )
 
 
-def _over_library(way: Way, number: int, store: c10d.Store, device: torch.device) -> Communicator:
+def _over_library(way: Way, number: int, store: c10d.Store, device: torch.device, host: str) -> Communicator:
     rank, ranks = way.members.index(number), len(way.members)
     under = c10d.PrefixStore(f"{way.kind}-{way.members[0]}", store)
     if device.type == "cuda":
         return NcclCommunicator(under, rank, ranks, device)
-    return GlooCommunicator(under, rank, ranks)
+    return GlooCommunicator(under, rank, ranks, host)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from diptych.runtime.bind_address import is_loopback
+from diptych.runtime.host_port import parse_address
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.runtime.settings import ProgramSettings, internal, setting
+from diptych.runtime.settings import ProgramSettings, StartupError, internal, setting
 
 MAX_THREADS = 1024
 """More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
@@ -100,6 +102,24 @@ class WorkerSettings(RoleSettings):
         "--tensor-parallel; 0 takes --tensor-parallel.",
         section="Parallelism",
     )
+    remote_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS - 1)] = setting(
+        0,
+        "Processes of this worker that run on other hosts, each a `diptych rank` there: the last ones of its "
+        "group.",
+        section="Parallelism",
+    )
+    rendezvous: str = setting(
+        "",
+        "Address of this host, as HOST:PORT, at which ranks of other hosts join.",
+        section="Parallelism",
+        serving=False,
+    )
+    rank_key_file: Path | None = setting(
+        None,
+        "File with the secret that this worker and its ranks on other hosts prove to each other.",
+        section="Parallelism",
+        serving=False,
+    )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
         "auto",
         "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs, int8 for CPUs.",
@@ -174,6 +194,17 @@ class WorkerSettings(RoleSettings):
         return self.sum_parts or self.tensor_parallel
 
     @property
+    def ranks_here(self) -> int:
+        """Processes of a stage that share this host's cores, at most."""
+        size = self.tensor_parallel * self.pipeline_parallel
+        return max(1, min(self.tensor_parallel, size - self.remote_ranks))
+
+    @property
+    def kv_transport(self) -> str:
+        """`--transport`, of which ranks on other hosts leave tcp."""
+        return "tcp" if self.remote_ranks else self.transport
+
+    @property
     def in_parts(self) -> bool:
         """True if the model is dealt to parts or stages, whatever the number of processes."""
         return self.parts > 1 or self.pipeline_parallel > 1
@@ -218,6 +249,13 @@ class WorkerSettings(RoleSettings):
         """True for the role that drafts and checks tokens."""
         return False
 
+    @field_validator("rendezvous")
+    @classmethod
+    def _rendezvous_is_an_address(cls, value: str) -> str:
+        if value:
+            parse_address(value)
+        return value
+
     @field_validator("kv_tier")
     @classmethod
     def _tiers_are_tiers(cls, value: str) -> str:
@@ -227,12 +265,19 @@ class WorkerSettings(RoleSettings):
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
         """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
-        if (why := next(_faults_in_parts(self), None) or _plain_groups_fault(self)) is not None:
+        for faults in (_faults_in_parts(self), _faults_across_hosts(self)):
+            if (why := next(faults, None)) is not None:
+                raise ValueError(why)
+        if (why := _plain_groups_fault(self)) is not None:
             raise ValueError(why)
         device_type = self.device.partition(":")[0]
         if device_type != "auto" and (why := why_not_together(self, device_type)) is not None:
             raise ValueError(why)
         return self
+
+
+class ImpossibleSettings(StartupError):
+    """Settings that do not go together on the device of this worker."""
 
 
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
@@ -259,10 +304,35 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
-    if settings.speculative_model is not None:
-        yield f"--speculative-model {settings.speculative_model} does not go with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
+
+
+def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:
+    count, size = settings.remote_ranks, settings.tensor_parallel * settings.pipeline_parallel
+    if not count:
+        if settings.rendezvous or settings.rank_key_file is not None:
+            yield "--rendezvous and --rank-key-file are for ranks on other hosts (--remote-ranks)"
+        return
+    if count >= size:
+        yield (
+            f"--remote-ranks {count}: this worker has {size} processes (--tensor-parallel, "
+            "--pipeline-parallel), and the first of them runs here"
+        )
+    if not settings.rendezvous or settings.rank_key_file is None:
+        yield f"--remote-ranks {count} needs --rendezvous and --rank-key-file"
+    if settings.speculative_model is not None:
+        yield (
+            f"--speculative-model {settings.speculative_model} does not go with --remote-ranks {count}: "
+            "ranks elsewhere hold no keys and values of a draft model"
+        )
+    if settings.transport not in ("auto", "tcp"):
+        yield f"--transport {settings.transport} does not reach the ranks of other hosts: tcp does"
+    if settings.internal_tls is not None and not settings.insecure_kv_network:
+        yield (
+            f"--remote-ranks {count}: what ranks exchange between hosts is not encrypted, as --internal-tls "
+            "wants; --insecure-kv-network allows it as it is"
+        )
 
 
 def _plain_groups_fault(settings: WorkerSettings) -> str | None:

@@ -17,7 +17,7 @@ from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
 from diptych.runtime.settings import resolve_model
-from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.config import ImpossibleSettings, WorkerSettings
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
@@ -40,13 +40,24 @@ def drafting_files(settings: WorkerSettings, model: Path) -> DraftingFiles:
     if settings.speculative_model is None:
         return DraftingFiles()
     if (eagle := eagle_files(settings.speculative_model, model)) is not None:
+        _check_hidden_rows(settings, eagle.kind)
         return DraftingFiles(eagle=eagle)
     found = resolve_model(settings.speculative_model)
     if is_heads(found):
+        _check_hidden_rows(settings, "Medusa")
         return DraftingFiles(medusa=found)
     path = checked_model(settings.speculative_model)
     check_vocabulary(model, path)
     return DraftingFiles(model=path)
+
+
+def _check_hidden_rows(settings: WorkerSettings, kind: str) -> None:
+    """Check that this worker has the rows that heads of a kind draft from. Raises ImpossibleSettings."""
+    if settings.in_parts:
+        raise ImpossibleSettings(
+            f"--speculative-model {settings.speculative_model} ({kind}) does not go with "
+            f"{settings.group_flags}: groups give no hidden rows; prompt lookup and draft models do"
+        )
 
 
 @dataclass(frozen=True, slots=True)

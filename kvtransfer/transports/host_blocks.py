@@ -50,8 +50,11 @@ def host_view(flat: torch.Tensor) -> memoryview:
 def read_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None = None) -> memoryview:
     """Return the bytes of a block: a view on the CPU, from a GPU a copy that is made after `computed`.
 
-    It waits for the GPU, though not for steps that were queued later. Do not call it on an event loop.
+    It waits for the GPU, though not for steps that were queued later, and for processes that hold shares of
+    the block. Do not call it on an event loop.
     """
+    if memory.spread is not None:
+        return memory.spread.gather_block(block)
     flat = _flat(memory, block)
     if flat.device.type == "cpu":
         return host_view(flat)
@@ -63,7 +66,7 @@ def read_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None =
 
 async def fetch_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None) -> memoryview:
     """Return the bytes of a block as `read_block` does, without blocking the event loop."""
-    if memory.data.device.type == "cpu":
+    if memory.data.device.type == "cpu" and memory.spread is None:
         return read_block(memory, block)
     return await asyncio.to_thread(read_block, memory, block, computed)
 
@@ -74,6 +77,9 @@ def write_block(memory: KVMemory, block: int, payload: memoryview) -> None:
     On a GPU the write is queued on the stream of the engine's steps: later steps see it, and a block that is
     granted anew is not written by both at once.
     """
+    if memory.spread is not None:
+        memory.spread.scatter_block(block, payload)
+        return
     flat = _flat(memory, block)
     if flat.device.type == "cpu":
         host_view(flat)[:] = payload

@@ -49,10 +49,10 @@ class PoolMemory:
         return self.fd
 
 
-def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
+def allocate_pool(layout: KVLayout, num_blocks: int, *, prefault: bool = True) -> PoolMemory:
     """Allocate zeroed blocks that other processes can map.
 
-    They take their memory from now on, in the background.
+    They take their memory from now on, in the background; without `prefault` each page when it is written.
 
     Raises OSError when the kernel refuses, ValueError for no blocks.
     """
@@ -63,7 +63,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-        return PoolMemory(KVMemory(layout, num_blocks, _map(fd, size)), fd)
+        return PoolMemory(KVMemory(layout, num_blocks, _map(fd, size, prefault=prefault)), fd)
     except BaseException:
         os.close(fd)
         raise
@@ -107,7 +107,7 @@ def _exportable_segments() -> Iterator[None]:
         change(settings)
 
 
-def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
+def map_pool(fd: int, layout: KVLayout, num_blocks: int, *, prefault: bool = True) -> KVMemory:
     """Map another process' pool, writable; a thread unmaps it when the last reference to it is gone.
 
     Raises ValueError if the file is smaller than the blocks, or could become so.
@@ -117,7 +117,7 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
         raise ValueError(f"the pool's file is smaller than its {num_blocks} blocks")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
         raise ValueError("the size of the pool's file is not sealed")
-    return KVMemory(layout, num_blocks, _map(fd, size, _PeerMapping))
+    return KVMemory(layout, num_blocks, _map(fd, size, _PeerMapping, prefault=prefault))
 
 
 class _PeerMapping(mmap.mmap):
@@ -140,10 +140,11 @@ def _drop_last(held: list[_PeerMapping]) -> None:
     held.clear()
 
 
-def _map(fd: int, size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
+def _map(fd: int, size: int, kind: type[mmap.mmap] = mmap.mmap, *, prefault: bool = True) -> mmap.mmap:
     mapping = kind(fd, size, mmap.MAP_SHARED)
     # A forked child would keep the mapping after its parent was killed, and the parent's death would no
     # longer prove that no process writes.
     mapping.madvise(mmap.MADV_DONTFORK)
-    populate(mapping, fd)
+    if prefault:
+        populate(mapping, fd)
     return mapping

@@ -30,7 +30,7 @@ NO_LOCAL_PREFILL = (
     "--set",
     "decode.max-fallback-prefill-tokens=0",
 )
-Degrees = Mapping[str, int | bool]
+Degrees = Mapping[str, int | bool | str]
 """Flags of one role, without their dashes."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -106,7 +106,7 @@ def serving(
     flags = ["--model", str(model), *chosen, "--prefill-chunk", "48", "--kv-blocks", "96"]
     for role, degrees in (("prefill", prefill), ("decode", decode)):
         for flag, value in {**degrees, "backend": backend}.items():
-            flags += ["--set", f"{role}.{flag}={str(value).lower()}"]
+            flags += ["--set", f"{role}.{flag}={str(value).lower() if isinstance(value, bool) else value}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
     with running_stack(*flags, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:
         assert len(processes(stack, "prefill")) == size_of(prefill)
@@ -120,9 +120,12 @@ def serving(
         time.sleep(0.05)
 
 
+_SIZES = ("tensor-parallel", "pipeline-parallel")
+
+
 def size_of(degrees: Degrees) -> int:
     """Return the processes of a worker of these degrees."""
-    return math.prod(value for flag, value in degrees.items() if flag.endswith("-parallel") and value > 1)
+    return math.prod(int(value) for flag, value in degrees.items() if flag in _SIZES)
 
 
 def resumed(stack: Stack, prompt: Sequence[int], count: int, victim: int) -> list[int]:

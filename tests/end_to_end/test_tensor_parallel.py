@@ -13,7 +13,6 @@ import pytest
 
 from decode_worker.config import DecodeSettings
 from diptych.runtime.settings_sources import BadSettings
-from prefill_worker.config import PrefillSettings
 from tests.end_to_end import reference, tiny_model
 from tests.end_to_end.rank_processes import alone, answer, processes, resumed, serving
 
@@ -21,21 +20,46 @@ TOKENS = 24
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 ONE_KV_HEAD = {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96}
 TP = {degree: {"tensor-parallel": degree} for degree in (1, 2, 3)}
+SPOKEN = ("draft", "accepted")
 PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate((5, 33, 100))]
 
 
 @pytest.mark.parametrize("backend", ["native", pytest.param("torch", marks=pytest.mark.full)])
 def test_two_ranks_to_two_are_one_process_and_a_stream_outlives_a_rank(tmp_path: Path, backend: str) -> None:
-    """Uneven heads; rank 1 dies, which is not the process that holds the links."""
+    """Uneven heads, tokens drafted from the text; rank 1 dies, which is not the process that holds the links.
+
+    The last prompt has its own answer in it, so that some drafts are right.
+    """
     model = tiny_model.write(tmp_path, **ODD)
-    expected = alone(model, 2, PROMPTS, TOKENS, backend=backend)
-    with serving(model, TP[2], TP[2], backend=backend) as stack:
-        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+    (told,) = alone(model, 2, [PROMPTS[1]], TOKENS, backend=backend)
+    prompts = [*PROMPTS, [*PROMPTS[1], *told, *PROMPTS[1]]]
+    expected = alone(model, 2, prompts, TOKENS, backend=backend)
+    with serving(model, TP[2], {**TP[2], "speculative-tokens": 3}, backend=backend) as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in prompts] == expected
+        drafted, accepted = (stack.metric("decode", f"diptych_spec_decode_{n}_tokens_total") for n in SPOKEN)
+        assert 0 < accepted <= drafted
         before = processes(stack, "decode")
         assert resumed(stack, PROMPTS[2], TOKENS, victim=1) == expected[2]
         stack.wait_idle(120)
         assert not {*before} & {*processes(stack, "decode")}
         assert answer(stack, PROMPTS[1], TOKENS) == expected[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_draft_model_beside_two_ranks_changes_no_token(
+    tmp_path: Path, backend: str, transport: str
+) -> None:
+    """The model drafts for itself, whole, in rank 0: its drafts are right where its keys and values are."""
+    model = tiny_model.write(tmp_path, **ODD)
+    expected = alone(model, 2, PROMPTS, TOKENS, backend=backend)
+    drafting = {**TP[2], "speculative-model": str(model)}
+    with serving(model, drafting, {**drafting, "speculative-tokens": 3}, transport, backend=backend) as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        drafted, accepted = (stack.metric("decode", f"diptych_spec_decode_{n}_tokens_total") for n in SPOKEN)
+        assert drafted / 2 < accepted <= drafted
+        assert resumed(stack, PROMPTS[2], TOKENS, victim=1) == expected[2]
 
 
 @pytest.mark.full
@@ -83,12 +107,9 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--tensor-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--tensor-parallel", "2", "--device", "cuda"), "groups compute on CPUs so far"),
         (("--sum-parts", "2", "--kv-cache-dtype", "fp8", "--backend", "torch"), "--kv-cache-dtype fp8"),
-        (("--sum-parts", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
-        (("--sum-parts", "2", "--speculative-model", "bundled"), "--speculative-model bundled"),
         (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
         (("--pipeline-parallel", "2", "--backend", "triton"), "--backend triton"),
         (("--pipeline-parallel-size", "2", "--device", "cuda"), "groups compute on CPUs so far"),
-        (("--pipeline-parallel", "2", "--speculative-tokens", "3"), "--speculative-tokens 3"),
         (("--pipeline-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
         (("--pipeline-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--pipeline-parallel", "9", "--tensor-parallel", "8"), "more than 64 processes"),
@@ -101,9 +122,3 @@ def test_what_does_not_work_with_groups_is_refused_by_name(
     with pytest.raises(BadSettings) as refused:
         DecodeSettings.read_argv(flags)
     assert named in str(refused.value.faults[0])
-
-
-def test_a_prefill_group_refuses_a_draft_model_by_name(no_variables: None) -> None:
-    with pytest.raises(BadSettings) as refused:
-        PrefillSettings.read_argv(("--tensor-parallel", "2", "--speculative-model", "bundled"))
-    assert "--speculative-model bundled" in str(refused.value.faults[0])

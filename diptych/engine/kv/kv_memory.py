@@ -21,6 +21,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -127,6 +128,22 @@ class KVLayout:
         return places + self.windows.ring_blocks(places, chunk, self.block_size)
 
 
+class SpreadBlocks(Protocol):
+    """Blocks of which other processes hold shares, in memories of their own. Any thread may call."""
+
+    def gather_block(self, block: int) -> memoryview:
+        """Return the bytes of a whole block. It waits for the other processes."""
+        ...
+
+    def scatter_block(self, block: int, payload: memoryview) -> None:
+        """Write the bytes of a whole block, each share where it is held, before any later step reads it."""
+        ...
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy all of block `src` over block `dst`, before any later step."""
+        ...
+
+
 class KVMemory:
     """`num_blocks` blocks of one layout over one writable buffer, or over memory of a device.
 
@@ -141,6 +158,8 @@ class KVMemory:
     """Whole blocks as uint8 `[num_blocks, bytes]`, in the buffer: what transports move."""
     draft: KVMemory | None
     """The draft model's segments of the same blocks, if the layout has them."""
+    spread: SpreadBlocks | None = None
+    """What reads and writes whole blocks where this process holds shares of them only; None: it holds all."""
     _bytes: memoryview | None
     """None on a device: the host has no address of these bytes."""
 
@@ -246,6 +265,9 @@ class KVMemory:
         On a device it is queued on the caller's current stream, as steps are, and so ordered with them.
         Raises IndexError for a block that is not there.
         """
+        if self.spread is not None:
+            self.spread.copy_block(src, dst)
+            return
         if self._bytes is not None:
             self.block_bytes(dst)[:] = self.block_bytes(src)
             return

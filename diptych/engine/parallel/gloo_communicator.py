@@ -1,4 +1,7 @@
-"""The exchange of ranks on CPUs other than x86-64: torch.distributed's Gloo, over TCP on the loopback."""
+"""The exchange of ranks that share no memory: torch.distributed's Gloo, over TCP.
+
+Ranks of one host meet on the loopback where their CPUs are not x86-64, those of several at their addresses.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,14 @@ EXCHANGE_S = 300.0
 class GlooCommunicator:
     """A rank's end of a Gloo group."""
 
-    def __init__(self, store: c10d.Store, rank: int, ranks: int) -> None:
-        """Join the group at `store`; returns when all ranks have. Raises GroupBroken."""
+    def __init__(self, store: c10d.Store, rank: int, ranks: int, host: str = LOOPBACK) -> None:
+        """Join the group at `store` from `host`, an address of this machine; returns when all ranks have.
+
+        Raises GroupBroken.
+        """
         self.rank, self.ranks = rank, ranks
         try:
-            self._group = gloo_group(store, rank, ranks, LOOPBACK, BUILD_S)
+            self._group = gloo_group(store, rank, ranks, host, BUILD_S)
         except RuntimeError as error:
             raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
 

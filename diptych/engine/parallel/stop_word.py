@@ -43,3 +43,10 @@ class StopWord:
     def stops(self, layer: int) -> bool:
         """Return whether `layer` and those after it are not computed."""
         return layer >= int(self._word[0])
+
+
+class RunToEnd(StopWord):
+    """The word of a group without common memory, where every step computes all layers."""
+
+    def stop_before(self, layer: int) -> None:
+        """Do nothing: another rank would not see it."""

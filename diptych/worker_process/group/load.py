@@ -12,6 +12,7 @@ from diptych.engine.dtype import PLAIN, Precision, stored_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.kv_shares import kv_shares
 from diptych.engine.parallel.pipeline import ALONE, Links
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.stop_word import StopWord
@@ -31,6 +32,7 @@ from diptych.worker_process.group.group_backend import GroupBackend
 from diptych.worker_process.group.native_group_backend import NativeGroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.group.same_files import files_digest
 from kvtransfer.transports.base import TransportError
 
 _log = logging.getLogger(__name__)
@@ -63,9 +65,10 @@ def load_in_parts(
         native=why_torch is None,
         dealing=dealing,
         max_context=settings.max_model_len,
-        threads=threads_of_rank(settings.threads or usable_cores(), settings.tensor_parallel),
+        threads=threads_of_rank(settings.threads or usable_cores(), settings.ranks_here),
         device=str(device),
         store_port=0,
+        files_digest=files_digest(path) if settings.remote_ranks else b"",
     )
     try:
         if group is None:
@@ -91,7 +94,8 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
 
     Raises what opening the model raises.
     """
-    return why_not_native(open_parts(path, "fp32", _dealing(settings)).shape, "int8") is None
+    shape = open_parts(path, "fp32", _dealing(settings)).shape
+    return not settings.remote_ranks and why_not_native(shape, "int8") is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
@@ -105,13 +109,16 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
     """
     if settings.backend == "torch":
         why = "--backend torch"
+    elif settings.remote_ranks:
+        why = "ranks on other hosts share no memory, in which the native step exchanges sums"
     elif (found := why_not_native(model.shape, precision)) is not None:
         why = found
-        _log.warning("torch computes, which is slower: %s", why)
     else:
         return None
     if settings.backend == "native" or precision not in PLAIN:
         raise UnsupportedModel(f"{settings.group_flags} in {precision}: {why}")
+    if settings.backend != "torch":
+        _log.warning("torch computes, which is slower: %s", why)
     return why
 
 
@@ -137,7 +144,7 @@ def _load_own(
 
 
 def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:
-    links = group.join(order)
+    links = group.join(order, kv_shares(model.parts, model.stages, group.grid))
     loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0))
     group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(

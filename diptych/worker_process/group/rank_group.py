@@ -7,6 +7,9 @@
 
 The kernel kills the ranks when this process dies, and they also see the end of a pipe. The death of a rank is
 seen by its pidfd on the event loop, which goes on while a step waits for numbers that will never come.
+
+Ranks on other hosts join before the start orders (rendezvous.py), and have the last numbers. Both ends see
+the end of a connection, or within seconds that the other host does not answer any more.
 """
 
 from __future__ import annotations
@@ -27,18 +30,22 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import exchange_file
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan
-from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel.stop_word import RunToEnd, StopWord
 from diptych.engine.parallel.ways import ways_of
 from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.group.orders import RankFailed, RankReady, StartRank
+from diptych.worker_process.group.orders import Planned, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.remote_rank import RemoteRank
+from diptych.worker_process.group.rendezvous import Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
+from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.transports.base import Welcome
 from kvtransfer.transports.process_group import listen_for_store, open_store
 
@@ -58,64 +65,115 @@ class _Rank:
     plans: Connection[Any, Any]
     control: Connection[Any, Any]
 
+    def send_plan(self, planned: Planned) -> None:
+        """Send what the rank does next. Raises OSError."""
+        self.plans.send(planned)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherHosts:
+    """Ranks of a group that run on other hosts, and where they join it."""
+
+    count: int
+    rendezvous: Rendezvous
+
 
 class RankGroup:
     """Ranks 1 and up of a group, seen from rank 0."""
 
-    def __init__(self, grid: Grid, log_name: str, log_level: str) -> None:
-        """Start the other processes of `grid`. Call it on the event loop, in the main thread: the kernel's
-        signal at the death of a parent follows the thread that started the child.
+    def __init__(
+        self, grid: Grid, log_name: str, log_level: str, other_hosts: OtherHosts | None = None
+    ) -> None:
+        """Start the processes of `grid` that run on this host. Call it on the event loop, in the main thread:
+        the kernel's signal at the death of a parent follows the thread that started the child.
         """
         self.grid, self.size = grid, grid.size
+        self._other_hosts = other_hosts
+        self._remote: list[RemoteRank] = []
         self.weight_bytes: Sequence[int] = [0] * grid.size
         """Bytes of the weights of each process, this one first; 0 until they are loaded."""
         self._stop_fd = StopWord.file()
-        self.stop_word = StopWord(self._stop_fd)
+        self.stop_word = StopWord(self._stop_fd) if other_hosts is None else RunToEnd()
         self.stop_word.reset()
         self._sums = [os.memfd_create("diptych-sums", os.MFD_CLOEXEC) for _ in range(grid.stages)]
-        self._exchanges = [(way, exchange_file(len(way.members))) for way in ways_of(grid)]
+        self._exchanges = (
+            [(way, exchange_file(len(way.members))) for way in ways_of(grid)] if other_hosts is None else []
+        )
         self._death, self._alive = os.pipe()
         """Pipe whose only writing end this process holds: its closing ends the ranks."""
-        names = [f"{log_name}/rank-{number}" for number in range(1, grid.size)]
+        here = grid.size - (0 if other_hosts is None else other_hosts.count)
+        names = [f"{log_name}/rank-{number}" for number in range(1, here)]
         self._ranks = [self._start(number, name, log_level) for number, name in enumerate(names, start=1)]
         self.memories = SharedMemories([(rank.process.pid, rank.control) for rank in self._ranks])
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for rank in self._ranks:
-            loop.add_reader(os.pidfd_open(rank.process.pid), partial(self._on_death, rank))
+            died = partial(self._on_death, rank.number, f"pid {rank.process.pid}")
+            self._loop.add_reader(os.pidfd_open(rank.process.pid), died)
 
     @property
     def pids(self) -> Sequence[int]:
-        """Process ids of the other ranks, in order."""
+        """Process ids of the other ranks of this host, in order."""
         return [rank.process.pid for rank in self._ranks]
+
+    @property
+    def remote(self) -> Sequence[RemoteRank]:
+        """The ranks on other hosts, in order, which come after those of this host."""
+        return self._remote
 
     # -- the start
 
-    def join(self, order: StartRank) -> Links:
+    def join(self, order: StartRank, shares: Sequence[KVShare]) -> Links:
         """Send each rank its `order`, and return this rank's ends of the group once all have joined.
+
+        `shares` are those of the processes in each block.
 
         Raises GroupBroken, TransportError, OSError.
         """
-        listener, port = listen_for_store(LOOPBACK)
-        for rank in self._ranks:
-            rank.control.send(replace(order, number=rank.number, store_port=port))
+        host = None if self._other_hosts is None else self._other_hosts.rendezvous.host
+        listener, port = listen_for_store(host or LOOPBACK)
+        order = replace(order, store_port=port)
+        if host is not None:
+            order = replace(order, store_host=host, host=host, across_hosts=True)
+            self._await_hosts(shares)
+        for number, rank in enumerate(self._others, start=1):
+            own = rank.host if isinstance(rank, RemoteRank) else order.host
+            rank.control.send(replace(order, number=number, host=own))
         return join_group(
             0,
             self.grid,
             self._exchange_fds(0),
-            lambda: open_store(LOOPBACK, port, listener, BUILD_S),
+            lambda: open_store(order.store_host, port, listener, BUILD_S),
             torch.device(order.device),
+            host,
         )
+
+    def _await_hosts(self, shares: Sequence[KVShare]) -> None:
+        """Wait until all ranks of other hosts have joined. Raises GroupBroken."""
+        if self._other_hosts is None:
+            return
+        meeting, count = self._other_hosts.rendezvous, self._other_hosts.count
+        _log.info("waiting for %d ranks of other hosts at %s:%d", count, meeting.host, meeting.port)
+        self._remote = [RemoteRank(joined, self.fail) for joined in meeting.accept(count)]
+        here = len(self._ranks) + 1
+        others = list(zip(self._remote, shares[here:], strict=True))
+        self.memories.add_hosts(
+            [rank.control for rank in self._remote],
+            lambda memory, number: SpreadShares(memory, number, shares[:here], others),
+        )
+        for number, rank in enumerate(self._remote, start=here):
+            died = partial(self._on_death, number, f"pid {rank.pid} on {rank.host}")
+            self._loop.call_soon_threadsafe(self._loop.add_reader, rank.life.fileno(), died)
 
     def wait_loaded(self) -> list[int]:
         """Wait until every rank has its weights; return their bytes. Raises RankCannotStart, GroupBroken."""
         sizes = []
-        for rank in self._ranks:
+        for number, rank in enumerate(self._others, start=1):
             try:
                 answer: RankReady | RankFailed = rank.control.recv()
             except (OSError, EOFError) as error:
-                raise GroupBroken(f"rank {rank.number} is gone") from error
+                raise GroupBroken(f"rank {number} is gone") from error
             if isinstance(answer, RankFailed):
-                raise RankCannotStart(f"rank {rank.number}: {answer.why}")
+                raise RankCannotStart(f"rank {number}: {answer.why}")
             sizes.append(answer.weight_bytes)
         return sizes
 
@@ -130,12 +188,12 @@ class RankGroup:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Have the other ranks compute their share of a step. Raises OSError."""
-        for rank in self._ranks:
-            rank.plans.send(plan)
+        for rank in self._others:
+            rank.send_plan(plan)
 
     def end_step(self) -> None:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""
-        for rank in self._ranks:
+        for rank in self._others:
             rank.plans.recv_bytes()
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
@@ -150,8 +208,12 @@ class RankGroup:
         _log.critical("the group of %d ranks ends: %r", self.size, error)
         leave(_DIED)
 
-    def _on_death(self, rank: _Rank) -> None:
-        _log.critical("rank %d (pid %d) died: its group ends", rank.number, rank.process.pid)
+    @property
+    def _others(self) -> list[_Rank | RemoteRank]:
+        return [*self._ranks, *self._remote]
+
+    def _on_death(self, number: int, process: str) -> None:
+        _log.critical("rank %d (%s) died: its group ends", number, process)
         leave(_DIED)
 
     def _exchange_fds(self, number: int) -> list[int]:

@@ -13,18 +13,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
-from os import close
 from typing import Any
 
 import torch
 
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
+from diptych.engine.parallel.gloo_communicator import BUILD_S
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan
-from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel.stop_word import RunToEnd, StopWord
 from diptych.engine.parallel_model import (
     LoadedParts,
     join_group,
@@ -32,60 +29,16 @@ from diptych.engine.parallel_model import (
     load_parts,
     open_parts,
 )
-from diptych.runtime.nonblocking_stderr import NonblockingStream
-from diptych.runtime.process import OneLineFormatter, leave, watch_parent
+from diptych.runtime.process import leave, watch_parent
 from diptych.worker_process.group.orders import (
-    DropMemory,
-    MapFile,
-    Order,
     RankFailed,
     RankReady,
-    RegisterPool,
     StartRank,
 )
-from kvtransfer.transports.base import TransportError, host_id
-from kvtransfer.transports.fd_passing import register_blocking
-from kvtransfer.transports.memory_mapping import HostMapping
-from kvtransfer.transports.pool_memory import map_pool
+from diptych.worker_process.group.rank_memories import Memories, log_as
 from kvtransfer.transports.process_group import open_store
 
 _log = logging.getLogger(__name__)
-
-
-class Memories:
-    """KV memories by number, mapped and dropped as rank 0 orders on a thread of its own."""
-
-    def __init__(self, control: Connection[Any, Any]) -> None:
-        self._control = control
-        self.mapped: dict[int, KVMemory] = {}
-
-    def serve(self) -> None:
-        """Carry out orders until rank 0 is gone, which ends the process."""
-        try:
-            while True:
-                order: Order = self._control.recv()
-                if isinstance(order, DropMemory):
-                    self.mapped.pop(order.number, None)
-                else:
-                    self._control.send(self._carry_out(order))
-        except (OSError, EOFError):
-            leave(1)
-
-    def _carry_out(self, order: Order) -> RankFailed | None:
-        try:
-            match order:
-                case MapFile(number, layout, num_blocks):
-                    fd = recv_handle(self._control)
-                    self.mapped[number] = map_pool(fd, layout, num_blocks)
-                    close(fd)
-                case RegisterPool(number, welcome):
-                    self.mapped[number] = register_blocking(
-                        welcome,
-                        lambda pool: HostMapping(host_id()).map(pool, welcome.layout, welcome.num_blocks),
-                    )
-        except (OSError, ValueError, TransportError) as error:
-            return RankFailed(str(error))
-        return None
 
 
 def main(argv: Sequence[str]) -> None:
@@ -95,21 +48,19 @@ def main(argv: Sequence[str]) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     watch_parent(death_fd)
-    program, _, worker = name.partition("/")
-    handler = logging.StreamHandler(NonblockingStream(sys.stderr))
-    handler.setFormatter(OneLineFormatter(program, worker))
-    logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+    log_as(name, log_level)
     control: Connection[Any, Any] = Connection(control_fd)
     plans: Connection[Any, Any] = Connection(plans_fd)
     try:
-        loaded = _load(control.recv(), StopWord(stop_fd), sums_fd, exchange_fds)
+        order: StartRank = control.recv()
+        loaded = _load(order, StopWord(stop_fd), sums_fd, exchange_fds)
     except Exception as error:
         _log.exception("this rank cannot start")
         control.send(RankFailed(str(error) or repr(error)))
         control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
-    memories = Memories(control)
+    memories = Memories(control, prefault=not order.across_hosts)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()
     try:
         _compute(plans, loaded.backend, memories)
@@ -128,14 +79,16 @@ def _load(order: StartRank, stop_word: StopWord, sums_fd: int, exchange_fds: Seq
         order.number,
         order.grid,
         exchange_fds,
-        lambda: open_store(LOOPBACK, order.store_port, None, BUILD_S),
+        lambda: open_store(order.store_host, order.store_port, None, BUILD_S),
         device,
+        order.host if order.across_hosts else None,
     )
     stage, _ = order.grid.place(order.number)
     if order.native:
         sums = sums_fd if order.grid.ranks > 1 else -1
         return load_native_parts(model, order.precision, links, sums, order.threads, stage)
-    return load_parts(model, links, stop_word, order.threads, device, stage)
+    word = RunToEnd() if order.across_hosts else stop_word
+    return load_parts(model, links, word, order.threads, device, stage)
 
 
 def _compute(

@@ -18,8 +18,10 @@ def rank_statuses(group: RankGroup | None) -> Iterator[work_pb2.Rank]:
     """Yield the processes of a group, this one first; none of a worker that is one process."""
     if group is None:
         return
-    for pid, size in zip((os.getpid(), *group.pids), group.weight_bytes, strict=True):
-        yield work_pb2.Rank(pid=pid, state=process_state(pid), weight_bytes=size)
+    here = [(pid, process_state(pid)) for pid in (os.getpid(), *group.pids)]
+    elsewhere = [(rank.pid, f"on {rank.host}") for rank in group.remote]
+    for (pid, state), size in zip([*here, *elsewhere], group.weight_bytes, strict=True):
+        yield work_pb2.Rank(pid=pid, state=state, weight_bytes=size)
 
 
 def process_state(pid: int) -> str:

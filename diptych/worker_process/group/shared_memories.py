@@ -1,4 +1,7 @@
-"""The KV memories that all ranks map, by the number that plans name them with."""
+"""The KV memories of a group, by the number that plans name them with.
+
+Ranks of this host map them. A rank of another host allocates its share of each (spread_blocks.py).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory, SpreadBlocks
 from diptych.engine.parallel.communicator import GroupBroken
-from diptych.worker_process.group.orders import DropMemory, MapFile, RankFailed, RegisterPool
+from diptych.worker_process.group.orders import AllocateShare, DropMemory, MapFile, RankFailed, RegisterPool
 from kvtransfer.transports.base import TransportError, Welcome
 from kvtransfer.transports.pool_memory import allocate_pool
 
@@ -23,12 +26,26 @@ class SharedMemories:
     """Memories of rank 0 that the other ranks have mapped, until rank 0 drops them. Any thread may call."""
 
     def __init__(self, controls: Sequence[tuple[int, Connection[Any, Any]]]) -> None:
-        """Take pid and control pipe of each other rank."""
-        self._controls = controls
+        """Take pid and control pipe of each other rank of this host."""
+        self._local = len(controls)
+        self._controls = list(controls)
+        self._spread: Callable[[KVMemory, int], SpreadBlocks] | None = None
         self._lock = threading.Lock()
         self._numbers: weakref.WeakKeyDictionary[KVMemory, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
         self._dropped: deque[int] = deque()
+
+    def add_hosts(
+        self,
+        controls: Sequence[Connection[Any, Any]],
+        spread: Callable[[KVMemory, int], SpreadBlocks],
+    ) -> None:
+        """Take the control connections of ranks of other hosts, before any memory is made.
+
+        `spread` returns what reads and writes whole blocks of a memory, of which it gets the number.
+        """
+        self._controls += [(0, control) for control in controls]
+        self._spread = spread
 
     def number_of(self, memory: KVMemory) -> int:
         """Return the number of a memory. Raises KeyError for one that is not shared."""
@@ -36,7 +53,7 @@ class SharedMemories:
 
     def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Allocate zeroed blocks that all ranks map. Raises OSError, GroupBroken."""
-        made = allocate_pool(layout, num_blocks)
+        made = allocate_pool(layout, num_blocks, prefault=self._spread is None)
         try:
             self.share(made.memory, made.file())
         finally:
@@ -44,10 +61,16 @@ class SharedMemories:
         return made.memory
 
     def share(self, memory: KVMemory, fd: int) -> None:
-        """Have the ranks map `memory`, the blocks of the file `fd`. Raises GroupBroken."""
+        """Have the ranks map `memory`, the blocks of the file `fd`, or allocate their shares of it.
+
+        Raises GroupBroken.
+        """
 
         def order(number: int, at: int) -> None:
             pid, control = self._controls[at]
+            if at >= self._local:
+                control.send(AllocateShare(number, memory.layout, memory.num_blocks))
+                return
             control.send(MapFile(number, memory.layout, memory.num_blocks))
             send_handle(control, fd, pid)
 
@@ -81,6 +104,8 @@ class SharedMemories:
         finally:
             self._flush()
         self._numbers[memory] = number
+        if self._spread is not None:
+            memory.spread = self._spread(memory, number)
         weakref.finalize(memory, self._drop, number).atexit = False
         return next((answer.why for answer in answers if isinstance(answer, RankFailed)), None)
 

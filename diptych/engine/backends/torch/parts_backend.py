@@ -2,7 +2,8 @@
 
 Ranks of one host map the same KV memory, and each reads and writes the KV heads of its own parts. Where two
 ranks have a part each of one KV head, or of attention over one latent, both write the same bytes to the same
-place. A stage of a pipeline has a view of its layers of the same blocks.
+place. A stage of a pipeline has a view of its layers of the same blocks. A rank with a memory of its own
+holds no more of each block than its share (diptych/engine/parallel/kv_shares.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from diptych.engine.backends.torch.parts_decoder import PartsDecoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.stages import Stage
@@ -39,15 +41,17 @@ class PartsBackend:
         stop_word: StopWord,
         threads: int,
         device: torch.device | str = "cpu",
+        held: KVShare | None = None,
     ) -> None:
         """Prepare the decoder of the parts that `links.ranks.rank` computes, whose `weights` these are in the
-        layers of `stage`.
+        layers of `stage`. Memories hold whole blocks, or the share `held` of each.
 
         Every step has `threads` cores: with others a library might add in another order.
         """
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
         self._leads, self._layers = links.leads, stage.layers
+        self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, links, stage)
         self._rules = [
@@ -98,8 +102,12 @@ class PartsBackend:
 
     def _view(self, group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
         """Return a group with a view of the stage's layers and of these KV heads of all blocks."""
-        layers, blocks = self._layers, group.blocks
-        return replace(group, blocks=blocks[:, layers.start : layers.stop, :, kv_heads.start : kv_heads.stop])
+        layer, head = self._origin
+        share = KVShare(
+            range(self._layers.start - layer, self._layers.stop - layer),
+            range(kv_heads.start - head, kv_heads.stop - head),
+        )
+        return replace(group, blocks=share.of(group.blocks))
 
     def _attention(self, groups: Sequence[Chunk | Decodes], rules: Sequence[ScoreRule]) -> Attend:
         """Return the attention of one part over the step's groups."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
 from diptych.engine.parallel.stages import Grid, Stage, deal_stages
 from diptych.engine.parallel.stop_word import StopWord
@@ -64,9 +65,10 @@ class ThreadGroup:
         whole_experts: bool = False,
         dealt: Sequence[Part] | None = None,
         dealt_stages: Sequence[Stage] | None = None,
+        held: Sequence[KVShare | None] | None = None,
     ) -> None:
         """Deal a model; `dealt` and `dealt_stages` are others than those that weights are read for, for
-        controls.
+        controls. `held` are the shares of blocks in memories of each rank's own.
         """
         self.shape: ModelShape = opened.shape
         self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts)
@@ -94,6 +96,7 @@ class ThreadGroup:
                 used_stages[stage],
                 stop_word=self.stop_word,
                 threads=1,
+                held=None if held is None else held[number],
             )
             self.backends.append(backend)
 
@@ -119,9 +122,22 @@ class ThreadGroup:
             )
         return logits[0]
 
-    def decode(self, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    def decode(
+        self, memory: KVMemory | Sequence[KVMemory], text: Sequence[int], tokens: int
+    ) -> tuple[list[int], torch.Tensor]:
         """Go on greedily, see `go_on`."""
         return go_on(self, memory, text, tokens)
+
+
+Memories = TypeVar("Memories", contravariant=True)
+
+
+class Steps(Protocol[Memories]):
+    """What computes chunks in memories."""
+
+    def step(self, memory: Memories, start: int, tokens: Sequence[int], trailing: int = 1, /) -> torch.Tensor:
+        """Compute a chunk; return the logits after its last `trailing` tokens."""
+        ...
 
 
 class Ranks(Protocol):
@@ -136,7 +152,9 @@ class Ranks(Protocol):
         ...
 
 
-def go_on(ranks: Ranks, memory: KVMemory, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+def go_on(
+    ranks: Steps[Memories], memory: Memories, text: Sequence[int], tokens: int
+) -> tuple[list[int], torch.Tensor]:
     """Go on greedily after a text whose last token is not computed; return tokens and all logits."""
     found, logits, last = [], [], text[-1]
     for at in range(len(text) - 1, len(text) - 1 + tokens):

@@ -1,0 +1,65 @@
+"""A rank on another host, as rank 0 has it: its connections, and what goes over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from diptych.engine.parallel.step_plan import StepPlan
+from diptych.worker_process.group.orders import CopyBlock, Planned, ReadShare, WriteShare, share_digest
+from diptych.worker_process.group.rendezvous import Joined
+
+_DIGEST_BYTES = 16
+
+
+class DamagedShare(RuntimeError):
+    """Bytes of a block that changed on their way."""
+
+
+class RemoteRank:
+    """Connections to one rank. Any thread may call; an error ends the process, as the group is over then."""
+
+    def __init__(self, joined: Joined, fail: Callable[[BaseException], NoReturn]) -> None:
+        self.host, self.pid = joined.host, joined.pid
+        self.control: Connection[Any, Any] = joined.ends["control"]
+        self.plans: Connection[Any, Any] = joined.ends["plans"]
+        self.life: Connection[Any, Any] = joined.ends["life"]
+        self._blocks: Connection[Any, Any] = joined.ends["blocks"]
+        self._fail = fail
+        self._writes = 0
+        self._plans_lock, self._blocks_lock = threading.Lock(), threading.Lock()
+
+    def send_plan(self, planned: Planned) -> None:
+        """Send what the rank does next. Raises OSError."""
+        with self._plans_lock:
+            self._writes += not isinstance(planned, StepPlan)
+            self.plans.send(planned)
+
+    def write_share(self, number: int, block: int, payload: bytes) -> None:
+        """Have the rank write its share of a block, after the steps so far and before those that follow."""
+        self._order(WriteShare(number, block, share_digest(payload), payload))
+
+    def copy_block(self, number: int, src: int, dst: int) -> None:
+        """Have the rank copy its share of a block, after the steps so far and before those that follow."""
+        self._order(CopyBlock(number, src, dst))
+
+    def read_share(self, number: int, block: int) -> bytearray:
+        """Return the bytes of the rank's share of a block, which no step is writing."""
+        try:
+            with self._blocks_lock:
+                self._blocks.send(ReadShare(number, block, self._writes))
+                digest = self._blocks.recv_bytes(_DIGEST_BYTES)
+                payload = bytearray(self._blocks.recv_bytes())
+        except (OSError, EOFError) as error:
+            self._fail(error)
+        if share_digest(payload) != digest:
+            self._fail(DamagedShare(f"block {block} of the rank on {self.host}"))
+        return payload
+
+    def _order(self, planned: Planned) -> None:
+        try:
+            self.send_plan(planned)
+        except OSError as error:
+            self._fail(error)

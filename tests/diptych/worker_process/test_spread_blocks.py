@@ -1,0 +1,179 @@
+"""Blocks whose shares are in several memories: gathered, scattered and copied whole.
+
+The ranks are threads with real connections, and the program's own service of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group.orders import ReadShare, WriteShare, share_digest
+from diptych.worker_process.group.remote_rank import DamagedShare, RemoteRank
+from diptych.worker_process.group.rendezvous import KINDS, Joined
+from diptych.worker_process.group.share_memory import ShareMemory
+from diptych.worker_process.group.spread_blocks import SpreadShares
+from kvtransfer.transports.host_blocks import read_block, write_block
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=3, head_dim=4, block_size=2, dtype=torch.bfloat16)
+SHARES = (
+    KVShare(range(2), range(1)),
+    KVShare(range(2), range(1, 3)),
+    KVShare(range(2, 3), range(1)),
+    KVShare(range(2, 3), range(1, 3)),
+)
+"""Two stages of two ranks: rank 0 has the first one."""
+
+
+class GroupOver(Exception):
+    """End of a group, which ends its processes elsewhere."""
+
+
+class ThreadRank:
+    """A rank with a memory of its own, whose plans wait until they are carried out."""
+
+    def __init__(self, share: KVShare, *, damages: bool = False) -> None:
+        self.memory = KVMemory(share.narrow(LAYOUT), 4)
+        pairs = {kind: socket.socketpair() for kind in KINDS}
+        ends = {kind: Connection(ours.detach()) for kind, (ours, _) in pairs.items()}
+        self.rank = RemoteRank(Joined("there", 1, ends), fail)
+        self._sockets = [theirs for _, theirs in pairs.values()]
+        self._theirs = {kind: Connection(os.dup(theirs.fileno())) for kind, (_, theirs) in pairs.items()}
+        self.own = ShareMemory({0: self.memory})
+        self._serving = threading.Thread(target=self._damage if damages else self._serve, daemon=True)
+        self._serving.start()
+
+    def carry_out_next(self) -> None:
+        plans: Connection[Any, Any] = self._theirs["plans"]
+        self.own.carry_out(plans.recv())
+
+    def close(self) -> None:
+        for theirs in self._sockets:
+            with contextlib.suppress(OSError):
+                theirs.shutdown(socket.SHUT_RDWR)
+            theirs.close()
+        self._serving.join()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self.own.answer(self._theirs["blocks"])
+
+    def _damage(self) -> None:
+        blocks: Connection[Any, Any] = self._theirs["blocks"]
+        asked: ReadShare = blocks.recv()
+        payload = bytearray(self.memory.block_bytes(asked.block))
+        blocks.send_bytes(share_digest(payload))
+        payload[5] ^= 1
+        blocks.send_bytes(payload)
+
+
+def fail(error: BaseException) -> NoReturn:
+    raise GroupOver from error
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[ThreadRank]]:
+    """The three other ranks."""
+    made = [ThreadRank(share) for share in SHARES[1:]]
+    yield made
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def memory(ranks: Sequence[ThreadRank]) -> KVMemory:
+    """Rank 0's."""
+    memory = KVMemory(LAYOUT, 4)
+    others = [(one.rank, share) for one, share in zip(ranks, SHARES[1:], strict=True)]
+    memory.spread = SpreadShares(memory, 0, SHARES[:1], others)
+    return memory
+
+
+def payload(seed: int) -> memoryview:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 256, (LAYOUT.bytes_per_block,), dtype=torch.uint8, generator=generator)
+    return memoryview(bytearray(made.numpy().tobytes()))
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.contiguous().view(torch.int16)
+
+
+def test_a_block_is_scattered_by_index_and_gathered_whole(memory: KVMemory, ranks: list[ThreadRank]) -> None:
+    block = payload(1)
+    write_block(memory, 2, block)
+    for rank in ranks:
+        rank.carry_out_next()
+    whole = torch.frombuffer(block, dtype=LAYOUT.dtype).view(LAYOUT.block_shape)
+    for share, held in zip(SHARES[1:], ranks, strict=True):
+        assert torch.equal(bits(held.memory.data[2]), bits(share.of(whole)))
+    assert torch.equal(bits(SHARES[0].of(memory.data[2])), bits(SHARES[0].of(whole)))
+    assert not bits(memory.data[2][2:]).any(), "what others hold is not here"
+    assert bytes(read_block(memory, 2)) == bytes(block)
+
+
+def test_shares_off_by_one_head_are_other_bytes(memory: KVMemory, ranks: list[ThreadRank]) -> None:
+    """The control."""
+    block = payload(1)
+    write_block(memory, 2, block)
+    for rank in ranks:
+        rank.carry_out_next()
+    shifted = [(ranks[0].rank, KVShare(range(2), range(2)))]
+    memory.spread = SpreadShares(memory, 0, SHARES[:1], shifted)
+    assert bytes(read_block(memory, 2)) != bytes(block)
+
+
+def test_a_copy_follows_the_write_before_it(memory: KVMemory, ranks: list[ThreadRank]) -> None:
+    block = payload(2)
+    write_block(memory, 1, block)
+    memory.copy_block(1, 3)
+    for rank in ranks:
+        rank.carry_out_next()
+        rank.carry_out_next()
+    assert bytes(read_block(memory, 3)) == bytes(block)
+
+
+def test_a_block_is_read_once_the_writes_before_are_carried_out(
+    memory: KVMemory, ranks: list[ThreadRank]
+) -> None:
+    """A prefix may be pulled while the ranks have a step between them and its bytes."""
+    block = payload(3)
+    write_block(memory, 0, block)
+    found: list[bytes] = []
+    reading = threading.Thread(target=lambda: found.append(bytes(read_block(memory, 0))))
+    reading.start()
+    reading.join(0.1)
+    assert reading.is_alive()
+    for rank in ranks:
+        rank.carry_out_next()
+    reading.join()
+    assert found == [bytes(block)]
+
+
+def test_bytes_that_change_on_their_way_end_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:
+    """Both ways: a rank refuses what it is to write, and rank 0 what it has read."""
+    order = WriteShare(0, 2, share_digest(b"other"), bytes(ranks[0].memory.layout.bytes_per_block))
+    with pytest.raises(ValueError, match="damaged"):
+        ranks[0].own.carry_out(order)
+    damaging = ThreadRank(SHARES[1], damages=True)
+    memory.spread = SpreadShares(memory, 0, SHARES[:1], [(damaging.rank, SHARES[1])])
+    with pytest.raises(GroupOver) as ended:
+        read_block(memory, 2)
+    assert isinstance(ended.value.__cause__, DamagedShare)
+    damaging.close()
+
+
+def test_a_rank_that_is_gone_ends_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:
+    ranks[1].close()
+    with pytest.raises(GroupOver):
+        read_block(memory, 2)
