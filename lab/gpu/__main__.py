@@ -23,6 +23,7 @@ def sections() -> dict[str, Section]:
     """Return all sections by name, in the order in which later ones need earlier ones."""
     from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
+    from lab.gpu.batch_invariance import batch_invariance
     from lab.gpu.ceilings import ceilings
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
@@ -43,6 +44,7 @@ def sections() -> dict[str, Section]:
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,
         "quantised": quantised,
+        "batch invariance": batch_invariance,
         "sharing": sharing,
         "block copies": block_copies,
         "handoff": handoff,
