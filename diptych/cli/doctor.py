@@ -123,6 +123,8 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
     gpus = "the Triton step on GPUs"
     if on_gpu is not None:
         gpus = f"torch on GPUs, for the Triton step lacks {on_gpu}"
+    elif images is None:
+        gpus += ", with --batch-invariant too"
     lacking = native.supports(shape)
     if lacking is not None:
         return Finding("note", f"{size}; torch on CPUs, for the native step lacks {lacking}; {gpus}")

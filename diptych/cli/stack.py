@@ -148,6 +148,7 @@ def worker_specs(
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
+        "batch-invariant": options.batch_invariant or None,
         "window-blocks": options.window_blocks or ("off" if options.kv_tier else None),
         "speculative-model": options.speculative_model,
         "max-loras": options.max_loras,

@@ -117,6 +117,14 @@ class StackOptions:
             "Model",
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Compute a token with the same bits alone and in any batch; costs speed on GPUs.",
+            rich_help_panel="Compute",
+        ),
+    ] = False
     device: Annotated[
         str,
         _option(

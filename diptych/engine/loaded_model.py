@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
+_TORCH_ROUNDS = "torch picks its kernels, and so the order of sums, by the number of rows"
 BackendName = Literal["torch", "torch-parts", "native", "native-parts", "triton"]
 
 
@@ -54,11 +55,14 @@ class Model:
     """Numbers in which quantised matrices are multiplied on a GPU, in words."""
     make_memory: Callable[[KVLayout, int], KVMemory] | None = None
     """Makes the blocks of this process' own where other processes compute in them, too."""
+    own_order: bool = False
+    """True where the batch-invariant step computes in place of one whose sums have another order."""
 
     @property
     def computes(self) -> str:
-        """Precision, and the numbers of quantised matrices, in words."""
-        return f"{self.precision} ({self.matrices})" if self.matrices else self.precision
+        """Precision, the numbers of quantised matrices and the order of sums, in words."""
+        words = [self.matrices] * bool(self.matrices) + ["batch-invariant"] * self.own_order
+        return f"{self.precision} ({', '.join(words)})" if words else self.precision
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
@@ -96,6 +100,7 @@ def load_model(
     kv_cache: KVCacheDtype = "auto",
     max_context: int | None = None,
     store: WeightStore | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 
@@ -104,15 +109,19 @@ def load_model(
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
     GPU it takes triton where that computes the model's shape, else torch. `kv_cache` says in what numbers
     keys and values are kept; `max_context` lowers the context to so many tokens, for all that is sized by
-    it. What the native step packs lies once for all processes with the same `store`.
+    it. What the native step packs lies once for all processes with the same `store`. With `batch_invariant`
+    a token has the same bits in a step of any size: the native step computes so anyway.
 
-    Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
+    Raises FileNotFoundError, UnsupportedModel (the message names what is not supported, torch for one where
+    bits are not to depend on the batch), BadModelFile for a
     broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
     """
     chosen = plain_precision(precision) if isinstance(precision, torch.dtype) else precision
     where = torch.device(device)
     _check_choice(chosen, backend, where)
     _check_kv_cache(kv_cache, backend, where)
+    if batch_invariant and backend == "torch":
+        raise UnsupportedModel(f"--batch-invariant: {_TORCH_ROUNDS}")
     checkpoint = open_checkpoint(path, chosen)
     dtype = kept_dtype(kv_cache, chosen)
     shape = lower_context(checkpoint.shape, max_context)
@@ -121,13 +130,18 @@ def load_model(
     scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     if backend == "triton" or where.type == "cuda":
         weights = checkpoint.read_all().weights
-        made, name, where, why = _make_on_gpu(shape, weights, chosen, where, scales)
+        made, name, where, why = _make_on_gpu(
+            shape, weights, chosen, where, scales, batch_invariant=batch_invariant
+        )
         computed = describe_matrices(weights, where) if chosen in ON_GPU_QUANTISED else ""
-        return Model(shape, chosen, dtype, made, name, where, why, matrices=computed)
+        return Model(
+            shape, chosen, dtype, made, name, where, why, matrices=computed, own_order=batch_invariant
+        )
     if backend == "torch":
         made, name, why = TorchBackend(shape, checkpoint.read_all().weights, scales), "torch", None
     else:
-        made, name, why = _make_on_cpu(path, chosen, checkpoint, shape, dtype, backend == "native", store)
+        native_only = backend == "native" or batch_invariant
+        made, name, why = _make_on_cpu(path, chosen, checkpoint, shape, dtype, native_only, store)
     return Model(shape, chosen, dtype, made, name, where, why)
 
 
@@ -170,6 +184,8 @@ def _make_on_gpu(
     precision: Precision,
     device: torch.device,
     kv_scales: torch.Tensor | None,
+    *,
+    batch_invariant: bool,
 ) -> tuple[Backend, BackendName, torch.device, str | None]:
     """Return a backend, its name, the device on which it computes, and why it is torch where it is."""
     # Imported here: Triton is not installed everywhere.
@@ -180,9 +196,11 @@ def _make_on_gpu(
         why = f"the Triton step does not compute {why}"
         if precision in ON_GPU_QUANTISED:
             raise UnsupportedModel(f"dtype {precision}: {why}")
+        if batch_invariant:
+            raise UnsupportedModel(f"--batch-invariant: {why}, and {_TORCH_ROUNDS}")
         _LOG.warning("torch computes, which is slower: %s", why)
         return TorchBackend(shape, weights, kv_scales, device), "torch", device, why
-    made = TritonBackend(shape, weights, device, kv_scales=kv_scales)
+    made = TritonBackend(shape, weights, device, kv_scales=kv_scales, batch_invariant=batch_invariant)
     return made, "triton", made.device, None
 
 

@@ -22,6 +22,7 @@ ENGINE_FIELDS = (
     "device",
     "backend",
     "kv_cache_dtype",
+    "batch_invariant",
     "window_blocks",
     "sum_parts",
     "speculative_model",

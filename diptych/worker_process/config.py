@@ -80,6 +80,12 @@ class WorkerSettings(RoleSettings):
         "Tokens of the longest prompt step that a GPU records as a CUDA graph at the start; 0 records none.",
         section="Compute",
     )
+    batch_invariant: bool = setting(
+        False,
+        "Compute a token with the same bits alone, in any batch or chunk, and as a checked draft; costs "
+        "speed on GPUs. The same for all workers.",
+        section="Compute",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1,
         "Processes of this worker, each of which computes its share of every layer and holds those weights.",
@@ -304,6 +310,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
+    if settings.batch_invariant:
+        yield f"--batch-invariant is not promised with {flag}"
     if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
         yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
 
@@ -356,6 +364,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--backend triton needs a GPU, {here}"
     if settings.backend != "triton" and settings.dtype == "fp16":
         yield f"--dtype fp16 is computed on GPUs only, {here}"
+    if settings.backend == "torch" and settings.batch_invariant:
+        yield f"--batch-invariant: --backend torch rounds by the number of rows, native does not, {here}"
     if settings.backend == "triton" and settings.kv_cache_dtype == "int8":
         yield "--kv-cache-dtype int8: the Triton step does not keep keys and values so, the CPU steps do"
     if settings.backend != "triton" and settings.quantization == "fp8":

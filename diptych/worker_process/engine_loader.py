@@ -166,6 +166,12 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     images = model_images(path, settings.mmproj)
     if images is not None and settings.takes_images:
         _check_reads_images(settings)
+    if (
+        images is not None
+        and settings.batch_invariant
+        and (device.type == "cuda" or settings.backend == "triton")
+    ):
+        raise ImpossibleSettings("--batch-invariant does not go with a model that reads images on a GPU")
     return _Files(path, images, drafting_files(settings, path))
 
 

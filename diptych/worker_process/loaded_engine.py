@@ -113,6 +113,8 @@ class LoadedEngine:
         parts = [self.layout.name, self.model.shape.served_factors]
         if (draft := self.layout.draft) is not None:
             parts.append(f"draft/{draft.name}/{_dtype_name(draft.dtype)}")
+        if self.model.own_order:
+            parts.append("batch-invariant")
         layout = "+".join(filter(None, parts))
         return Fingerprint(
             model_digest=self.digest,

@@ -23,5 +23,6 @@ def load_whole(
         device=device,
         kv_cache=settings.kv_cache_dtype,
         max_context=max_context,
+        batch_invariant=settings.batch_invariant,
         store=HostWeights(settings.weight_holder or None) if settings.share_weights else None,
     )

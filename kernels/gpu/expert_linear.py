@@ -122,15 +122,17 @@ def expert_swiglu(
     *,
     activation: str = "silu",
     limit: float | None = None,
+    one_tile: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each row of `x [T, K]` with its experts' gates and ups: `[T * per_token, n]`, by expert.
 
     `weight [E, 2 * n, K]` has the gates first, `bias [E, 2 * n]`; `activation` and `limit` as in swiglu.py.
+    With `one_tile` a row has the same bits in a step of any number of rows.
     """
     if out is None:
         out = x.new_empty(routed.order.numel(), weight.shape[1] // 2)
-    _launch(x, weight, bias, routed, out, ACTIVATIONS[activation], limit)
+    _launch(x, weight, bias, routed, out, ACTIVATIONS[activation], limit, one_tile)
     return out
 
 
@@ -140,15 +142,16 @@ def expert_linear(
     bias: torch.Tensor | None,
     routed: RoutedRows,
     *,
+    one_tile: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each row of `x [T * per_token, K]`, by expert, with its expert's `weight [E, N, K]`.
 
-    `bias` is `[E, N]`. Returns `[T * per_token, N]` in the order of pairs.
+    `bias` is `[E, N]`, `one_tile` as in expert_swiglu. Returns `[T * per_token, N]` in the order of pairs.
     """
     if out is None:
         out = x.new_empty(routed.order.numel(), weight.shape[1])
-    _launch(x, weight, bias, routed, out, None, None)
+    _launch(x, weight, bias, routed, out, None, None, one_tile)
     return out
 
 
@@ -188,13 +191,14 @@ def _launch(
     out: torch.Tensor,
     activation: int | None,
     limit: float | None,
+    one_tile: bool,
 ) -> None:
     tokens, per_token = routed.experts.shape
     if tokens == 0:
         return
     if weight.dtype != x.dtype or x.shape[1] != weight.shape[2]:
         raise ValueError(f"{x.dtype} {tuple(x.shape)} times experts of {weight.dtype} {tuple(weight.shape)}")
-    tiles = _FEW_TILE if tokens <= _FEW else _MANY_TILE
+    tiles = _FEW_TILE if one_tile or tokens <= _FEW else _MANY_TILE
     rows = triton.cdiv(tokens, tiles["ROWS"])
     _expert_linear[(triton.cdiv(out.shape[1], tiles["BN"]), len(weight), rows)](
         check_dense("x", x), check_dense("weight", weight), weight if bias is None else bias,

@@ -176,6 +176,7 @@ def rotary_write(
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
     base: torch.Tensor | None = None,
+    one_tile: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys of `qkv [T, heads + 2 * kv_heads, D]` and store keys and values in their
@@ -186,8 +187,8 @@ def rotary_write(
     layers, 2, kv_heads, D * block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, with
     `norm_late` after it, or neither is there. With `scales`, float32 `[layers, 2, kv_heads]`, the cache holds
     each number divided by the scale of its head (FP8). With `base`, int64 `[1]` on the device, a multiple of
-    16, the memory begins so many elements behind `blocks`, which only has its layout. Returns the queries
-    `[T, heads, D]`.
+    16, the memory begins so many elements behind `blocks`, which only has its layout. With
+    `one_tile` steps of any size are one kernel's. Returns the queries `[T, heads, D]`.
     """
     tokens, _, head_dim = check_dense("qkv", qkv).shape
     if (q_norm is None) != (k_norm is None):
@@ -198,7 +199,7 @@ def rotary_write(
     if tokens == 0:
         return out
     width = head_dim * (blocks.shape[-1] // head_dim)
-    tile = 1 if tokens <= _FEW_TOKENS and not INTERPRETED else 16
+    tile = 1 if tokens <= _FEW_TOKENS and not one_tile and not INTERPRETED else 16
     _rotary_write[(triton.cdiv(tokens, tile), heads + 2 * kv_heads)](
         qkv,
         qkv if cos is None else check_dense("cos", cos),

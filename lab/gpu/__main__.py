@@ -1,18 +1,22 @@
-"""`python -m lab.gpu`: every section in one run of under ten minutes, results written as they come.
+"""`python -m lab.gpu`: every section in one command, the peer included; results written as they come.
 
-A section that fails leaves its error in the results and the others alone.
+A section that fails leaves its error in the results and the others alone. `--only` names sections, for leases
+that do not hold all of them; `--also` adds an earlier call's results to the targets, which are printed last.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from lab.gpu import targets
 from lab.gpu.results import Outcome, described, markdown, save
 from lab.gpu.section import NO_DEVICE, Context, Figure, Section, Unmeasured
 
@@ -23,6 +27,8 @@ def sections() -> dict[str, Section]:
     """Return all sections by name, in the order in which later ones need earlier ones."""
     from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
+    from lab.gpu.batch_invariance import batch_invariance
+    from lab.gpu.beside import beside, beside_fp8
     from lab.gpu.ceilings import ceilings
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
@@ -43,11 +49,14 @@ def sections() -> dict[str, Section]:
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,
         "quantised": quantised,
+        "batch invariance": batch_invariance,
         "sharing": sharing,
         "block copies": block_copies,
         "handoff": handoff,
         "service": service,
         "shared card": shared_card,
+        "beside": beside,
+        "beside fp8": beside_fp8,
     }
 
 
@@ -61,6 +70,11 @@ def main(argv: Sequence[str]) -> int:
         help="every line once, tiny, on the CPU (TRITON_INTERPRET=1): no figures",
     )
     parser.add_argument("--only", action="append", metavar="SECTION", help="may be repeated")
+    parser.add_argument("--vllm", type=Path, metavar="COMMAND", help="vLLM's command; default: found")
+    parser.add_argument(
+        "--also", action="append", type=Path, default=[], metavar="JSON",
+        help="results of an earlier call, whose figures count among the targets; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two files")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() and not options.dry_run:
@@ -71,15 +85,18 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"no section {unknown[0]!r}; there are {', '.join(known)}")
     device = torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device())
-    context = Context(device, options.quick, _say, dry=options.dry_run)
+    context = Context(device, options.quick, _say, vllm=options.vllm, dry=options.dry_run)
+    earlier = [section for path in options.also for section in json.loads(path.read_text())["sections"]]
     machine = described(device)
     outcomes: list[Outcome] = []
     for name in (name for name in known if name in chosen):
         print(name, file=sys.stderr, flush=True)
         outcomes.append(run(name, known[name], context))
         if not options.dry_run:
-            save(options.results, machine, outcomes)  # after each: what stops the run loses one section only
+            # After each: what stops the run loses one section only.
+            save(options.results, machine, outcomes, earlier)
     print(markdown(machine, outcomes))
+    print(targets.markdown([*earlier, *map(asdict, outcomes)]))
     return int(any(outcome.error is not None for outcome in outcomes))
 
 

@@ -33,12 +33,17 @@ class RandomBackend:
         return range(row * self.blocks, (row + 1) * self.blocks)
 
 
-def random_backend(context: Context, shape: ModelShape, rows: int) -> RandomBackend:
+def random_backend(
+    context: Context, shape: ModelShape, rows: int, *, batch_invariant: bool = False
+) -> RandomBackend:
     """Return the backend of a run: of `shape` in bf16; tiny and on the CPU if it is a dry one."""
     device = device_of(context)
     shape = tiny(shape) if context.dry else shape
     length = context.pick(2048, 2048, 20)
-    backend = TritonBackend(shape, random_weights(shape, device, torch.bfloat16), device)
+    backend = TritonBackend(
+        shape, random_weights(shape, device, torch.bfloat16), device,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.empty_cache()
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, torch.bfloat16)

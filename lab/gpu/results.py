@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lab.gpu import targets
 from lab.gpu.section import Figure
 
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
@@ -45,14 +46,22 @@ def described(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def save(folder: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Path:
-    """Write `<date>-gpu.json` and `.md` and return the latter's path. Overwrites those of the same day."""
+def save(
+    folder: Path,
+    machine: Mapping[str, Any],
+    outcomes: Sequence[Outcome],
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write `<date>-gpu.json` and `.md` and return the latter's path. Overwrites those of the same day.
+
+    Sections of `earlier` calls count among the targets, which only the latter has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{str(machine['date'])[:10]}-gpu"
     data = {"machine": dict(machine), "sections": [asdict(outcome) for outcome in outcomes]}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     path = folder / f"{name}.md"
-    path.write_text(markdown(machine, outcomes))
+    path.write_text(f"{markdown(machine, outcomes)}\n{targets.markdown([*earlier, *data['sections']])}")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -70,6 +71,8 @@ class Context:
     """Printer of a line of progress."""
     measured: dict[str, float] = field(default_factory=dict)
     """Findings of earlier sections by name (see ceilings.py): later ones hold themselves against it."""
+    vllm: Path | None = None
+    """Command of the peer of the whole service; None: it is looked for."""
     dry: bool = False
     """Every line once, at tiny sizes, on the CPU and in Triton's interpreter: shows that it runs, no more."""
 

@@ -13,7 +13,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,19 @@ def _served(folder: Path, device: torch.device, load: Load, *options: str) -> di
 
 
 def bench(address: str, load: Load, output: Path, *options: str) -> dict[str, Any]:
-    """Return the figures of one run of the load generator. Raises StartFailed with what it wrote."""
+    """Return the figures of one run of the load generator on Diptych at `address`; see `run_bench`."""
+    return run_bench(("--address", address), load, output, *options)
+
+
+def run_bench(at: Sequence[str], load: Load, output: Path, *options: str) -> dict[str, Any]:
+    """Return the figures of one run of the load generator, which `at` tells the server.
+
+    Raises StartFailed with what it wrote.
+    """
     done = subprocess.run(
         [
             *module_command("diptych"),
-            *("bench", "--address", address),
+            *("bench", *at),
             *("--max-concurrency", str(load.clients), "--num-prompts", str(load.requests), "--rounds", "1"),
             *("--random-input-len", str(load.given), "--random-output-len", str(load.asked)),
             *("--output-file", str(output)),

@@ -22,6 +22,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters
+from diptych.engine.backends.triton.batch_invariant import NO_TREES, invariant_operators
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.backends.triton.device_wait import wait_for_stream
@@ -49,19 +50,22 @@ class TritonBackend:
         device: torch.device | str,
         operators: Operators | None = None,
         kv_scales: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         """Pack `weights` onto `device`, where keys and values will be: of their dtype, or with `kv_scales`
         (kernels/fp8_cache.py) in FP8.
 
-        `operators` are the Triton kernels unless given. Raises TritonUnavailable, or UnsupportedModel for
-        quantised weights.
+        `operators` are the Triton kernels unless given, with `batch_invariant` in one order of sums each.
+        Raises TritonUnavailable, or UnsupportedModel for weights that they do not multiply.
         """
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._shape = shape
         with self._current(), torch.no_grad():
-            chosen = operators if operators is not None else triton_operators()
+            make = invariant_operators if batch_invariant else triton_operators
+            chosen = operators if operators is not None else make()
             scales = None if kv_scales is None else kv_scales.to(self._device)
             layers = Layers(shape, pack(weights, self._device), chosen, scales)
         self._begin(layers)
@@ -127,6 +131,8 @@ class TritonBackend:
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`."""
+        if self._layers.operators.invariant_linear is not None:
+            return NO_TREES
         windows = (self._shape.window(index) for index in range(self._shape.num_layers))
         short = any(window is not None and window < MOST_TREE_TOKENS for window in windows)
         return f"windows of less than {MOST_TREE_TOKENS} tokens know no trees of tokens" if short else None

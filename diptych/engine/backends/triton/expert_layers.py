@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import Activations
-from diptych.engine.backends.triton.linear import LinearOperators
+from diptych.engine.backends.triton.linear import Products
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import PackedExperts
 from diptych.engine.models.shape import ModelShape
@@ -21,7 +21,7 @@ from diptych.engine.models.shape import ModelShape
 class ExpertLayers:
     """The second half of layers with experts."""
 
-    def __init__(self, shape: ModelShape, products: LinearOperators, operators: Operators) -> None:
+    def __init__(self, shape: ModelShape, products: Products, operators: Operators) -> None:
         self._products, self._operators = products, operators
         experts = shape.experts
         self._choice: dict[str, Any] = {}

@@ -16,8 +16,8 @@ import torch
 
 from diptych.engine.backends.triton.activations import Activations, RotaryTables
 from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
+from diptych.engine.backends.triton.batch_invariant import choose_products
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
-from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
@@ -53,7 +53,7 @@ class Layers:
         self.weights = weights
         self.operators = operators
         self.rotary = RotaryTables(shape, weights.device)
-        self._products = LinearOperators(weights, operators, shape)
+        self._products = choose_products(weights, operators, shape)
         self._experts = ExpertLayers(shape, self._products, operators)
         self.adapters: DeviceAdapters | None = None
         """Adapters that rows may have; None: none may."""

@@ -8,7 +8,7 @@ it; from seventeen on the library rounds otherwise. Quantised matrices multiply 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,29 +24,15 @@ _ALIGNED = 8
 """Numbers of 16 bits that are read at once: rows of weights begin at a multiple, or the library is faster."""
 
 
-class LinearOperators:
+class Products(Protocol):
     """The linear layers of one model, and its output matrix."""
 
-    def __init__(self, weights: PackedWeights, operators: Operators, shape: ModelShape) -> None:
-        self._operators = operators
-        self.activation: dict[str, Any] = {
-            "activation": shape.activation,
-            "limit": None if shape.experts is None else shape.experts.clamp,
-        }
-        """Function of gates, as the operators take it."""
-        self._short = weights.dtype.itemsize == 2
-        self._weights = weights
-        self._wide_head = choose_head_product(weights)
-        room = max((product.room for product in weights.products()), default=0)
-        self._room = torch.empty(room, dtype=weights.dtype, device=weights.device) if room else None
+    activation: dict[str, Any]
+    """Function of gates, as the operators take it."""
 
     def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
         """Multiply `x [T, in]` with the weight and add the bias, into `out [T, out]`."""
-        if not isinstance(by, Linear):
-            return by.multiply(self._operators, x, self._room, out=out)
-        if self._few(x):
-            return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
-        return library_product(x, by, out)
+        ...
 
     def gated(
         self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
@@ -56,6 +42,40 @@ class LinearOperators:
 
         `scratch [T, 2 * n]` has the latter afterwards, or nothing.
         """
+        ...
+
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """Write the logits of `hidden [rows, hidden]` into `out`, float32 `[rows, vocab]`."""
+        ...
+
+
+class LinearOperators:
+    """The linear layers of a model by the kernels that are fastest for a step's rows."""
+
+    def __init__(self, weights: PackedWeights, operators: Operators, shape: ModelShape) -> None:
+        self._operators = operators
+        self.activation: dict[str, Any] = {
+            "activation": shape.activation,
+            "limit": None if shape.experts is None else shape.experts.clamp,
+        }
+        self._short = weights.dtype.itemsize == 2
+        self._weights = weights
+        self._wide_head = choose_head_product(weights)
+        room = max((product.room for product in weights.products()), default=0)
+        self._room = torch.empty(room, dtype=weights.dtype, device=weights.device) if room else None
+
+    def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
+        """See `Products.linear`."""
+        if not isinstance(by, Linear):
+            return by.multiply(self._operators, x, self._room, out=out)
+        if self._few(x):
+            return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
+        return library_product(x, by, out)
+
+    def gated(
+        self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Products.gated`."""
         if not isinstance(by, Linear):
             return self._operators.swiglu(self.linear(x, by, out=scratch), out=out, **self.activation)
         if self._few(x):
@@ -63,7 +83,7 @@ class LinearOperators:
         return self._operators.swiglu(library_product(x, by, scratch), out=out, **self.activation)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the logits of `hidden [rows, hidden]` into `out`, float32 `[rows, vocab]`."""
+        """See `Products.head`."""
         head = self._weights.head
         if not isinstance(head, torch.Tensor):
             return head.multiply(self._operators, hidden, None, out=out)

@@ -47,6 +47,10 @@ class Operators:
     """`(rows, experts, experts a row, device)`: what `route_experts` writes its choices to."""
     make_sample_scratch: Callable[[int, int, torch.device], Any]
     """`(rows, vocab, device)`: what `sample` writes what is left of a distribution to."""
+    invariant_linear: Operator | None = None
+    """The product of the batch-invariant step (batch_invariant.py), whose other operators have one order of
+    sums then, too; None: products are chosen by their rows.
+    """
 
 
 def triton_operators() -> Operators:

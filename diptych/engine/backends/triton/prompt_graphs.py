@@ -46,6 +46,8 @@ and those beyond the contexts end at once.
 RECORDING_S = 6.0
 """Time after which no further step is recorded: what is left stays eager."""
 _WATCH_S = 2e-4
+_FIRST = -1
+"""Priority of a stream before those of steps; torch takes any below 0 for a higher one."""
 
 
 def token_buckets(most_tokens: int) -> list[int]:
@@ -88,7 +90,8 @@ class PromptGraphs:
         width = layout.blocks_for(min(context, max(self._contexts.values())))
         self._fields = PromptFields(most_tokens, _SEVERAL, width, layout, device)
         self._buffers = layers.buffers(most_tokens)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of the highest priority: the few bytes of an abort are not to wait behind the step that they stop.
+        self._side = torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         """Steps by tokens and sequences."""
         layers.rotary.reach(context)  # a graph keeps the table that it was recorded with
