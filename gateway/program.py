@@ -24,9 +24,11 @@ from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
 from gateway.adapter_service import read_configured
 from gateway.call import Calls
-from gateway.config import GatewaySettings
+from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
 from gateway.gauges import bind_gauges
+from gateway.images.fetcher import ImageFetcher
+from gateway.images.url_rules import UrlRules
 from gateway.listeners import Listeners, ServedParts
 from gateway.load_models import LoadedModel
 from gateway.model.aliases import BadAlias
@@ -80,6 +82,7 @@ class Gateway:
         self.unread_output = UnreadOutput(reader_limits, self.metrics, self._heap)
         self.tokenizer_pool = TokenizerPool()
         self._grammars = GrammarCheck()
+        self.image_fetcher = _fetcher(settings, self.metrics)
         self._changed = asyncio.Event()
         shared = SharedParts(
             settings,
@@ -91,6 +94,7 @@ class Gateway:
             self.unread_output,
             self.tokenizer_pool,
             self._grammars,
+            self.image_fetcher,
             self._access.tenants,
             WorkerFileReader(settings.workers_fd).workers,
         )
@@ -246,6 +250,8 @@ class Gateway:
         await self.models.close()
         await self._grammars.close()
         self.tokenizer_pool.close()
+        if self.image_fetcher is not None:
+            self.image_fetcher.close()
         await self.mirror.close()
         await self._listeners.close()
         await asyncio.to_thread(self.telemetry.stop)
@@ -278,6 +284,16 @@ class Gateway:
             heap=self._heap,
             journal=self._journal,
         )
+
+
+def _fetcher(settings: GatewaySettings, metrics: GatewayMetrics) -> ImageFetcher | None:
+    """Return what fetches remote images; None where no host is listed."""
+    if not (hosts := listed(settings.allow_image_urls)):
+        return None
+    count = metrics.image_fetches
+    return ImageFetcher(
+        UrlRules(hosts), settings.image_url_timeout, lambda outcome: count.labels(outcome).inc()
+    )
 
 
 def _tokens(settings: GatewaySettings) -> tuple[TokenVerifier | None, FileKeys | UrlKeys | None]:
