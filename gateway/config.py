@@ -15,6 +15,7 @@ from gateway.access.access_log import check_path
 from gateway.access.jwt_rules import JwtRules
 from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
+from gateway.images.url_rules import UrlRules
 from gateway.model.aliases import ModelAlias, parse_aliases
 from gateway.model.named_models import NamedModel, parse_models
 from gateway.model.small_requests import parse_small_requests
@@ -245,6 +246,15 @@ class GatewaySettings(ProgramSettings):
     image_memory_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
         512, "MiB of pixels of running requests that the gateway holds.", section="Images"
     )
+    allow_image_urls: str = setting(
+        "",
+        "Hosts whose images are fetched for callers, separated by commas or blanks: NAME, *.NAME for all "
+        "below it, each with :PORT, or *; private addresses never. Default: none.",
+        section="Images",
+    )
+    image_url_timeout: Annotated[float, Field(gt=0, le=60)] = setting(
+        5.0, "Seconds within which a remote image must have come.", section="Images"
+    )
     local_prefill: Literal["auto", "always", "never"] = setting(
         "auto",
         "Prompts with few new tokens that their decode worker computes itself: auto, those that are done "
@@ -356,6 +366,12 @@ class GatewaySettings(ProgramSettings):
     def _fallback_is_a_server(cls, value: str | None) -> str | None:
         if value is not None and not (_ORIGIN.match(value) and value.startswith(("http://", "https://"))):
             raise ValueError("must be an http or https URL, such as https://api.example.org/v1")
+        return value
+
+    @field_validator("allow_image_urls")
+    @classmethod
+    def _image_hosts_are_rules(cls, value: str) -> str:
+        UrlRules(listed(value))
         return value
 
     @field_validator("small_requests")

@@ -11,6 +11,7 @@ from diptych.runtime.model_files import fetched_model
 from diptych.runtime.settings import StartupError
 from gateway.config import GatewaySettings, listed
 from gateway.images.decoder import ImageDecoder
+from gateway.images.fetcher import ImageFetcher
 from gateway.images.intake import ImageIntake, ImageLimits
 from gateway.model.named_models import NamedModel
 from gateway.model.served_model import ServedModel
@@ -62,7 +63,9 @@ def load_model(settings: GatewaySettings, named: NamedModel) -> LoadedModel:
         raise StartupError(str(error)) from error
 
 
-def image_intake(model: ServedModel, settings: GatewaySettings) -> ImageIntake:
+def image_intake(
+    model: ServedModel, settings: GatewaySettings, fetcher: ImageFetcher | None = None
+) -> ImageIntake:
     """Return what takes the images of requests for ``model``; of a model of text it refuses them."""
     limits = ImageLimits(settings.max_images, settings.max_image_mib << 20, settings.image_memory_mib << 20)
     if model.images is None:
@@ -71,4 +74,4 @@ def image_intake(model: ServedModel, settings: GatewaySettings) -> ImageIntake:
         why = "images need the extra `vision`: pip install 'diptych[vision]'"
         _log.warning("requests with images are refused: %s", why)
         return ImageIntake(None, limits, why)
-    return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits)
+    return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits, fetcher=fetcher)

@@ -30,6 +30,7 @@ from gateway.admission.queue import AdmissionQueue
 from gateway.admission.wait import MaxQueueDelay
 from gateway.config import GatewaySettings
 from gateway.generate import Generator
+from gateway.images.fetcher import ImageFetcher
 from gateway.load_models import LoadedModel, image_intake
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.resume_token import ResumeTokens
@@ -52,6 +53,7 @@ class SharedParts:
     """Parts of a gateway that all its models use.
 
     Args:
+        image_fetcher: None where no remote images are fetched.
         tenants: returns how many there are.
         local_workers: returns the workers that the gateway's own supervisor knows to serve.
     """
@@ -65,6 +67,7 @@ class SharedParts:
     unread_output: UnreadOutput
     tokenizer_pool: TokenizerPool
     grammars: GrammarCheck
+    image_fetcher: ImageFetcher | None
     tenants: Callable[[], int]
     local_workers: Callable[[], list[WorkerRecord]]
 
@@ -117,7 +120,7 @@ class ModelCore:
         self.tokens = ResumeTokens(
             settings.secret_bytes, self.digest, wall_clock=time.time, several=neighbours.several
         )
-        images = image_intake(self.model, settings)
+        images = image_intake(self.model, settings, shared.image_fetcher)
         self.request_parser = RequestParser(
             self.model,
             shared.tokenizer_pool,

@@ -26,9 +26,11 @@ from gateway.access.shared_quota.leases import QuotaLeases
 from gateway.access.shared_quota.store import PoolStore
 from gateway.adapter_service import read_configured
 from gateway.call import Calls
-from gateway.config import GatewaySettings
+from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
 from gateway.gauges import bind_gauges
+from gateway.images.fetcher import ImageFetcher
+from gateway.images.url_rules import UrlRules
 from gateway.listeners import Listeners, ServedParts
 from gateway.load_models import LoadedModel
 from gateway.model.aliases import BadAlias
@@ -83,6 +85,7 @@ class Gateway:
         self.unread_output = UnreadOutput(reader_limits, self.metrics, self._heap)
         self.tokenizer_pool = TokenizerPool()
         self._grammars = GrammarCheck()
+        self.image_fetcher = _fetcher(settings, self.metrics)
         self._changed = asyncio.Event()
         shared = SharedParts(
             settings,
@@ -94,6 +97,7 @@ class Gateway:
             self.unread_output,
             self.tokenizer_pool,
             self._grammars,
+            self.image_fetcher,
             self._access.tenants,
             WorkerFileReader(settings.workers_fd).workers,
         )
@@ -252,6 +256,8 @@ class Gateway:
         await self._grammars.close()
         self.tokenizer_pool.close()
         await self._quotas.close()
+        if self.image_fetcher is not None:
+            self.image_fetcher.close()
         await self.mirror.close()
         await self._listeners.close()
         await asyncio.to_thread(self.telemetry.stop)
@@ -284,6 +290,16 @@ class Gateway:
             heap=self._heap,
             journal=self._journal,
         )
+
+
+def _fetcher(settings: GatewaySettings, metrics: GatewayMetrics) -> ImageFetcher | None:
+    """Return what fetches remote images; None where no host is listed."""
+    if not (hosts := listed(settings.allow_image_urls)):
+        return None
+    count = metrics.image_fetches
+    return ImageFetcher(
+        UrlRules(hosts), settings.image_url_timeout, lambda outcome: count.labels(outcome).inc()
+    )
 
 
 def _tokens(settings: GatewaySettings) -> tuple[TokenVerifier | None, FileKeys | UrlKeys | None]:

@@ -195,8 +195,8 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     system: Annotated[str | None, typer.Option(callback=utf8, help="System turn of the chat.")] = None,
     image: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Image ahead of the prompt; may be repeated."),
+        list[str] | None,
+        typer.Option(help="Image ahead of the prompt, a file or an http(s) URL; may be repeated."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(callback=utf8, help="Served name; default: the server's first.")
@@ -220,12 +220,16 @@ def generate(
     DIPTYCH_API_KEY is the key, if it wants one; DIPTYCH_CA_FILE turns TLS on, and a client's own certificate
     is in DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE.
     """
-    from diptych.cli.generate_command import BadQuestion, Question, ask, read_prompt
+    from diptych.cli.generate_command import BadQuestion, Question, ask, read_image, read_prompt
 
     try:
         text = read_prompt(sys.stdin.buffer) if prompt == "-" else prompt
     except BadQuestion as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
+    try:
+        images = tuple(map(read_image, image or ()))
+    except BadQuestion as error:
+        raise typer.BadParameter(str(error), param_hint="--image") from None
     if image and raw:
         raise typer.BadParameter("images are shown in a chat: not with --raw", param_hint="--image")
     question = Question(
@@ -246,7 +250,7 @@ def generate(
             }.items()
             if value is not None
         },
-        images=tuple(path.read_bytes() for path in image or ()),
+        images=images,
     )
     raise typer.Exit(ask(address, question, stream=stream, timings=timings))
 

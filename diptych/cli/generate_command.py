@@ -4,13 +4,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
 
 from diptych.cli.retry import call_with_retries
-from diptych.client import CallFailed, Chunk, Client, Completion, Prompt, Timings, Usage, chat
+from diptych.client import CallFailed, Chunk, Client, Completion, ImageUrl, Prompt, Timings, Usage, chat
 from diptych.client.credentials import Access
 
 Say = Callable[[str], None]
@@ -28,6 +29,16 @@ def read_prompt(source: BinaryIO) -> str:
         raise BadQuestion(f"standard input is not UTF-8: byte {error.start} is {error.reason}") from None
 
 
+def read_image(place: str) -> bytes | ImageUrl:
+    """Return the file at a path, or the URL that it is. Raises BadQuestion for a file that cannot be read."""
+    if place.startswith(("http://", "https://")):
+        return ImageUrl(place)
+    try:
+        return Path(place).read_bytes()
+    except OSError as error:
+        raise BadQuestion(f"{place}: {error.strerror}") from None
+
+
 @dataclass(frozen=True)
 class Question:
     """A prompt and how to answer it; `options` are those of the client that were given."""
@@ -38,7 +49,7 @@ class Question:
     model: str | None
     timeout_s: float | None
     options: dict[str, Any]
-    images: tuple[bytes, ...] = ()
+    images: tuple[bytes | ImageUrl, ...] = ()
 
     def as_prompt(self) -> Prompt:
         return self.prompt if self.raw else chat(self.prompt, images=self.images, system=self.system)

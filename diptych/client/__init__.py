@@ -25,7 +25,7 @@ from typing import Any
 from diptych.client.aio_client import AsyncClient, AsyncStream
 from diptych.client.completion import Received
 from diptych.client.failure import CallFailed
-from diptych.client.options import Message, Options, Prompt, Tool
+from diptych.client.options import ImageUrl, Message, Options, Prompt, Tool
 from diptych.client.results import (
     Choice,
     Chunk,
@@ -48,6 +48,7 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "ImageUrl",
     "Message",
     "Model",
     "Options",
@@ -66,11 +67,15 @@ __all__ = [
 
 
 def chat(
-    user: str, *, images: Sequence[bytes] = (), system: str | None = None, history: Sequence[Any] = ()
+    user: str,
+    *,
+    images: Sequence[bytes | ImageUrl] = (),
+    system: str | None = None,
+    history: Sequence[Any] = (),
 ) -> list[Message]:
     """Return the turns of a chat that ends with what the user says now.
 
-    `images` are files of PNG, JPEG, WebP or GIF images, which come before the text.
+    `images` are files of PNG, JPEG, WebP or GIF images, or their addresses, which come before the text.
     """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return [*first, *history, {"role": "user", "content": [*images, user] if images else user}]

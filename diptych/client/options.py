@@ -13,15 +13,23 @@ Schema = str | Mapping[str, Any]
 """A JSON schema, as text or as the object that it is."""
 
 
+@dataclass(frozen=True)
+class ImageUrl:
+    """Address of an image that the server is to fetch, by http or https."""
+
+    url: str
+
+
 class Message(TypedDict, total=False):
     """Turn of a conversation: {"role": "user", "content": "…"}.
 
-    A content with images is a list of texts and of the images' files, as bytes: ["What is this?", file].
+    A content with images is a list of texts and of the images' files, as bytes: ["What is this?", file]. In
+    place of a file may be an `ImageUrl`, where the server fetches from its host.
     An assistant's turn may have the tool calls of an earlier answer, a tool's the id of the call it answers.
     """
 
     role: str
-    content: str | Sequence[str | bytes]
+    content: str | Sequence[str | bytes | ImageUrl]
     name: str
     tool_calls: Sequence[ToolCall]
     tool_call_id: str
@@ -151,12 +159,14 @@ def _turn(turn: Mapping[str, Any]) -> pb.ChatMessage:
     return pb.ChatMessage(**fields, tool_calls=calls, parts=parts)
 
 
-def _part(part: str | bytes) -> pb.ContentPart:
+def _part(part: str | bytes | ImageUrl) -> pb.ContentPart:
     if isinstance(part, str):
         return pb.ContentPart(text=part)
     if isinstance(part, bytes):
         return pb.ContentPart(image=pb.Image(data=part))
-    raise TypeError("parts of a content are texts, and the files of images as bytes")
+    if isinstance(part, ImageUrl):
+        return pb.ContentPart(image=pb.Image(url=part.url))
+    raise TypeError("parts of a content are texts, files of images as bytes, and ImageUrl")
 
 
 def _set_constraint(target: pb.StructuredOutput, given: Mapping[str, Any]) -> None:

@@ -35,6 +35,14 @@ def bound_process(memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the gateway's business
 
 
+def bound_data(more_bytes: int) -> None:
+    """Bound the private memory of this process to so much more than it has: beyond it is a MemoryError."""
+    with open("/proc/self/statm") as counts:
+        pages = int(counts.read().split()[5])
+    most = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
     """Let the kernel end this process, with SIGPROF, after so much processor time inside."""

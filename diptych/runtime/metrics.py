@@ -221,6 +221,12 @@ class GatewayMetrics(RoleMetrics):
             ["status"],
             registry=registry,
         )
+        self.image_fetches = Counter(
+            "diptych_image_fetches",
+            "URLs of images by outcome: fetched, or refused for any reason",
+            ["outcome"],
+            registry=registry,
+        )
         self.slow_readers = Counter(
             "diptych_slow_readers",
             "Streams ended because the client did not read them, by the limit that was exceeded",

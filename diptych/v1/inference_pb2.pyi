@@ -132,12 +132,14 @@ class ContentPart(_message.Message):
     def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("data", "media_type")
+    __slots__ = ("data", "media_type", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     media_type: str
-    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters_json_schema")

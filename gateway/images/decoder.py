@@ -24,6 +24,10 @@ MAX_WAITING: Final = 64
 """Images of one tenant that wait for the child."""
 
 
+REFUSED_S: Final = 0.05
+"""Time after a refused file before its tenant's next one, so that a flood of them costs others little."""
+
+
 class RefusedImage(Exception):
     """An image that is not decoded; the message follows the name of its field."""
 
@@ -61,10 +65,15 @@ class ImageDecoder:
             raise QueueFull()
         turn.waiting += 1
         try:
-            async with turn.lock, self._next:
-                if self._closed:
-                    raise Draining()
-                return await self._ask(data, media_type)
+            async with turn.lock:
+                try:
+                    async with self._next:
+                        if self._closed:
+                            raise Draining()
+                        return await self._ask(data, media_type)
+                except RefusedImage:
+                    await asyncio.sleep(REFUSED_S)
+                    raise
         finally:
             turn.waiting -= 1
 

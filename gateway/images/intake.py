@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from diptych.runtime.errors import ImageMemory, InvalidParameter, UnsupportedFea
 from diptych.runtime.images.media_types import MEDIA_TYPES
 from diptych.v1 import inference_pb2 as pb
 from gateway.images.decoder import ImageDecoder, RefusedImage
+from gateway.images.download import ByteBudget
+from gateway.images.fetcher import ImageFetcher
+from gateway.images.url_rules import RefusedUrl
 from gateway.model.images import PreparedImage
 
 TEXT_ONLY: Final = "this model reads text only"
@@ -31,9 +35,19 @@ class ImageLimits:
 class ImageIntake:
     """Takes the images of all requests of a gateway."""
 
-    def __init__(self, decoder: ImageDecoder | None, limits: ImageLimits, why_none: str = TEXT_ONLY) -> None:
-        """Take images with ``decoder``; without one all are refused, with the words ``why_none``."""
+    def __init__(
+        self,
+        decoder: ImageDecoder | None,
+        limits: ImageLimits,
+        why_none: str = TEXT_ONLY,
+        fetcher: ImageFetcher | None = None,
+    ) -> None:
+        """Take images with ``decoder``; without one all are refused, with the words ``why_none``.
+
+        Remote ones are fetched with ``fetcher``; without one they are refused.
+        """
         self._decoder = decoder
+        self._fetcher = fetcher
         self._limits = limits
         self._why_none = why_none
         self._held_bytes = 0
@@ -59,26 +73,34 @@ class ImageIntake:
         decoder = self._decoder
         if decoder is None:
             raise UnsupportedFeature(found[0][0], self._why_none)
-        self._check(found)
         made: dict[tuple[bytes, str], PreparedImage] = {}
-        for field, image in found:
-            key = image.data, image.media_type
+        order = []
+        for field, data, media_type in await self._files(found, self._check(found), tenant):
+            key = data, media_type
+            order.append(key)
             if key in made:
                 continue
             try:
-                made[key] = await decoder.decode(image.data, image.media_type, tenant)
+                made[key] = await decoder.decode(data, media_type, tenant)
             except RefusedImage as refused:
                 raise InvalidParameter(field, str(refused)) from None
             self._hold(made[key])
-        return tuple(made[image.data, image.media_type] for _, image in found)
+        return tuple(made[key] for key in order)
 
-    def _check(self, found: list[tuple[str, pb.Image]]) -> None:
+    def _check(self, found: list[tuple[str, pb.Image]]) -> int:
+        """Return how many bytes images may have that are still to be fetched."""
         limits = self._limits
         if len(found) > limits.count:
             raise InvalidParameter(found[limits.count][0], f"a request may have {limits.count} images")
         left = limits.file_bytes
         for field, image in found:
-            if not image.data:
+            if image.url and image.data:
+                raise InvalidParameter(field, "has data and a url: give one")
+            if image.url and self._fetcher is None:
+                raise UnsupportedFeature(
+                    f"{field}.url", "this server fetches no images: send the file itself"
+                )
+            if not (image.data or image.url):
                 raise InvalidParameter(field, "has no data")
             if image.media_type and image.media_type not in MEDIA_TYPES:
                 raise InvalidParameter(f"{field}.media_type", f"must be {', '.join(MEDIA_TYPES)}")
@@ -87,6 +109,35 @@ class ImageIntake:
                 raise InvalidParameter(
                     field, f"a request's images may have {limits.file_bytes} bytes together"
                 )
+        return left
+
+    async def _files(
+        self, found: list[tuple[str, pb.Image]], num_bytes: int, tenant: str
+    ) -> list[tuple[str, bytes, str]]:
+        """Return field, file and media type of each image; those at URLs, `num_bytes` together, fetched."""
+        remote = {image.url: f"{field}.url" for field, image in reversed(found) if image.url}
+        budget = ByteBudget(num_bytes)
+        tasks = {
+            url: asyncio.create_task(self._fetched(url, field, budget, tenant), name="image url")
+            for url, field in remote.items()
+        }
+        try:
+            await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return [
+            (field, tasks[image.url].result() if image.url else image.data, image.media_type)
+            for field, image in found
+        ]
+
+    async def _fetched(self, url: str, field: str, budget: ByteBudget, tenant: str) -> bytes:
+        if self._fetcher is None:
+            raise RuntimeError("no images are fetched")
+        try:
+            return await self._fetcher.fetch(url, budget, tenant)
+        except RefusedUrl as refused:
+            raise InvalidParameter(field, str(refused)) from None
 
     def _hold(self, image: PreparedImage) -> None:
         """Count an image's pixels for as long as it lives."""

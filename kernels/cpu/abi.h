@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 23
+#define DIPTYCH_ABI_VERSION 25
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -205,6 +205,11 @@ struct DiptychBatch {
     const float *enters;           // [sum of counts, hidden] the residual stream that enters a share's layers where these
                                    // are not the model's first; else null
     float *leaves;                 // the same where it leaves them and they are not the last, and no logits are wanted
+    int32_t image_layers;          // first layers, behind each of which the residual stream takes rows of `images`; 0: none
+    int32_t image_rows;            // rows there
+    int64_t image_stride;          // numbers from one row to the next, at least image_layers * hidden
+    const int32_t *image_places;   // [sum of counts] a token's row, or -1
+    const float *images;           // [image_rows][image_layers][hidden], or null
 };
 
 // A part of a change, for one of the matrices that a product joins.

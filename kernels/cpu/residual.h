@@ -18,7 +18,17 @@ struct Update {
     bool experts = false;  // in the places of experts, too
     bool parts = false;    // in the slots of all ranks' exchange
     const std::vector<float> *norm = nullptr;  // of the sum, or none
+    int behind = -1;  // the layer that it ends, behind which rows of images may be added, too
 };
+
+// Adds what a row of an image brings behind a layer (Qwen3-VL: "DeepStack", Meng et al. 2024).
+inline void add_image_row(const StepState &step, int layer, int64_t row, float *hidden) {
+    const DiptychBatch &batch = step.batch;
+    if (layer < 0 || layer >= batch.image_layers || batch.image_places[row] < 0) return;
+    int64_t width = step.model->shape.hidden;
+    const float *from = batch.images + batch.image_places[row] * batch.image_stride + layer * width;
+    for (int64_t i = 0; i < width; i++) hidden[i] += from[i];
+}
 
 // The outputs of a row's experts in ascending order, and then what is in its update already; `gate`: its factor.
 inline void add_experts(const StepState &step, int64_t place, bool has_update, float *to) {
@@ -82,6 +92,7 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
         auto *to = normed + place * step.hidden_stride;
         float *row = step.hidden_row(set.row(place));
         add_update(step, update, place, row);
+        add_image_row(step, update.behind, set.row(place), row);
         norm_row(shape, row, weight, to);
         if (wide != nullptr) norm_row(shape, row, weight, wide + place * step.hidden_stride);
         ready_row<Kind>(step, to, place, step.hidden_stride);

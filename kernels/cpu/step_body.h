@@ -116,6 +116,7 @@ void run_head(StepState &step, const Update &update) {
     share_rows(step, RowGroups(step, wanted, Kind::kRows), 1, [&](int64_t i) {
         float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
         add_update(step, update, i, row);  // the last layer's places are those of the wanted rows
+        add_image_row(step, update.behind, step.wanted[static_cast<size_t>(i)].row, row);
         norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
         if (step.batch.hidden != nullptr) {
             float *to = step.batch.hidden + i * model.shape.hidden;
@@ -202,6 +203,7 @@ void run_layers(StepState &step, int rank) {
         });
         update = Sums::add_attention(step, set, layer, index, rank);
         update = Sums::run_feed_forward(step, set, layer, index, update, rank);
+        update.behind = index;
     }
     step.batch.leaves == nullptr ? run_head<Kind>(step, update) : leave_rows<Kind>(step, update);
     Sums::end(step, rank);

@@ -67,6 +67,26 @@ std::string refused_places(const DiptychModel &model, const DiptychBatch &batch)
     return "";
 }
 
+// Rows of images must be there for each token that has one.
+std::string refused_images(const DiptychModel &model, const DiptychBatch &batch, int64_t tokens) {
+    if (batch.image_layers == 0) return "";
+    if (model.share) return "a share of a model takes no rows of images behind layers";
+    if (batch.image_layers < 0 || batch.image_layers > model.shape.layers) {
+        return "rows of images behind " + std::to_string(batch.image_layers) + " layers";
+    }
+    if (batch.images == nullptr || batch.image_places == nullptr ||
+        batch.image_stride < static_cast<int64_t>(batch.image_layers) * model.shape.hidden) {
+        return "rows of images are missing";
+    }
+    for (int64_t i = 0; i < tokens; i++) {
+        if (batch.image_places[i] < -1 || batch.image_places[i] >= batch.image_rows) {
+            return "row " + std::to_string(batch.image_places[i]) + " of " + std::to_string(batch.image_rows) +
+                   " rows of images";
+        }
+    }
+    return "";
+}
+
 // Room for the quantised inputs of a product: `rows` rows of up to `width` numbers. None where they are not quantised.
 struct Entries {
     Buffer memory;
@@ -217,6 +237,7 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
         windowed += window_entries(batch, s);
     }
     std::string found = refused_places(model, batch);
+    if (found.empty()) found = refused_images(model, batch, rows);
     if (found.empty() && model.share) found = refused_by_share(model, batch, rows);
     return found.empty() ? refused_adapters(model, batch) : found;
 }

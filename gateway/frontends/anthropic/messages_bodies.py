@@ -42,11 +42,12 @@ class TextBlock(OpenModel):
 
 
 class ImageSource(OpenModel):
-    """Image in base64. Sources of other types are refused where the block is read."""
+    """Image in base64, or at a URL. Sources of other types are refused where the block is read."""
 
     type: Text
     media_type: Text | None = None
     data: Text | None = None
+    url: Text | None = None
 
 
 class ImageBlock(OpenModel):

@@ -133,13 +133,19 @@ def _put_text(text: str, made: pb.ChatMessage, *, shows: bool) -> None:
 def _put_image(path: str, block: ImageBlock, made: pb.ChatMessage, builder: RequestBuilder) -> None:
     """Add an image to a turn, the last one. Raises InvalidParameter or UnsupportedFeature."""
     source, own = block.source, f"{path}.source"
-    if source.type != "base64":
-        raise UnsupportedFeature(f"{own}.type", "must be base64: this server fetches and keeps no images")
-    if source.data is None:
-        raise InvalidParameter(f"{own}.data", "is required")
+    if source.type not in ("base64", "url"):
+        raise UnsupportedFeature(f"{own}.type", "must be base64 or url: this server keeps no images")
     known = f"chat.messages[{len(builder.request.chat.messages) - 1}].parts[{len(made.parts)}].image"
     builder.names[known] = own
-    put_base64(f"{own}.data", source.data, (source.media_type or "").lower(), made.parts.add().image)
+    image = made.parts.add().image
+    if source.type == "url":
+        if not source.url:
+            raise InvalidParameter(f"{own}.url", "is required")
+        image.url = source.url
+        return
+    if source.data is None:
+        raise InvalidParameter(f"{own}.data", "is required")
+    put_base64(f"{own}.data", source.data, (source.media_type or "").lower(), image)
 
 
 def _arguments(path: str, value: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from diptych.runtime.errors import (
 )
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.frontends.kserve.images import IMAGE, put_turn
 from gateway.frontends.kserve.parameters import boolean, gather, one_text, put_all, unquoted
 from gateway.frontends.kserve.tensors import Tensor, read_inputs, refuse_parameters
 from gateway.request.json_values import integer, token_ids
@@ -61,7 +62,11 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> InferGen
     if len(prompts) != 1:
         raise InvalidParameter("inputs", f"must have exactly one of {', '.join(_PROMPTS)}")
     (prompt,) = prompts
-    _put_prompt(request, prompt)
+    images = inputs.pop(IMAGE, None)
+    if images is None:
+        placed = _put_prompt(request, prompt)
+    else:
+        placed = put_turn(request, prompt, images)
     found = gather(message, inputs)
     path, value = found.pop("stream", ("", streaming))
     stream = boolean(path, value)
@@ -73,7 +78,7 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> InferGen
         path, value = found.pop("exclude_input_in_output")
         if not boolean(path, value):
             raise UnsupportedFeature(path, "the prompt is not repeated in the output")
-    names = {**_PATHS, "text": prompt.path, "token_ids.ids": prompt.path, **put_all(request, found)}
+    names = {**placed, **_PATHS, **put_all(request, found)}
     outputs = _outputs(message)
     request.response.timings = False
     request.response.text = "text_output" in outputs
@@ -102,13 +107,15 @@ def with_client_field(error: DiptychError, names: dict[str, str]) -> DiptychErro
     return error
 
 
-def _put_prompt(request: pb.GenerateRequest, tensor: Tensor) -> None:
+def _put_prompt(request: pb.GenerateRequest, tensor: Tensor) -> dict[str, str]:
+    """Set the prompt. Returns path of the core's field → path in the client's message."""
     if tensor.datatype == "BYTES":
         request.text = one_text(tensor)
     elif tensor.datatype in ("INT32", "INT64", "UINT32", "UINT64"):
         request.token_ids.ids.extend(token_ids(tensor.path, tensor.values))
     else:
         raise InvalidParameter(f"{tensor.path}.datatype", "must be BYTES, INT32, INT64, UINT32 or UINT64")
+    return {"text": tensor.path, "token_ids.ids": tensor.path}
 
 
 def _outputs(message: oip.ModelInferRequest) -> frozenset[str]:

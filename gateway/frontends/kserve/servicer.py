@@ -23,6 +23,7 @@ from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
 from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.frontends.kserve import answer
+from gateway.frontends.kserve.images import IMAGE
 from gateway.frontends.kserve.request import (
     OUTPUTS,
     VERSION,
@@ -87,10 +88,12 @@ class KServeServicer:
         return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, call: GrpcCall) -> Message:
-        _, name = self._find(request.name, request.version, call)
+        core, name = self._find(request.name, request.version, call)
         metadata = oip.ModelMetadataResponse(name=name, versions=[VERSION], platform="diptych")
         for name, datatype, size in _INPUTS:
             metadata.inputs.add(name=name, datatype=datatype, shape=[size])
+        if core.model.images is not None:
+            metadata.inputs.add(name=IMAGE, datatype="BYTES", shape=[-1])
         for name, datatype in OUTPUTS.items():
             metadata.outputs.add(name=name, datatype=datatype, shape=[-1])
         return metadata

@@ -141,7 +141,7 @@ class CallOfTool(OpenModel):
 
 
 class ImageUrl(OpenModel):
-    """Image as a data URL: ``data:image/png;base64,…``."""
+    """Image as a data URL, ``data:image/png;base64,…``, or at an http or https URL of an allowed host."""
 
     url: Text
     detail: Text | None = None

@@ -1,4 +1,4 @@
-"""Images in bodies: data URLs. A remote one is refused: this server fetches nothing for its callers."""
+"""Images in bodies: data URLs, and remote ones, which are fetched or refused where images are decoded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _JPG: Final = {"image/jpg": "image/jpeg"}
 
 
 def put_image(path: str, url: str, image: pb.Image) -> None:
-    """Read the data URL at ``path`` into ``image``. Raises InvalidParameter or UnsupportedFeature."""
+    """Read the URL at ``path`` into ``image``. Raises InvalidParameter."""
+    if url[:8].lower().startswith(("http://", "https://")):
+        image.url = url
+        return
     head = _HEAD.match(url[:_LONGEST_HEAD])
     if head is None:
-        if url.lower().startswith(("http:", "https:")):
-            raise UnsupportedFeature(path, "must be a data URL: this server fetches no images")
-        raise InvalidParameter(path, "must be a data URL, data:image/png;base64,…")
+        raise InvalidParameter(path, "must be a data URL, data:image/png;base64,…, or an http or https URL")
     media_type, encoded = (head[1] or "").lower(), head[2]
     if encoded is None:
         raise InvalidParameter(path, "must be in base64: data:image/png;base64,…")

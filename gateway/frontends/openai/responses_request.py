@@ -126,7 +126,8 @@ def _put_parts(path: str, parts: list[TextPart], builder: RequestBuilder) -> Non
         if part.image_url is None:
             raise InvalidParameter(f"{own}.image_url", "is required")
         known = f"chat.messages[{len(messages) - 1}].parts[{len(messages[-1].parts)}].image"
-        builder.names = {known: f"{own}.image_url", **builder.names}  # before that of the turn
+        own_names = {known: f"{own}.image_url", f"{known}.url": f"{own}.image_url"}
+        builder.names = {**own_names, **builder.names}  # before those of the turn
         check_detail(f"{own}.detail", part.detail)
         put_image(f"{own}.image_url", part.image_url, messages[-1].parts.add().image)
 

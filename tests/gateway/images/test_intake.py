@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from diptych.runtime.errors import Draining, ImageMemory, InvalidParameter, Unsu
 from diptych.v1 import inference_pb2 as pb
 from gateway.images.decoder import ImageDecoder
 from gateway.images.intake import ImageIntake, ImageLimits
-from tests.diptych.runtime.images.test_decode import bomb
+from tests.diptych.runtime.images.test_decode import bomb, clear
 from tests.vision_models import picture, png
 
 HALF = (0.5, 0.5, 0.5)
@@ -25,6 +27,12 @@ def chat(*files: bytes, media_type: str = "") -> pb.ChatPrompt:
     parts = [pb.ContentPart(text="What?")]
     parts += [pb.ContentPart(image=pb.Image(data=data, media_type=media_type)) for data in files]
     return pb.ChatPrompt(messages=[pb.ChatMessage(role="user", parts=parts)])
+
+
+def peak_kib(pid: int) -> int:
+    """Return the most memory that a process took."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 @pytest.fixture
@@ -71,6 +79,36 @@ async def test_an_image_that_comes_twice_is_decoded_and_held_once(intake: ImageI
     gc.collect()
     assert intake.held_bytes == 0
     assert len(await intake.prepare(chat(b), "tenant")) == 1
+
+
+async def test_memory_of_an_image_is_bounded_by_its_pixels() -> None:
+    """A palette's transparent colour is never there as a whole but in its first and its last form."""
+    intake = ImageIntake(ImageDecoder(SPEC, 36_000_000), LIMITS)
+    decoder = intake._decoder
+    assert decoder is not None
+    await intake.prepare(chat(clear(4000, 3000)), "tenant")
+    process = decoder.process
+    assert process is not None
+    assert peak_kib(process.pid) < 160 << 10
+    await intake.close()
+    square = ImageIntake(ImageDecoder(replace(SPEC, pads=True), 36_000_000), LIMITS)
+    with pytest.raises(InvalidParameter, match="takes too much memory"):
+        await square.prepare(chat(clear(20_000, 100)), "tenant")
+    await square.close()
+
+
+async def test_a_refused_file_delays_its_tenant_and_no_other(
+    intake: ImageIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.images.decoder.REFUSED_S", 3600.0)
+    first, second = (asyncio.create_task(intake.prepare(chat(bomb()), "greedy")) for _ in range(2))
+    assert len(await intake.prepare(chat(png(picture(1, 20, 20))), "other")) == 1
+    assert not first.done()
+    assert not second.done()
+    for task in (first, second):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert len(await intake.prepare(chat(png(picture(1, 20, 20))), "greedy")) == 1
 
 
 async def test_a_lost_child_is_replaced_and_the_image_decoded(intake: ImageIntake) -> None:

@@ -18,9 +18,11 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter
 from diptych.engine.backends.native.batch import (
+    GivenRows,
     NativeBatch,
     NativeError,
     Passing,
+    RowsBehind,
     Taps,
     native_batch,
     positions_of,
@@ -352,7 +354,9 @@ class NativeBackend:
         if given is None or self._ahead or len(ids) > self._shape.vocab_size:
             raise NativeError(f"a step of {len(ids)} tokens with embeddings of their own cannot be computed")
         table = self.embedding_rows(ids)
-        table[given[0]] = given[1].float() / self._shape.embedding_scale
+        hidden = self._shape.hidden_size
+        table[given[0]] = given[1][:, :hidden].float() / self._shape.embedding_scale
+        changed = GivenRows(_ends(sequences), RowsBehind.of(given, len(ids), hidden))
         own = table.to(self._dtype)
         numbered, begin = [], 0
         for step in sequences:
@@ -361,7 +365,7 @@ class NativeBackend:
             begin = end
         self._check(self._library.diptych_set_embedding(self._model, own.data_ptr()))
         try:
-            return self._step_of_ids(numbered, greedy, abort, _ends(sequences))
+            return self._step_of_ids(numbered, greedy, abort, changed)
         finally:
             before = None if self._embedding is None else self._embedding.data_ptr()
             self._check(self._library.diptych_set_embedding(self._model, before))
@@ -371,19 +375,19 @@ class NativeBackend:
         sequences: Sequence[SequenceStep],
         greedy: bytes,
         abort: AbortWords | None,
-        ends: Sequence[int] | None = None,
+        given: GivenRows = GivenRows(),  # noqa: B008  # it is immutable
     ) -> tuple[torch.Tensor, NativeBatch]:
         if any(step.grid is not None for step in sequences):
-            return self._step_on_grids(sequences, greedy, abort, ends)
+            return self._step_on_grids(sequences, greedy, abort, given)
         self._reach(positions_of(sequences))
-        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), ends), greedy)
+        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), given), greedy)
 
     def _step_on_grids(
         self,
         sequences: Sequence[SequenceStep],
         greedy: bytes,
         abort: AbortWords | None,
-        ends: Sequence[int] | None,
+        given: GivenRows,
     ) -> tuple[torch.Tensor, NativeBatch]:
         """Compute a step some of whose tokens have three positions: by rotary tables of its own, a row a
         token. It is no launched step, so that no other reads tables meanwhile.
@@ -395,7 +399,7 @@ class NativeBackend:
         turns = np.arange(positions.shape[-1])
         self._set_rotations(own, len(turns))
         try:
-            return self._run(self._batch(sequences, greedy, abort, turns, ends), greedy)
+            return self._run(self._batch(sequences, greedy, abort, turns, given), greedy)
         finally:
             self._set_rotations(self._rotary, self._positions)
 
@@ -405,7 +409,7 @@ class NativeBackend:
         greedy: bytes,
         abort: AbortWords | None,
         turns: npt.NDArray[np.int64] | None,
-        ends: Sequence[int] | None = None,
+        given: GivenRows = GivenRows(),  # noqa: B008  # it is immutable
         passing: Passing | None = None,
     ) -> NativeBatch:
         return native_batch(
@@ -414,7 +418,7 @@ class NativeBackend:
             abort,
             self._kept,
             turns,
-            ends,
+            given,
             hidden_size=self._hidden_size,
             taps=self._taps,
             passing=passing,

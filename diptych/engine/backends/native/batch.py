@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,47 @@ class Taps:
 
     layers: array[int]
     hidden_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowsBehind:
+    """Rows of images that the residual stream takes behind the first layers, one behind each (Qwen3-VL)."""
+
+    layers: int
+    places: array[int]
+    """Row of each token of the step, or -1."""
+    rows: torch.Tensor
+    """Float32 `[rows, (1 + layers) * hidden]`: first the embedding, then those of the layers."""
+
+    @classmethod
+    def of(cls, given: tuple[torch.Tensor, torch.Tensor], tokens: int, hidden_size: int) -> RowsBehind | None:
+        """Return them of what `given_embeddings` found in a step of so many tokens; None without any."""
+        places, rows = given
+        layers = rows.shape[1] // hidden_size - 1
+        if not layers:
+            return None
+        of_tokens = array("i", [-1]) * tokens
+        for row, place in enumerate(places.tolist()):
+            of_tokens[place] = row
+        return cls(layers, of_tokens, rows.float().contiguous())
+
+    @property
+    def address(self) -> int:
+        """Address of the first row's numbers behind the first layer."""
+        hidden_size = self.rows.shape[1] // (1 + self.layers)
+        return self.rows.data_ptr() + hidden_size * self.rows.itemsize
+
+
+class GivenRows(NamedTuple):
+    """What tokens with embeddings of their own change in a step beside these.
+
+    Args:
+        ends: the first positions that tokens do not see; None: those after their own.
+        behind: what the stream takes behind layers.
+    """
+
+    ends: Sequence[int] | None = None
+    behind: RowsBehind | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +100,14 @@ def native_batch(
     abort: AbortWords | None,
     dtype: torch.dtype,
     turns: npt.NDArray[np.int64] | None = None,
-    ends: Sequence[int] | None = None,
+    given: GivenRows = GivenRows(),  # noqa: B008  # it is immutable
     hidden_size: int | None = None,
     taps: Taps | None = None,
     view_offset: int = 0,
     passing: Passing | None = None,
 ) -> NativeBatch:
     """Lay out a batch for the native step; `greedy` has a byte a row of logits, and `turns` for each token
-    the row of the rotary tables, by default its position. `ends` are the first positions that tokens do not
-    see, by default those after their own.
+    the row of the rotary tables, by default its position.
 
     `dtype` is that of keys and values. A byte is 1 where the row's likeliest token is wanted and not the
     logits. With `hidden_size` there is memory for hidden rows of so many numbers, with `taps` for the inputs
@@ -102,8 +143,11 @@ def native_batch(
         arrays["adapters"] = array("i", [-1 if step.adapter is None else step.adapter for step in sequences])
     if turns is not None:
         arrays["turns"] = array("i", turns.tolist())
-    if ends is not None:
-        arrays["ends"] = array("i", ends)
+    if given.ends is not None:
+        arrays["ends"] = array("i", given.ends)
+    behind = given.behind
+    if behind is not None:
+        arrays["image_places"] = behind.places
     if any(step.parents is not None for step in sequences):
         arrays["parents"] = array("i", [parent for step in sequences for parent in _parents(step)])
     hidden = None if hidden_size is None else torch.zeros((len(greedy), hidden_size))
@@ -120,10 +164,14 @@ def native_batch(
         hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
         enters=None if passing is None or passing.enters is None else passing.enters.data_ptr(),
         leaves=None if passing is None or passing.leaves is None else passing.leaves.data_ptr(),
+        image_layers=0 if behind is None else behind.layers,
+        image_rows=0 if behind is None else len(behind.rows),
+        image_stride=0 if behind is None else behind.rows.shape[1],
+        images=None if behind is None else behind.address,
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, memories, taps, passing]
+    alive = [*arrays.values(), follows, abort, memories, taps, passing, given]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
     return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address, hidden, features)

@@ -18,8 +18,6 @@ def supports(shape: ModelShape) -> str | None:
 def _lacks(shape: ModelShape) -> Iterator[str]:
     if shape.latent is not None:
         yield "attention over latents"
-    if shape.deep_images:
-        yield "rows of images that enter after early layers"
     if shape.norm != "rms":
         yield "LayerNorm"
     if shape.norm_bias:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diptych.engine.backends.native.backend import NativeUnavailable
 from diptych.engine.batch import BatchError, EmbeddingRows, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import BackendChoice, load_model
@@ -23,8 +22,6 @@ from diptych.runtime.image_rows import ImageRows
 from tests import vision_models
 from tests.diptych.engine.vision.conftest import TEXT_HIDDEN, Vision
 
-IN_TORCH = ("qwen3_vl",)
-"""Families that the native step leaves to torch."""
 CLOSE, GREEDY, BLOCKS = 1e-4, 64, 40
 PICTURES = [vision_models.picture(1, 50, 40), vision_models.picture(2, 20, 70)]
 FOUR = [*PICTURES, vision_models.picture(3, 97, 31), vision_models.picture(4, 110, 120)]
@@ -48,10 +45,6 @@ def test_embeddings_equal_transformers_and_do_not_depend_on_the_neighbours(visio
     "backend", ["torch", "native", pytest.param("triton", marks=pytest.mark.full)]
 )  # triton runs in its interpreter where there is no GPU: minutes
 def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: BackendChoice) -> None:
-    if backend == "native" and vision.family in IN_TORCH:
-        with pytest.raises(NativeUnavailable, match="early layers"):
-            load_model(vision.folder, torch.float32, backend="native")
-        return
     inputs = vision.inputs(PICTURES)
     ids = inputs["input_ids"][0].tolist()
     with torch.inference_mode():
@@ -68,9 +61,14 @@ def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: Ba
         assert torch.allclose(logits, expected, rtol=0, atol=CLOSE)
     eos = vision.model.generation_config.eos_token_id
     assert greedy_tokens(runner, memory, ids, logits[-1], eos, spans) == wanted
-    # Controls: rows of the images shifted by one, and grids turned by a quarter.
+    # Controls: rows of the images shifted by one, those behind layers in another order, and grids turned by a
+    # quarter.
     shifted, _ = prefilled(runner, vision, ids, rows.roll(1, 0), 64, spans)
     assert not torch.allclose(shifted, expected, rtol=0, atol=CLOSE)
+    if rows.shape[1] > TEXT_HIDDEN:
+        first, *behind = rows.split(TEXT_HIDDEN, dim=1)
+        other, _ = prefilled(runner, vision, ids, torch.cat([first, *reversed(behind)], dim=1), 64, spans)
+        assert not torch.allclose(other, expected, rtol=0, atol=CLOSE)
     if vision.spec.whole:  # as if rows saw none behind them
         causal, _ = prefilled(runner, vision, ids, rows, 64, whole=False)
         assert not torch.allclose(causal, expected, rtol=0, atol=CLOSE)
@@ -81,8 +79,6 @@ def test_logits_and_greedy_tokens_equal_transformers(vision: Vision, backend: Ba
 
 
 def test_a_prompt_with_images_has_the_same_logits_beside_text(vision: Vision) -> None:
-    if vision.family in IN_TORCH:
-        pytest.skip("only the native step gives a row the same bits beside any other")
     ids = vision.inputs(PICTURES)["input_ids"][0].tolist()
     rows = vision.embeddings(*PICTURES)
     runner = Runner(load_model(vision.folder, torch.float32, backend="native"), 1)

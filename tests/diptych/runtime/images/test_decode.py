@@ -119,6 +119,17 @@ def test_transparent_palette_gray_and_cmyk_images_are_read() -> None:
         )
 
 
+def test_an_image_of_several_parts_has_the_pixels_of_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [picture(5, 61, 47).convert("RGBA"), picture(6, 47, 61).convert("P")]
+    found[0].putalpha(picture(7, 61, 47).convert("L"))
+    for image in found:
+        whole = decode(png(image), IDEFICS3, "", 10**6).tiles
+        for part in (1, 20, 100):
+            monkeypatch.setattr("diptych.runtime.images.decode._PART_PIXELS", part)
+            assert np.array_equal(decode(png(image), IDEFICS3, "", 10**6).tiles, whole)
+        monkeypatch.undo()
+
+
 def test_the_first_frame_of_an_animation_is_read() -> None:
     frames = [picture(seed, 40, 40) for seed in range(3)]
     for kind in ("GIF", "WEBP"):
@@ -144,13 +155,23 @@ def test_an_image_is_turned_as_its_camera_says() -> None:
 
 def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
     """Return a PNG of a few bytes that claims to have many pixels."""
+    return _png_of(width, height, 2, bytes(1000))
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+def clear(width: int, height: int) -> bytes:
+    """Return a PNG of a few bytes that does have many pixels, of a palette's transparent colour."""
+    palette = _chunk(b"PLTE", bytes(3)) + _chunk(b"tRNS", bytes(1))
+    return _png_of(width, height, 3, bytes((width + 1) * height), palette)
+
+
+def _png_of(width: int, height: int, colours: int, lines: bytes, more: bytes = b"") -> bytes:
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colours, 0, 0, 0))
+    body = _chunk(b"IDAT", zlib.compress(lines, 1))
+    return b"\x89PNG\r\n\x1a\n" + head + more + body + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +179,7 @@ def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
     [
         pytest.param(bomb(), "", "pixels", id="bomb"),
         pytest.param(bomb(1001, 1000), "", "pixels", id="a-pixel-too-many"),
+        pytest.param(png(picture(1, 900, 800), "WEBP"), "", "at most 666666 are decoded", id="much-memory"),
         pytest.param(png(picture(1, 90, 90))[:-200], "", "broken or cut off", id="truncated"),
         pytest.param(b"no image at all", "", "is no PNG", id="text"),
         pytest.param(b"", "", "is no PNG", id="empty"),

@@ -131,9 +131,14 @@ async def test_count_is_that_of_the_request(bundled: ServedModel, redis_url: str
             id="image-without-source",
         ),
         pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+            "messages[0].content[0].source.url:",
+            id="image-without-url",
+        ),
+        pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image", "source": URL_SOURCE}]}]},
-            "messages[0].content[0].source.type:",
-            id="image-by-url",
+            "messages[0].content[0].source:",
+            id="image-by-url-for-a-model-of-text",
         ),
         pytest.param(
             {

@@ -153,11 +153,7 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0].image_url",
     ),
-    (
-        CHAT,
-        {"messages": [image_turn("https://example.org/a.png")]},
-        "messages[0].content[1].image_url.url",
-    ),
+    (CHAT, {"messages": [image_turn("ftp://example.org/a.png")]}, "messages[0].content[1].image_url.url"),
     (CHAT, {"messages": [image_turn("data:image/png,abc")]}, "messages[0].content[1].image_url.url"),
     (CHAT, {"messages": [image_turn("data:image/png;base64,?")]}, "messages[0].content[1].image_url.url"),
     (
