@@ -170,6 +170,7 @@ class QuotaLeases:
                 async with asyncio.timeout(_CLOSE_S):
                     await asyncio.gather(*(lease.finish() for lease in self.active))
                     await self.pools.leave()
+        self.view.answers = False  # what ends from here on asks no pool
         for lease in self.active:
             await lease.close()
         await self.pools.close()

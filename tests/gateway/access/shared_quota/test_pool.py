@@ -225,7 +225,7 @@ STEPS = st.lists(
         st.integers(0, 2),
         st.floats(0, 4),
     ),
-    max_size=120,
+    max_size=80,
 )
 
 
@@ -266,7 +266,7 @@ def test_pool_and_slices_never_hold_more_than_the_quota_gave(
 @given(st.integers(1, 12), st.integers(0, 2**32))
 def test_places_never_exceed_the_limit(limit: int, seed: int) -> None:
     world, dice = World(Quota(concurrent_requests=limit), gateways=3), random.Random(seed)
-    for _ in range(200):
+    for _ in range(100):
         member = dice.choice(world.members)
         move = dice.random()
         if move < 0.5:
@@ -287,7 +287,7 @@ def test_places_never_exceed_the_limit(limit: int, seed: int) -> None:
 def test_tokens_of_all_gateways_are_bounded(per_minute: int, seed: int) -> None:
     world, dice = World(Quota(tokens_per_minute=per_minute), gateways=3), random.Random(seed)
     started, tokens, longest = world.now, 0, 0
-    for _ in range(100):
+    for _ in range(30):
         prompt, output = dice.randrange(1, 60), dice.randrange(60)
         member = dice.choice(world.members)
         if world.begin(member, prompt):
