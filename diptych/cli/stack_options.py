@@ -229,7 +229,7 @@ class StackOptions:
     kv_tier: Annotated[
         str | None,
         _option(
-            "Tiers for blocks beyond the pool: ram:SIZE, disk:FOLDER:SIZE, redis://HOST:PORT/DB; several.",
+            "Tiers for blocks beyond the pool: ram:SIZE, disk:FOLDER:SIZE, redis://…, s3://…; several.",
             "KV cache",
         ),
     ] = None

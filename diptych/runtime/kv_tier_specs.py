@@ -1,4 +1,4 @@
-"""Tiers for KV blocks as settings name them: ram:8g, disk:/var/kv:100g, redis://…; several, fastest first."""
+"""Tiers for KV blocks as settings name them, fastest first: ram:8g, disk:/var/kv:100g, redis://…, s3://…"""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-RAM, DISK, REDIS = KINDS = ("ram", "disk", "redis")
+RAM, DISK, REDIS, S3 = KINDS = ("ram", "disk", "redis", "s3")
 _SCHEMES = ("redis", "rediss", "unix")
 SECRET_FILE = "secret"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgt])(?:i?b)?", re.IGNORECASE)
@@ -20,7 +20,7 @@ _POWERS = "kmgt"
 class TierSpec:
     """Tier that a worker is to have: its kind, the most bytes it may hold, the folder of files.
 
-    A server keeps a limit of its own: there the quota is 0.
+    A server keeps a limit of its own: there the quota is 0, but for a bucket with `size`.
     """
 
     kind: str
@@ -36,7 +36,7 @@ def parse_tiers(text: str) -> tuple[TierSpec, ...]:
     if len(set(kinds)) != len(kinds):
         raise ValueError(f"names {next(kind for kind in kinds if kinds.count(kind) > 1)} twice")
     if kinds != sorted(kinds, key=KINDS.index):
-        raise ValueError("the faster tier comes first: ram, then disk, then redis")
+        raise ValueError("the faster tier comes first: ram, then disk, then redis, then s3")
     return specs
 
 
@@ -70,15 +70,22 @@ def _parse(text: str) -> TierSpec:
         if not (parts.hostname or (kind == "unix" and parts.path)):
             raise ValueError("a tier in a server is redis://HOST:PORT/DB, rediss://… or unix://…")
         return TierSpec(REDIS, 0, url=text)
+    if kind == S3:
+        size = dict(parse_qsl(urlsplit(text).query)).get("size")
+        return TierSpec(S3, 0 if size is None else _bytes(size), url=text)
     if kind not in (RAM, DISK):
-        raise ValueError(f"{text!r} is no tier: ram:SIZE, disk:FOLDER:SIZE or redis://HOST:PORT/DB")
+        raise ValueError(f"{text!r} is no tier: ram:SIZE, disk:FOLDER:SIZE, redis://… or s3://…")
     folder, colon, size = rest.rpartition(":")
     if kind == RAM and colon:
         raise ValueError(f"{text!r} names a folder: a tier in memory is ram:SIZE")
     if kind == DISK and not folder:
         raise ValueError(f"{text!r} names no folder or no size: disk:FOLDER:SIZE")
+    return TierSpec(kind, _bytes(size), Path(folder) if kind == DISK else None)
+
+
+def _bytes(size: str) -> int:
     found = _SIZE.fullmatch(size)
     quota = int(float(found[1]) * 1024 ** (_POWERS.index(found[2].lower()) + 1)) if found else 0
     if quota < 1 << 20:
         raise ValueError(f"{size!r} is no size of at least 1m, such as 500m, 8g or 1t")
-    return TierSpec(kind, quota, Path(folder) if kind == DISK else None)
+    return quota

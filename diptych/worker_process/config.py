@@ -134,7 +134,7 @@ class WorkerSettings(RoleSettings):
     kv_tier: str = setting(
         "",
         "Tiers for blocks beyond the pool, fastest first: ram:SIZE, disk:FOLDER:SIZE (sizes as in 8g), "
-        "redis://HOST:PORT/DB. Several, or separated by commas.",
+        "redis://HOST:PORT/DB, s3://BUCKET/PREFIX. Several, or separated by commas.",
         section="KV cache",
     )
     window_blocks: Literal["auto", "off"] = setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 from redis import Redis
@@ -16,14 +17,15 @@ from diptych.engine.kv.tiers.entry import FINGERPRINT_BYTES, EntryFormat
 from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.remote import RemoteTier
+from diptych.engine.kv.tiers.s3 import FAILURES, S3Place, S3Store, credentials_of
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.tiers.tier import Tier
-from diptych.runtime.kv_tier_specs import DISK, RAM, REDIS, TierSpec
+from diptych.runtime.kv_tier_specs import DISK, RAM, REDIS, S3, TierSpec
 from diptych.runtime.metrics import WorkerMetrics
 from diptych.runtime.settings import StartupError
 from kvtransfer.drivers.handshake import Fingerprint
 
-SHARED = (DISK, REDIS)
+SHARED = (DISK, REDIS, S3)
 """Kinds that several workers may have together."""
 _CONNECT_S, _ANSWER_S = 0.25, 0.4
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def make_stack(
         raise TierUnusable(f"--kv-tier: {error.strerror}: {error.filename}") from error
     for spec, tier in zip(specs, stack.tiers, strict=True):
         blocks = spec.quota // form.entry_bytes
-        if not blocks and spec.kind != REDIS:
+        if not blocks and spec.quota:
             raise TierUnusable(f"--kv-tier {spec.kind}: one block takes {form.entry_bytes} bytes")
         room = str(blocks) if blocks else "the server's limit of"
         _log.info("the %s tier has room for %s blocks and holds %d", tier.name, room, len(tier.items()))
@@ -79,7 +81,7 @@ def _disk(spec: TierSpec, form: EntryFormat) -> Tier:
     return DiskTier(spec.folder, spec.quota, form.fingerprint)
 
 
-def _remote(spec: TierSpec, form: EntryFormat) -> Tier:
+def _redis(spec: TierSpec, form: EntryFormat) -> Tier:
     try:
         client = Redis.from_url(
             spec.url,
@@ -93,8 +95,17 @@ def _remote(spec: TierSpec, form: EntryFormat) -> Tier:
     return RemoteTier(client, (RedisError, OSError), form.fingerprint, form.entry_bytes)
 
 
+def _s3(spec: TierSpec, form: EntryFormat) -> Tier:
+    try:
+        store = S3Store(S3Place.parse(spec.url, os.environ), credentials_of(os.environ))
+    except ValueError as error:
+        raise TierUnusable(f"--kv-tier s3: {error}") from None
+    return RemoteTier(store, FAILURES, form.fingerprint, form.entry_bytes, name=S3, quota=spec.quota or None)
+
+
 _MAKERS: dict[str, Callable[[TierSpec, EntryFormat], Tier]] = {
     RAM: lambda spec, form: RamTier(spec.quota),
     DISK: _disk,
-    REDIS: _remote,
+    REDIS: _redis,
+    S3: _s3,
 }

@@ -19,6 +19,10 @@ def test_tiers_are_read_in_their_order() -> None:
         TierSpec("ram", 1 << 30),
         TierSpec("redis", 0, url="redis://host:6379/1"),
     )
+    assert parse_tiers("redis://host,s3://bucket/a?size=2g")[1] == TierSpec(
+        "s3", 2 << 30, url="s3://bucket/a?size=2g"
+    )
+    assert parse_tiers("s3://bucket") == (TierSpec("s3", 0, url="s3://bucket"),)
     assert "pass" not in repr(parse_tiers("redis://:pass@host/1"))
     assert parse_tiers("disk:C:/kv:20MiB") == (TierSpec("disk", 20 << 20, Path("C:/kv")),)
 
@@ -36,6 +40,8 @@ def test_tiers_are_read_in_their_order() -> None:
         ("disk:/a:1g,ram:1g", "the faster tier comes first"),
         ("redis://host,ram:1g", "the faster tier comes first"),
         ("redis://", "is redis://HOST"),
+        ("s3://bucket,redis://host", "the faster tier comes first"),
+        ("s3://bucket?size=2", "'2' is no size"),
         ("ram:1g,ram:2g", "names ram twice"),
     ],
 )
