@@ -110,7 +110,7 @@ def run(name: str, section: Section, context: Context) -> Outcome:
     try:
         for figure in section(context):
             figures.append(figure)
-            context.say(f"{figure.name}: {figure.value:.4g} {figure.unit}")
+            context.say(line_of(figure))
     except Unmeasured as missing:
         error = str(missing)
     except Exception as failure:
@@ -119,6 +119,16 @@ def run(name: str, section: Section, context: Context) -> Outcome:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return Outcome(name, tuple(figures), error, time.monotonic() - started)
+
+
+def line_of(figure: Figure) -> str:
+    """Return a figure on one line, as it is printed when it is measured."""
+    parts = [f"{figure.name}: {figure.value:.4g} {figure.unit}"]
+    if figure.ratio is not None:
+        parts.append(f"{figure.ratio:.2f} of {figure.against}")
+    if figure.met is not None:
+        parts.append(f"target {figure.target:g} {'met' if figure.met else 'missed'}")
+    return ", ".join([*parts, *filter(None, [figure.note])])
 
 
 if __name__ == "__main__":

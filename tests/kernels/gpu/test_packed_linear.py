@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu.packed_linear import FEW_ROWS, MANY_ROWS, packed_linear, unpack
+from kernels.gpu.packed_product import few_tile, many_tile
 from kernels.packed_matrix import PackedMatrix, dequantise, from_blocks
 from kernels.packed_matrix import packed_linear as meaning
 from kernels.quantised_linear import BlockMatrix
@@ -92,3 +93,14 @@ def test_rows_of_another_width_are_refused(device: torch.device) -> None:
     matrix = CASES["int8"].to(device)
     with pytest.raises(ValueError, match="rows of 64 numbers times weights of 160"):
         packed_linear(torch.zeros(1, 64, device=device), matrix)
+
+
+def test_tiles_follow_the_matrix_and_never_the_number_of_rows_beyond_few_or_many() -> None:
+    four, eight = CASES["int4, groups of 128, runs of 128"], CASES["int8"]
+    assert [few_tile(outputs, four)["BN"] for outputs in (512, 1024, 2880, 4096)] == [16, 32, 32, 64]
+    assert (few_tile(4096, four)["num_stages"], few_tile(4096, eight)["num_stages"]) == (4, 3)
+    assert {tile["ROWS"] for tile in (few_tile(512, four), few_tile(4096, eight))} == {FEW_ROWS}
+    for matrix in CASES.values():
+        tile = many_tile(matrix)
+        held = tile["num_stages"] * matrix.run * (2 * 2 * MANY_ROWS + 2 * tile["BN"])
+        assert held <= 99 << 10, "inputs of both halves in 16 bits and codes of eight fit an L40S"

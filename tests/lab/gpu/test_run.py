@@ -12,7 +12,7 @@ import torch
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from lab.gpu.__main__ import main, run, sections
+from lab.gpu.__main__ import line_of, main, run, sections
 from lab.gpu.model_step import tiny
 from lab.gpu.random_model import LLAMA_3_8B, QWEN3_8B, matrix_elements, random_weights
 from lab.gpu.results import described, save
@@ -70,3 +70,11 @@ def test_random_models_compute_and_are_as_large_as_their_names() -> None:
     logits = TorchBackend(shape, weights).forward([SequenceStep(memory, [0, 1], 0, [1, 2, 3], True)], None)
     assert logits.isfinite().all()
     assert 0.1 < float(logits.std()) < 10
+
+
+def test_a_figure_is_printed_beside_its_ratio_target_and_limit() -> None:
+    made = figure(
+        "q", "a layer", 100.04, "µs", against="bf16", ratio=1.18, at_least=2.0, note="70 µs by bytes"
+    )
+    assert line_of(made) == "a layer: 100 µs, 1.18 of bf16, target 2 missed, 70 µs by bytes"
+    assert line_of(figure("q", "copy", 4.0, "TB/s")) == "copy: 4 TB/s"
