@@ -69,6 +69,7 @@ class DecodeWorker:
         )
         self._pool = BlockPool(memory.memory.num_blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
+        engine.count_work(self._metrics.count_work)
         self._loop = EngineLoop(
             engine.runner,
             memory.memory,

@@ -82,6 +82,7 @@ class PrefillWorker:
         )
         log_plan(engine, self._scratch_plan.blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
+        engine.count_work(self._metrics.count_work)
         transports = self._scratch_plan.transports
         self._pulls = engine.layout.windows is None and not (
             registry.PULLS_FRAMES | registry.PULLS_MAPPED

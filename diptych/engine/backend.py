@@ -109,6 +109,16 @@ class AdapterBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class WeighedBackend(Backend, Protocol):
+    """A backend that knows what its steps read of the weights."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: all but the embedding, of which it reads a row a token."""
+        ...
+
+
+@runtime_checkable
 class TreeBackend(Backend, Protocol):
     """A backend that computes trees of tokens (`SequenceStep.parents`)."""
 

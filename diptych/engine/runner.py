@@ -44,6 +44,8 @@ class Runner:
         self.cpu = cpu or CpuPolicy(model.backend, threads)
         self.on_step: Callable[[float, int], None] | None = None
         """Called after every step, where its results are: seconds of the forward pass, tokens computed."""
+        self.on_work: Callable[[Sequence[SequenceStep]], None] | None = None
+        """Called with the batch of every step that begins."""
         backend = model.backend
         self.recorded_prompts = 0
         """Number of prompt steps that are recorded."""
@@ -122,6 +124,8 @@ class Runner:
         tokens = sum(len(step.token_ids) for step in sequences)
         share = self.cpu.begin_step(tuned=tokens == 1)
         launched = self._launching.launch(sequences, rows, abort)
+        if launched is not None and self.on_work is not None:
+            self.on_work(sequences)
         return (
             None if launched is None else _TimedStep(launched, partial(self._launched_ended, tokens, share))
         )
@@ -214,6 +218,8 @@ class Runner:
         if any(step.follows is not None for step in sequences):
             raise ValueError("a step that follows another one is launched")
         self.cpu.begin_step()
+        if self.on_work is not None:
+            self.on_work(sequences)
         started = time.perf_counter()
         result = forward()
         self._report(started, sum(len(s.token_ids) for s in sequences))

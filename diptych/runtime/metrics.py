@@ -298,6 +298,18 @@ class WorkerMetrics(StepMetrics):
             ["use"],
             registry=registry,
         )
+        self._read_bytes = Counter(
+            "diptych_engine_step_bytes",
+            "Bytes that steps on a GPU have to read: weights, keys and values; none on a CPU",
+            ["role"],
+            registry=registry,
+        ).labels(role)
+        self._operations = Counter(
+            "diptych_engine_step_operations",
+            "Additions and multiplications of steps on a GPU; none on a CPU",
+            ["role"],
+            registry=registry,
+        ).labels(role)
         self.tier_bytes = Gauge(
             "diptych_kv_tier_bytes", "Bytes of the blocks in a tier", ["tier"], registry=registry
         )
@@ -314,6 +326,11 @@ class WorkerMetrics(StepMetrics):
         """Set the bytes of the GPU's memory by use."""
         for use, size in uses.items():
             self._gpu_memory.labels(use.replace(" ", "_").lower()).set(size)
+
+    def count_work(self, read_bytes: int, operations: int) -> None:
+        """Count a step's bytes and operations."""
+        self._read_bytes.inc(read_bytes)
+        self._operations.inc(operations)
 
     def create_transport_series(self, transports: Iterable[str]) -> None:
         """Create the series of `transports`, which this worker may use, and of failures without one."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from diptych.engine.backend import WeighedBackend
+from diptych.engine.batch import SequenceStep
 from diptych.engine.dtype import Precision
 from diptych.engine.gpu_memory import GpuMemory
 from diptych.engine.heads.medusa import MedusaHeads
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
+from diptych.engine.step_work import WorkArithmetic
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import rows_dtype
 from diptych.image_spec import ImageSpec
@@ -102,6 +105,19 @@ class LoadedEngine:
     def count_steps(self, on_step: Callable[[float, int], None]) -> None:
         """See `ServedEngine.count_steps`."""
         self.runner.on_step = on_step
+
+    def count_work(self, on_work: Callable[[int, int], None]) -> None:
+        """Call `on_work(bytes, operations)` for each step on a GPU from now on; not for models of latents."""
+        backend = self.model.backend
+        if not isinstance(backend, WeighedBackend) or self.model.shape.latent is not None:
+            return
+        arithmetic = WorkArithmetic(self.model.shape, self.layout, backend.weight_bytes)
+
+        def count(sequences: Sequence[SequenceStep]) -> None:
+            work = arithmetic.of(sequences)
+            on_work(work.read_bytes, work.operations)
+
+        self.runner.on_work = count
 
     def yield_cores(self) -> None:
         """See `ServedEngine.yield_cores`."""

@@ -61,7 +61,7 @@ MEASURES = (
 )  # fmt: skip
 
 Rounds = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
-"""What the load generator found in each round, by server and clients."""
+"""Findings of the load generator in each round, by server and clients."""
 
 
 def find_vllm(given: Path | None) -> Path | None:

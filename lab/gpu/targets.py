@@ -1,4 +1,4 @@
-"""What the GPU step is to reach, and which of it a run shows: met, missed, or not measured."""
+"""Targets of the GPU step, and which of them a run shows: met, missed, or not measured."""
 
 from __future__ import annotations
 

@@ -312,6 +312,7 @@ class SimulatedEngine:
     computes = LoadedEngine.computes
     device_type = LoadedEngine.device_type
     count_steps = LoadedEngine.count_steps
+    count_work = LoadedEngine.count_work
     yield_cores = LoadedEngine.yield_cores
 
 

@@ -93,6 +93,11 @@ class TritonBackend:
         """Device of weights, keys and values."""
         return self._device
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeighedBackend.weight_bytes`."""
+        return self._layers.weights.read_bytes
+
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
 

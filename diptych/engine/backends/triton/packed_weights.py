@@ -72,6 +72,11 @@ class PackedWeights:
     def device(self) -> torch.device:
         return self.embed.device
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a step reads: all but the embedding."""
+        return _bytes_of(self.layers) + self.final_norm.nbytes + _bytes_of(self.head)
+
     def products(self) -> Iterator[Product]:
         """Yield the matrices that are quantised."""
         for layer in self.layers:
@@ -83,6 +88,18 @@ class PackedWeights:
                     yield found
         if not isinstance(self.head, torch.Tensor):
             yield self.head
+
+
+def _bytes_of(part: object) -> int:
+    """Return the bytes of a tensor `[...]`, of a matrix of any kind, or of all parts of a record or tuple."""
+    if part is None:
+        return 0
+    if isinstance(part, tuple):
+        return sum(map(_bytes_of, part))
+    if isinstance(part, (PackedLayer, PackedExperts, Linear)):
+        return sum(map(_bytes_of, vars(part).values()))
+    size = part.nbytes if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
+    return int(size)
 
 
 def pack(weights: Weights, device: torch.device) -> PackedWeights:
