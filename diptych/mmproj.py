@@ -246,15 +246,39 @@ def _qwen(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
         }
     else:
         vision |= {"embed_dim": hidden, "mlp_ratio": inner // hidden, "hidden_act": "quick_gelu"}
-    least, most = (count * (patch * merge) ** 2 for count in _QWEN_TOKENS)
-    bounds = {
-        "min_pixels": keys.whole("image_min_pixels", least),
-        "max_pixels": keys.whole("image_max_pixels", most),
+    return {"vision_config": vision}, _qwen_processor(keys, patch, merge)
+
+
+def _qwen3(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
+    hidden, depth = keys.whole("embedding_length"), keys.whole("block_count")
+    flags = keys.values.get(_VISION + "is_deepstack_layers", [])
+    if not isinstance(flags, list) or len(flags) > depth or not all(isinstance(one, bool) for one in flags):
+        raise UnreadableImages(f"{keys.file}: {_VISION}is_deepstack_layers must be a flag for each layer")
+    places = keys.sizes.get("v.position_embd.weight", ())
+    if len(places) != 2:
+        raise UnreadableImages(f"{keys.file}: tensor v.position_embd.weight is missing or no matrix")
+    merge = keys.whole("spatial_merge_size", 2)
+    vision = {
+        "hidden_size": hidden,
+        "intermediate_size": keys.inner(hidden),
+        "depth": depth,
+        "num_heads": keys.whole("attention.head_count"),
+        "patch_size": keys.whole("patch_size"),
+        "spatial_merge_size": merge,
+        "num_position_embeddings": places[0],
+        "deepstack_visual_indexes": [layer for layer, deep in enumerate(flags) if deep],
     }
-    return {"vision_config": vision}, {
+    return {"vision_config": vision}, _qwen_processor(keys, vision["patch_size"], merge)
+
+
+def _qwen_processor(keys: _Keys, patch: int, merge: int) -> dict[str, Any]:
+    """Return the fields of the image processor, whose bounds are those of llama.cpp by default."""
+    least, most = (count * (patch * merge) ** 2 for count in _QWEN_TOKENS)
+    return {
         "patch_size": patch,
         "merge_size": merge,
-        **bounds,
+        "min_pixels": keys.whole("image_min_pixels", least),
+        "max_pixels": keys.whole("image_max_pixels", most),
         **keys.channels(),
     }
 
@@ -274,6 +298,7 @@ _PROJECTORS: Final[Mapping[str, _Projector]] = MappingProxyType(
         ),
         "qwen2vl_merger": _Projector("qwen2_vl", ("qwen2vl",), _QWEN_TOKEN, ("mm.2.weight", 0), _qwen),
         "qwen2.5vl_merger": _Projector("qwen2_5_vl", ("qwen2vl",), _QWEN_TOKEN, ("mm.2.weight", 0), _qwen),
+        "qwen3vl_merger": _Projector("qwen3_vl", ("qwen3vl",), _QWEN_TOKEN, ("mm.2.weight", 0), _qwen3),
     }
 )
 """Values of `clip.projector_type` that are read."""

@@ -89,6 +89,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "olmoe": "olmoe",
         "qwen2moe": "qwen3_moe",
         "qwen2vl": "qwen_vl",
+        "qwen3vl": "qwen_vl",
         "qwen3moe": "qwen3_moe",
     }
 )

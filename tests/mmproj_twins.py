@@ -17,12 +17,13 @@ from tests.diptych.engine.models.gguf_twins import Twin, add_parameters, write_m
 from tests.diptych.engine.weights.gguf_files import add_value, finish
 from tests.diptych.runtime.tokenizer.gguf_twins import add_byte_level
 
-FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "gemma3")
+FAMILIES = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3")
 _TEXTS = {
     "idefics3": Twin("llama", "llama", permuted=True),
     "llava": Twin("llama", "llama", permuted=True),
     "qwen2_5_vl": Twin("qwen2", "qwen2vl", metadata=lambda config: _sections(config)),
     "qwen2_vl": Twin("qwen2", "qwen2vl", metadata=lambda config: _sections(config)),
+    "qwen3_vl": Twin("qwen3", "qwen3vl", metadata=lambda config: _sections(config)),
     "gemma3": Twin(
         "gemma3_text",
         "gemma3",
@@ -95,6 +96,7 @@ _PROJECTORS = {
     "gemma3": "gemma3",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen2_vl": "qwen2vl_merger",
+    "qwen3_vl": "qwen3vl_merger",
 }
 _TRANSFORMER = (
     ("vision_model.", "v."),
@@ -140,6 +142,25 @@ _QWEN = (
 )
 
 
+_QWEN3 = (
+    ("visual.", "v."),
+    *((f"v.deepstack_merger_list.{at}", f"v.deepstack.{layer}") for at, layer in ((0, 0), (1, 1))),
+    ("v.merger.norm", "v.post_ln"),
+    ("v.merger.linear_fc1", "mm.0"),
+    ("v.merger.linear_fc2", "mm.2"),
+    ("v.pos_embed", "v.position_embd"),
+    ("blocks", "blk"),
+    ("norm1", "ln1"),
+    ("norm2", "ln2"),
+    ("attn.qkv", "attn_qkv"),
+    ("attn.proj", "attn_out"),
+    ("mlp.linear_fc1", "ffn_up"),
+    ("mlp.linear_fc2", "ffn_down"),
+    (".linear_fc", ".fc"),
+    ("v.patch_embed.proj.bias", "v.patch_embd.bias"),
+)
+
+
 def _as_it_is(name: str, array: np.ndarray) -> Tensors:
     return {name: array + 1 if name == "mm.soft_emb_norm.weight" else array}
 
@@ -163,6 +184,7 @@ _NAMES: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[str, np.ndarray],
     "llava": (_LLAVA, _without_last_layer),
     "qwen2_5_vl": (_QWEN, _cut),
     "qwen2_vl": (_QWEN, _cut),
+    "qwen3_vl": (_QWEN3, _cut),
 }
 
 
@@ -175,9 +197,13 @@ def _fields(family: str, oracle: Any, folder: Path) -> Keys:
         "image_mean": [float(value) for value in saved["image_mean"]],
         "image_std": [float(value) for value in saved["image_std"]],
     }
-    if family in ("qwen2_5_vl", "qwen2_vl"):
-        size = saved["size"]
-        own = {"n_wa_pattern": 2, "window_size": vision.window_size} if family == "qwen2_5_vl" else {}
+    if family in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl"):
+        size, own = saved["size"], {}
+        if family == "qwen2_5_vl":
+            own = {"n_wa_pattern": 2, "window_size": vision.window_size}
+        elif family == "qwen3_vl":
+            deep = vision.deepstack_visual_indexes
+            own = {"is_deepstack_layers": [layer in deep for layer in range(vision.depth)]}
         return {
             **common,
             **own,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -63,7 +64,9 @@ def write(family: str, folder: Path) -> Path:
         return qwen_vision_models.write(family, folder)
     if family == "gemma3":
         return gemma_vision_models.write(folder)
-    return _write_idefics3(folder) if family == "idefics3" else _write_llava(folder)
+    if family == "idefics3":
+        return _write_idefics3(folder)
+    return _write_llava(folder, Qwen2Config if family == "llava_qwen2" else LlamaConfig)
 
 
 def inputs_of(processor: Any, family: str, text: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
@@ -74,8 +77,8 @@ def inputs_of(processor: Any, family: str, text: str, pictures: Sequence[Image.I
     return {name: found[name] for name in INPUTS if name in found}
 
 
-def _text(vocabulary: int, **more: Any) -> LlamaConfig:
-    return LlamaConfig(
+def _text(vocabulary: int, kind: Callable[..., Any] = LlamaConfig, **more: Any) -> Any:
+    return kind(
         vocab_size=vocabulary,
         hidden_size=72,
         intermediate_size=104,
@@ -134,7 +137,7 @@ def _write_idefics3(folder: Path) -> Path:
     return folder
 
 
-def _write_llava(folder: Path) -> Path:
+def _write_llava(folder: Path, text: Callable[..., Any]) -> Path:
     tokenizer = _tokens(("<image>",))
     torch.manual_seed(6)
     config = LlavaConfig(
@@ -149,6 +152,7 @@ def _write_llava(folder: Path) -> Path:
         ),
         text_config=_text(
             tokenizer.get_vocab_size() + 3,
+            text,
             bos_token_id=tokenizer.token_to_id("<s>"),
             eos_token_id=tokenizer.token_to_id("</s>"),
         ),

@@ -224,7 +224,10 @@ def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], objec
 def _encoder(settings: WorkerSettings, files: _Files, model: Model, dtype: Precision) -> ImageEncoder | None:
     if files.images is None or not settings.loads_encoder:
         return None
-    return load_encoder(files.path, model.shape.hidden_size, dtype, model.device, pair=files.images.pair)
+    images = files.images
+    return load_encoder(
+        files.path, model.shape.hidden_size, dtype, model.device, pair=images.pair, spec=images.spec
+    )
 
 
 def _layout(settings: WorkerSettings, model: Model, drafting: Drafting, *, images: bool) -> KVLayout:

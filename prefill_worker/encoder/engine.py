@@ -86,7 +86,7 @@ def _load(settings: EncodeSettings) -> LoadedEncoder:
     seen = model_images(path, settings.mmproj)
     encoder = None
     if seen is not None:
-        encoder = load_encoder(path, shape.hidden_size, precision, device, pair=seen.pair)
+        encoder = load_encoder(path, shape.hidden_size, precision, device, pair=seen.pair, spec=seen.spec)
     if seen is None or encoder is None:
         raise UnsupportedModel("this model reads text only: it has no image encoder")
     dtype = str(rows_dtype(precision)).removeprefix("torch.")

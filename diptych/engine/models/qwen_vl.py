@@ -72,21 +72,36 @@ def _shape(config: Config, tied: bool) -> ModelShape:
 
 def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
     """Cut the pairs of lanes as the file says: its fourth section is for what no model of these has."""
-    key = "rope.dimension_sections"
-    sections = metadata.integers(key) or (*_SECTIONS, 0)
-    pairs = shape.rotations[0].width // 2
-    if len(sections) != 4 or sections[3] or min(sections) < 0 or sum(sections) != pairs:
-        raise UnsupportedModel(f"metadata {metadata.key(key)} does not cut {pairs} pairs of lanes into three")
+    sections = _gguf_sections(metadata, shape, _SECTIONS)
     return _with_axes(shape, [axis for axis, count in enumerate(sections) for _ in range(count)])
 
 
+def _gguf_sections(metadata: GgufMetadata, shape: ModelShape, default: Sequence[int]) -> Sequence[int]:
+    key = "rope.dimension_sections"
+    sections = metadata.integers(key) or (*default, 0)
+    pairs = shape.rotations[0].width // 2
+    if len(sections) != 4 or sections[3] or min(sections) < 0 or sum(sections) != pairs:
+        raise UnsupportedModel(f"metadata {metadata.key(key)} does not cut {pairs} pairs of lanes into three")
+    return sections[:3]
+
+
 def _shape3(config: Config, tied: bool) -> ModelShape:
-    sections = _sections(config, _SECTIONS3)
+    axes = _interleaved(_sections(config, _SECTIONS3))
+    return _with_axes(llama_shape(config, tied, qk_norm="head", deep_images=True), axes)
+
+
+def _interleaved(sections: Sequence[int]) -> list[int]:
+    """Return the axis of each pair of lanes where height and width take every third of the first ones."""
     axes = [0] * sum(sections)
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
-    return _with_axes(llama_shape(config, tied, qk_norm="head", deep_images=True), axes)
+    return axes
+
+
+def _gguf3(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    axes = _interleaved(_gguf_sections(metadata, shape, _SECTIONS3))
+    return _with_axes(replace(shape, qk_norm="head", deep_images=True), axes)
 
 
 def _family(name: str) -> Family:
@@ -99,4 +114,8 @@ FAMILIES = (
     Family("qwen3_vl_text", _QWEN3_VL, _shape3, rope_theta=500000.0, resolve=_resolve),
 )
 
-GGUF_FAMILIES = (GgufFamily("qwen2vl", _gguf, read=frozenset({"rope.dimension_sections"})),)
+_SECTIONS_KEY = frozenset({"rope.dimension_sections"})
+GGUF_FAMILIES = (
+    GgufFamily("qwen2vl", _gguf, read=_SECTIONS_KEY),
+    GgufFamily("qwen3vl", _gguf3, read=_SECTIONS_KEY),
+)

@@ -19,7 +19,13 @@ from diptych.engine.weights.gguf_file import dequantised
 from diptych.engine.weights.gguf_header import GgufTensor, read_header
 
 _TOWER, _VISUAL = "vision_tower.vision_model.", "visual."
-_PREFIXES = {"idefics3": "model.vision_model.", "gemma3": _TOWER, "llava": _TOWER, "qwen2_vl": _VISUAL}
+_PREFIXES = {
+    "idefics3": "model.vision_model.",
+    "gemma3": _TOWER,
+    "llava": _TOWER,
+    "qwen2_vl": _VISUAL,
+    "qwen3_vl": _VISUAL,
+}
 _LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TRANSFORMER = {
     "v.class_embd": "embeddings.class_embedding",
@@ -49,9 +55,22 @@ _QWEN = {
     "mm.2.weight": "merger.mlp.2.weight",
     "mm.2.bias": "merger.mlp.2.bias",
 }
+_QWEN3 = {
+    "v.patch_embd.bias": "patch_embed.proj.bias",
+    "v.position_embd.weight": "pos_embed.weight",
+    "v.post_ln.weight": "merger.norm.weight",
+    "v.post_ln.bias": "merger.norm.bias",
+    "mm.0.weight": "merger.linear_fc1.weight",
+    "mm.0.bias": "merger.linear_fc1.bias",
+    "mm.2.weight": "merger.linear_fc2.weight",
+    "mm.2.bias": "merger.linear_fc2.bias",
+}
+_DEEP = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")
+"""Tensors that make rows for the text model's first layers; the number is that of the encoder's layer."""
 _QWEN_LAYER = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _PLAIN = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_PLAIN3 = {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"}
 _PROJECTOR = "multi_modal_projector."
 _PROJECTORS: Mapping[str, Mapping[str, str]] = {
     "idefics3": {"mm.model.fc.weight": "model.connector.modality_projection.proj.weight"},
@@ -65,6 +84,7 @@ _PROJECTORS: Mapping[str, Mapping[str, str]] = {
         for kind in ("weight", "bias")
     },
     "qwen2_vl": {},
+    "qwen3_vl": {},
 }
 _FRAMES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The kernel of each frame of Qwen's patches."""
@@ -125,9 +145,12 @@ class MmprojTensors:
 def _names(family: str, tensors: Mapping[str, GgufTensor]) -> dict[str, _Made]:
     """Return what makes each tensor of a folder; a tensor whose name is not known makes none."""
     prefix = _PREFIXES[family]
-    qwen = family == "qwen2_vl"
-    fields = _QWEN if qwen else _TRANSFORMER
-    layer = {**_QWEN_LAYER, **(_GATED if _is_gated(tensors) else _PLAIN)} if qwen else _TRANSFORMER_LAYER
+    qwen = prefix == _VISUAL
+    fields, layer = _TRANSFORMER, _TRANSFORMER_LAYER
+    if family == "qwen2_vl":
+        fields, layer = _QWEN, {**_QWEN_LAYER, **(_GATED if _is_gated(tensors) else _PLAIN)}
+    elif family == "qwen3_vl":
+        fields, layer = _QWEN3, {**_QWEN_LAYER, **_PLAIN3}
     turned = _are_turned(tensors)
     made: dict[str, _Made] = {}
     for name in tensors:
@@ -144,9 +167,22 @@ def _names(family: str, tensors: Mapping[str, GgufTensor]) -> dict[str, _Made]:
             elif field in layer:
                 own = turned.get(field, field)
                 made[f"{at}{layer[own]}.{kind}"] = _Made((name,))
+    if family == "qwen3_vl":
+        made |= _deep_names(tensors)
     if qwen and any(name in tensors for name in _FRAMES):
         made[f"{prefix}patch_embed.proj.weight"] = _Made(_FRAMES, stacked=True)
     return made
+
+
+def _deep_names(tensors: Mapping[str, GgufTensor]) -> dict[str, _Made]:
+    """Return the tensors of rows for the text model's first layers, whose number folders count from 0."""
+    found = [match for name in tensors if (match := _DEEP.fullmatch(name))]
+    numbers = {layer: number for number, layer in enumerate(sorted({int(match[1]) for match in found}))}
+    return {
+        f"{_VISUAL}deepstack_merger_list.{numbers[int(match[1])]}."
+        f"{match[2].replace('fc', 'linear_fc')}.{match[3]}": _Made((match[0],))
+        for match in found
+    }
 
 
 def _is_gated(tensors: Mapping[str, GgufTensor]) -> bool:

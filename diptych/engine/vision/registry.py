@@ -18,7 +18,7 @@ from diptych.engine.vision.mmproj_tensors import MmprojTensors
 from diptych.engine.vision.qwen2_vl import QwenEncoder
 from diptych.engine.vision.qwen3_vl import Qwen3Encoder
 from diptych.engine.weights.safetensors_folder import TensorFiles
-from diptych.image_spec import UnreadableImages, image_spec
+from diptych.image_spec import ImageSpec, UnreadableImages, image_spec
 from diptych.mmproj import ImagePair
 
 _ENCODERS: dict[str, Callable[[EncoderSource], ImageEncoder]] = {
@@ -50,11 +50,13 @@ def load_encoder(
     device: torch.device | str = "cpu",
     *,
     pair: ImagePair | None = None,
+    spec: ImageSpec | None = None,
 ) -> ImageEncoder | None:
     """Return the image encoder of the model at `path`, or that of the mmproj file of its `pair`; None if the
     model reads text only.
 
-    It computes in `rows_dtype`. Raises UnsupportedModel, BadModelFile.
+    It computes in `rows_dtype`. `spec` is that of a folder, where it was read already. Raises
+    UnsupportedModel, BadModelFile.
     """
     where, dtype = torch.device(device), rows_dtype(precision)
     if pair is not None:
@@ -62,7 +64,7 @@ def load_encoder(
         source = EncoderSource(pair.config, pair.spec, tensors, text_hidden, dtype, where)
         return _ENCODERS[pair.spec.family](source)
     try:
-        spec = image_spec(path)
+        spec = spec or image_spec(path)
     except UnreadableImages as error:
         raise UnsupportedModel(str(error)) from error
     if spec is None:

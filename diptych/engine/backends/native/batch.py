@@ -57,7 +57,7 @@ class RowsBehind:
 
 
 class GivenRows(NamedTuple):
-    """What tokens with embeddings of their own change in a step beside these.
+    """Changes that tokens with embeddings of their own make to a step, beside these.
 
     Args:
         ends: the first positions that tokens do not see; None: those after their own.

@@ -22,6 +22,7 @@ ELSEWHERE = {
     *("llama", "mistral", "qwen2", "qwen3"),
     *("deepseek2", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     "qwen2vl",
+    "qwen3vl",
 }
 """Architectures of weights/test_gguf_file.py, of test_expert_gguf.py, and of vision/test_mmproj.py."""
 

@@ -66,7 +66,7 @@ class Vision:
         return vision_models.inputs_of(self.processor, self.family, text, pictures)
 
 
-@pytest.fixture(scope="package", params=[*vision_models.FAMILIES, "qwen2_vl", "qwen3_vl"])
+@pytest.fixture(scope="package", params=[*vision_models.FAMILIES, "llava_qwen2", "qwen2_vl", "qwen3_vl"])
 def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vision:
     family = request.param
     folder = vision_models.write(family, tmp_path_factory.mktemp(family))

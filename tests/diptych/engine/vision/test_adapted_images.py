@@ -16,7 +16,6 @@ from tests.diptych.engine.vision.conftest import Vision
 from tests.diptych.engine.vision.test_encoders import (
     CLOSE,
     GREEDY,
-    IN_TORCH,
     PICTURES,
     greedy_tokens,
     prefilled,
@@ -28,8 +27,6 @@ def test_logits_and_greedy_tokens_are_those_of_merged_weights(
     vision: Vision, backend: BackendChoice, tmp_path: Path
 ) -> None:
     """The rows of the images come from the encoder as it is: the adapter changes the text model alone."""
-    if backend == "native" and vision.family in IN_TORCH:
-        pytest.skip("the native step does not compute it")
     one, other = (write_text_adapter(tmp_path / str(seed), vision.model, seed=seed) for seed in (1, 2))
     model, inputs = merged(vision.model, one), vision.inputs(PICTURES)
     ids = inputs["input_ids"][0].tolist()

@@ -93,6 +93,8 @@ def test_a_pair_computes_what_its_folder_does(twin: Twin) -> None:
 def test_tensors_in_each_others_place_show(twin: Twin) -> None:
     def swap(keys: Keys, tensors: Tensors) -> None:
         first, second = (f"v.blk.0.attn_{part}.weight" for part in "qk")
+        if twin.vision.family == "qwen3_vl":  # which has the two in one
+            first, second = (f"v.deepstack.{layer}.fc1.weight" for layer in (0, 1))
         tensors[first], tensors[second] = tensors[second], tensors[first]
 
     other = model_images(twin.text, twin.other("swapped", swap))
