@@ -22,7 +22,7 @@ class PackedStack:
     """Matrices `[experts, rows, columns]` of one layer's experts."""
 
     matrix: PackedMatrix
-    """All rows, those of an expert after those of the one before."""
+    """Rows of all experts, those of one after those of the one before."""
     experts: int
 
     def __post_init__(self) -> None:
