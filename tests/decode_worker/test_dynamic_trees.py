@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 import pytest
@@ -29,8 +30,9 @@ class Chances:
 
     def __init__(self, seed: int, width: int) -> None:
         self._seed, self._width = seed, width
+        self.after = cache(self._after)
 
-    def after(self, path: Path) -> list[Child]:
+    def _after(self, path: Path) -> list[Child]:
         rng = random.Random(str((self._seed, path)))
         weights = sorted((rng.random() ** rng.choice([1, 12]) for _ in range(self._width + 3)), reverse=True)
         return [
@@ -74,7 +76,7 @@ def reachable(chances: Chances, depth: int, width: int) -> Iterator[Path]:
 @pytest.mark.parametrize("text", PLANS)
 def test_the_best_nodes_of_all_that_the_paper_draws_are_verified(text: str) -> None:
     nodes, depth, width = map(int, text.removeprefix("dynamic:").split(","))
-    for seed in range(40):
+    for seed in range(40 if width <= 4 else 6):
         chances = Chances(seed, width)
         wanted = sorted(
             reachable(chances, depth, width), key=lambda path: (-chances.value(path), len(path), path)
@@ -87,7 +89,7 @@ def test_a_smaller_budget_is_kept_in_nodes_and_lanes_and_what_remains_is_a_tree(
     nodes, _, width = map(int, text.removeprefix("dynamic:").split(","))
     plan = parse_plan(text)
     assert plan is not None
-    for seed, count in product(range(10), range(-1, nodes + 3)):
+    for seed, count in product(range(10 if width <= 4 else 2), range(-1, nodes + 3)):
         growth = grown(text, count, Chances(seed, width))
         tree, most = growth.tree(), max(0, min(count, nodes))
         assert len(tree) <= most
