@@ -154,9 +154,8 @@ def _round(
     with RunningServer(server, folder) as running:
         yield figure(section_of(kind), f"{who} is ready after", running.start_s, "s")
         port = running.port if server.family == "vllm" else running.http_port
-        at = ("--base-url", f"http://127.0.0.1:{port}", "--backend", "openai")
-        if who == OURS:
-            at = ("--address", running.address)
+        over_http = ("--base-url", f"http://127.0.0.1:{port}", "--backend", "openai")
+        at: tuple[str, ...] = ("--address", running.address) if who == OURS else over_http
         warm = replace(loads[-1], requests=loads[-1].clients)
         run_bench(at, warm, folder / "warm.json", "--seed", "0", *_QUIET)
         for load in loads:

@@ -58,10 +58,11 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{str(machine['date'])[:10]}-gpu"
-    data = {"machine": dict(machine), "sections": [asdict(outcome) for outcome in outcomes]}
+    sections = [asdict(outcome) for outcome in outcomes]
+    data = {"machine": dict(machine), "sections": sections}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     path = folder / f"{name}.md"
-    path.write_text(f"{markdown(machine, outcomes)}\n{targets.markdown([*earlier, *data['sections']])}")
+    path.write_text(f"{markdown(machine, outcomes)}\n{targets.markdown([*earlier, *sections])}")
     return path
 
 
