@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.gpu.dense_context import FEW_SEQUENCES, bring_context, context_base
 from kernels.gpu.launch import check_dense, operand_type, power_of_two
 from kernels.gpu.scores import LOG2_E_F32, score_factors, tanh
-from kernels.gpu.tuning import look_up, prefill_default, shape_class
+from kernels.gpu.tuning import look_up, prefill_default, program_memory, shape_class
 
 
 @triton.jit
@@ -185,7 +185,8 @@ def paged_prefill(
     if max_tokens == 0 or sequences == 0:
         return out
     shapes = shape_class(head_dim, group, block_size, query.dtype, blocks.dtype)
-    tuned = look_up(query.device, "paged_prefill", shapes, prefill_default(head_dim, query.element_size()))
+    default = prefill_default(head_dim, query.element_size(), program_memory(query.device))
+    tuned = look_up(query.device, "paged_prefill", shapes, default)
     tile, padded = tuned["tile"], power_of_two(head_dim, 16)
     context = bring_context(
         blocks, layer, tables, starts, offsets, head_dim=head_dim, tile=tile, window=window,

@@ -2,7 +2,8 @@
 
 A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
 row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the written
-defaults hold, which are meant for an H200.
+defaults hold, which are meant for an H200. Cards with less memory for a program (A100, L40S, RTX 4090) have
+tiles of prefill that fit it: by arithmetic, measured on none of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from kernels.gpu.launch import power_of_two
+
 Config = dict[str, int]
 
 FILE_VARIABLE = "DIPTYCH_GPU_TUNING"
@@ -23,6 +26,9 @@ FILE_VARIABLE = "DIPTYCH_GPU_TUNING"
 
 _SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on Hopper."""
+_SPARE = 16
+"""Share of it, one part of so many, that is left for what changes its layout on the way."""
+_LEAST_SIDE = 16
 
 
 def tuning_file() -> Path:
@@ -78,16 +84,44 @@ def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple
     return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12 if itemsize == 1 else 16))
 
 
-def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
-    """Return the default tiles of paged prefill, `itemsize` bytes a number of the query.
+def prefill_default(
+    head_dim: int, itemsize: int, memory: int = _SHARED_MEMORY
+) -> tuple[tuple[str, int], ...]:
+    """Return the default tiles of paged prefill, `itemsize` bytes a number of the query, on a card that gives
+    a program `memory` bytes.
 
-    Found for bfloat16 and heads of 128.
+    Found on an H200 for bfloat16 and heads of 128. Where they do not fit, tiles of keys are halved first,
+    then those of queries: fewer keys on their way cost less than keys that are read twice as often.
     """
-    if itemsize == 4:
-        return (("rows", 32), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
-    if head_dim > 128:
-        return (("rows", 128), ("tile", 64), ("num_warps", 8), ("num_stages", 2))
-    return (("rows", 128), ("tile", 64), ("num_warps", 4), ("num_stages", 2))
+    rows, tile, stages = (32, 32, 1) if itemsize == 4 else (128, 64, 2)
+    while prefill_bytes(head_dim, itemsize, rows, tile, stages) > memory - memory // _SPARE:
+        if tile > _LEAST_SIDE * 2:
+            tile //= 2
+        elif rows > _LEAST_SIDE:
+            rows //= 2
+        else:
+            break
+    num_warps = 8 if itemsize < 4 and head_dim > 128 and rows >= 128 else 4
+    return (("rows", rows), ("tile", tile), ("num_warps", num_warps), ("num_stages", stages))
+
+
+def prefill_bytes(head_dim: int, itemsize: int, rows: int, tile: int, stages: int) -> int:
+    """Return the bytes of queries, and of keys and values on their way, that a program of prefill holds.
+
+    Heads are padded to a power of two.
+    """
+    return (rows + 2 * tile * stages) * power_of_two(head_dim, 16) * itemsize
+
+
+@lru_cache(maxsize=16)
+def program_memory(device: torch.device) -> int:
+    """Return the bytes that a program may have on a device; on the CPU, and where torch does not say, on
+    Hopper.
+    """
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    return _SHARED_MEMORY if found is None else int(found)
 
 
 def decode_candidates(head_dim: int) -> Iterable[Config]:
@@ -107,8 +141,7 @@ def prefill_candidates(head_dim: int) -> Iterable[Config]:
     for rows, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         for tile in (32, 64, 128):
             for num_stages in (2, 3, 4):
-                held = rows * head_dim * 2 + 2 * tile * head_dim * 2 * num_stages
-                if held <= _SHARED_MEMORY:
+                if prefill_bytes(head_dim, 2, rows, tile, num_stages) <= _SHARED_MEMORY:
                     yield _config(rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
 
 

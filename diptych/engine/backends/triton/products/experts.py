@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.products.dense import Linear
 from diptych.engine.backends.triton.products.make import dense_matrix
 from diptych.engine.weights import Matrix
 from kernels.packed_stack import PackedStack, lacks, stack
@@ -34,12 +35,8 @@ class ExpertProduct(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DenseExperts:
+class DenseExperts(Linear):
     """Full numbers `[E, outputs, inputs]` and biases `[E, outputs]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
     @property
     def nbytes(self) -> int:
