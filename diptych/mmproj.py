@@ -258,7 +258,7 @@ def _qwen3(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
     if len(places) != 2:
         raise UnreadableImages(f"{keys.file}: tensor v.position_embd.weight is missing or no matrix")
     merge = keys.whole("spatial_merge_size", 2)
-    vision = {
+    vision: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": keys.inner(hidden),
         "depth": depth,
