@@ -72,7 +72,7 @@ class Adapted:
                 stopping=pb.StoppingCriteria(max_tokens=MAX_TOKENS, ignore_eos=True),
             )
             async with room:
-                answer: pb.GenerateResponse = await stub.Generate(request, timeout=120)
+                answer: pb.GenerateResponse = await stub.Generate(request, timeout=600)
             return answer
 
         return asyncio.run(everything())
@@ -200,7 +200,9 @@ def test_commands_load_list_and_unload(adapted: Adapted, tmp_path: Path) -> None
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
 def test_two_adapters_and_one_slot_all_end(adapted: Adapted, count: int) -> None:
     asked = [((A, B)[n % 2], prompts(2000)[n // 2 % len(LENGTHS)]) for n in range(count)]
     for (name, prompt), answer in zip(asked, adapted.ask(asked), strict=True):
@@ -217,7 +219,9 @@ def memory_mib(stack: Stack) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rounds", [8, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
 def test_loads_and_unloads_under_load_leave_nothing(adapted: Adapted, tmp_path: Path, rounds: int) -> None:
     base = tiny_model.oracle(adapted.folder)
     paths = [write_adapter(tmp_path / str(seed), base, seed=100 + seed) for seed in range(2)]

@@ -126,7 +126,9 @@ def test_adapters_change_the_tokens(adapters: dict[bytes, Path]) -> None:
     assert len(outputs) == 4
 
 
-@pytest.mark.parametrize("requests", [80, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "requests", [80, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
 async def test_two_adapters_take_turns_in_one_slot(requests: int, adapters: dict[bytes, Path]) -> None:
     one, other, _ = adapters
     async with house("shared_memory", max_loras=1, blocks=64) as made:
@@ -138,7 +140,7 @@ async def test_two_adapters_take_turns_in_one_slot(requests: int, adapters: dict
             for n, digest in enumerate(digests)
         ]
         base = gateway.start(made.decodes[0], made.prefills[0], work(("base", 1), PROMPT, 6))
-        async with asyncio.timeout(250):
+        async with asyncio.timeout(250 if requests < 1000 else 3000):
             await base.ended.wait()
             waiting = sum(not one.ended.is_set() for one in heard)
             await asyncio.gather(*(one.ended.wait() for one in heard))
@@ -235,7 +237,9 @@ async def test_worker_without_slots_says_so(adapters: dict[bytes, Path]) -> None
             await made.decodes[0].loop.requests.adapters.load(digest, path)
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rounds", [100, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+)
 async def test_loads_and_unloads_under_load_leave_nothing(rounds: int, adapters: dict[bytes, Path]) -> None:
     (one, path), (other, second), _ = adapters.items()
     async with house("shared_memory", max_loras=1, blocks=64) as made:
