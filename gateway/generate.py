@@ -187,7 +187,7 @@ class Generator:
             self._live.add(driver)
             reach("gateway.admitted")
             ticket = self._gate.enter(
-                self._worker_pool.tokens_to_compute(driver.job),
+                self._worker_pool.placer.tokens_to_compute(driver.job),
                 max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
                 together=request.beam_width is not None,
@@ -215,7 +215,7 @@ class Generator:
         Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
         """
         registry = self._worker_pool.registry
-        if registry.missing_role() is None or self._worker_pool.falls_back(job):
+        if registry.missing_role() is None or self._worker_pool.placer.falls_back(job):
             return job
         await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
         if self.draining:
