@@ -122,12 +122,14 @@ class Generator:
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._worker_pool.registry.token_limit() or self._context, self._context)
+            await call.quota_usage.prepare(1, 0)
             call.quota_usage.require(1, 0, self._clock())  # before the cost of tokenising
             adapter = self._adapters.choose(message.model, message.lora, call.caller)
             with self._adapters.use(adapter):
                 request = await self._parser.parse(message, call, record, limit, adapter)
                 job = self._job(request, call, limit)
                 token = self._token(job) if resumable and can_resume(request) else ""
+                await call.quota_usage.prepare(1, job.prompt_tokens)
                 with self._charged(job, call, record):
                     await self._parser.check_grammar(request, call, record)
                     return await self._drive(job, call, record, one_message=one_message, resume_token=token)
