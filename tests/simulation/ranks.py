@@ -33,7 +33,6 @@ class SimulatedGroup:
     """Stand-in for `RankGroup`: the ranks 1 and up of one worker."""
 
     grid = SimpleNamespace(stages=1)
-    remote = ()
 
     def __init__(self, cluster: Cluster, machine: Machine, count: int) -> None:
         self._cluster, self._machine = cluster, machine
