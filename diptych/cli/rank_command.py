@@ -39,7 +39,7 @@ def run_ranks(rendezvous: str, key_file: Path, model: str, log_level: str) -> in
 
 
 class _Ranks:
-    """One rank at a time."""
+    """Ranks of this host, one at a time."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments

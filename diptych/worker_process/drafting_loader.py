@@ -16,8 +16,8 @@ from diptych.engine.shared_cores import SharedCores
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
-from diptych.runtime.settings import resolve_model
-from diptych.worker_process.config import ImpossibleSettings, WorkerSettings
+from diptych.runtime.settings import StartupError, resolve_model
+from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
 from diptych.worker_process.medusa_loader import is_heads, load_medusa
@@ -33,6 +33,10 @@ class DraftingFiles:
     model: Path | None = None
     medusa: Path | None = None
     eagle: EagleFiles | None = None
+
+
+class NoHiddenRows(StartupError):
+    """Heads for a worker whose steps give no hidden rows to draft from."""
 
 
 def drafting_files(settings: WorkerSettings, model: Path) -> DraftingFiles:
@@ -52,11 +56,11 @@ def drafting_files(settings: WorkerSettings, model: Path) -> DraftingFiles:
 
 
 def _check_hidden_rows(settings: WorkerSettings, kind: str) -> None:
-    """Check that this worker has the rows that heads of a kind draft from. Raises ImpossibleSettings."""
+    """Check that this worker's steps give what heads draft from. Raises NoHiddenRows."""
     if settings.in_parts:
-        raise ImpossibleSettings(
+        raise NoHiddenRows(
             f"--speculative-model {settings.speculative_model} ({kind}) does not go with "
-            f"{settings.group_flags}: groups give no hidden rows; prompt lookup and draft models do"
+            f"{settings.group_flags}: groups draft by prompt lookup and draft models"
         )
 
 

@@ -27,7 +27,6 @@ from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
-from diptych.runtime.host_port import parse_address
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import fetched_model
@@ -36,9 +35,8 @@ from diptych.runtime.model_name import model_names
 from diptych.worker_process.config import ImpossibleSettings, WorkerSettings, why_not_together
 from diptych.worker_process.drafting_loader import Drafting, DraftingFiles, drafting_files, load_drafting
 from diptych.worker_process.group.load import load_in_parts
-from diptych.worker_process.group.rank_group import OtherHosts, RankCannotStart, RankGroup
-from diptych.worker_process.group.rank_key import read_rank_key
-from diptych.worker_process.group.rendezvous import Rendezvous
+from diptych.worker_process.group.other_hosts import other_hosts
+from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.lent_cores import shared_backlog, shared_cores
 from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.precision import chosen_precision
@@ -72,20 +70,8 @@ async def load_engine(settings: WorkerSettings, beside: Beside = ALONE) -> Loade
     grid = Grid(settings.tensor_parallel, settings.pipeline_parallel)
     if grid.size > 1:
         name = f"{settings.program}/{settings.worker_id}"
-        group = RankGroup(grid, name, settings.log_level, _other_hosts(settings))
+        group = RankGroup(grid, name, settings.log_level, other_hosts(settings))
     return await asyncio.to_thread(_load_on_stream, settings, group, beside)
-
-
-def _other_hosts(settings: WorkerSettings) -> OtherHosts | None:
-    """Listen for the ranks of other hosts, if there are any. Raises StartupError."""
-    if not settings.remote_ranks or settings.rank_key_file is None:
-        return None
-    key = read_rank_key(settings.rank_key_file)
-    try:
-        meeting = Rendezvous(*parse_address(settings.rendezvous), key)
-    except OSError as error:
-        raise RankCannotStart(f"--rendezvous {settings.rendezvous}: {error.strerror}") from error
-    return OtherHosts(settings.remote_ranks, meeting)
 
 
 def _load_on_stream(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> LoadedEngine:

@@ -175,7 +175,7 @@ def _pid() -> int:
     return 0 if host is None else host.incarnation
 
 
-def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
+def _pool_memory(layout: KVLayout, num_blocks: int, *, prefault: bool) -> PoolMemory:
     return PoolMemory(KVMemory(layout, num_blocks), _NO_FILE)
 
 

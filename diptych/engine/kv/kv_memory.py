@@ -159,7 +159,7 @@ class KVMemory:
     draft: KVMemory | None
     """The draft model's segments of the same blocks, if the layout has them."""
     spread: SpreadBlocks | None = None
-    """What reads and writes whole blocks where this process holds shares of them only; None: it holds all."""
+    """Reader and writer of whole blocks where this process holds shares of them only; None: it holds all."""
     _bytes: memoryview | None
     """None on a device: the host has no address of these bytes."""
 

@@ -1,4 +1,4 @@
-"""Where ranks on other hosts join a group: four TCP connections each, on which both ends prove a secret.
+"""Meeting of a group's ranks on several hosts: four TCP connections each, on which both ends prove a secret.
 
     life      nothing is ever sent; its end is the other process' end, or that of the network between them
     control   orders about memories, as to ranks of this host (orders.py)

@@ -19,6 +19,7 @@ from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
+from diptych.worker_process.drafting_loader import NoHiddenRows
 from diptych.worker_process.eagle_loader import EagleFiles, load_eagle
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.loaded_engine import LoadedEngine
@@ -93,6 +94,14 @@ async def test_the_decode_worker_loads_heads_and_a_prefill_worker_needs_none(
         make_speculation(deep, engine, KVMemory(engine.layout, 4))
     with pytest.raises(ImpossibleTree, match="trees are drafted by Medusa and EAGLE heads"):
         make_speculation(settings, replace(engine, heads=None), KVMemory(engine.layout, 4))
+
+
+async def test_heads_are_refused_by_name_where_the_model_is_dealt(tiny: Path, tmp_path: Path) -> None:
+    heads = write_heads(tmp_path / "heads", tiny)
+    with pytest.raises(
+        NoHiddenRows, match=r"--speculative-model \S+ \(Medusa\) does not go with --sum-parts 2"
+    ):
+        await loaded(tiny, f"--speculative-model={heads}", "--sum-parts=2")
 
 
 def test_numbers_of_tokens_go_with_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
