@@ -122,12 +122,14 @@ class Generator:
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._worker_pool.registry.token_limit() or self._context, self._context)
+            await call.quota_usage.prepare(1, 0)
             call.quota_usage.require(1, 0, self._clock())  # before the cost of tokenising
             adapter = self._adapters.choose(message.model, message.lora, call.caller)
             with self._adapters.use(adapter):
                 request = await self._parser.parse(message, call, record, limit, adapter)
                 job = self._job(request, call, limit)
                 token = self._token(job) if resumable and can_resume(request) else ""
+                await call.quota_usage.prepare(1, job.prompt_tokens)
                 with self._charged(job, call, record):
                     await self._parser.check_grammar(request, call, record)
                     return await self._drive(job, call, record, one_message=one_message, resume_token=token)
@@ -187,7 +189,7 @@ class Generator:
             self._live.add(driver)
             reach("gateway.admitted")
             ticket = self._gate.enter(
-                self._worker_pool.tokens_to_compute(driver.job),
+                self._worker_pool.placer.tokens_to_compute(driver.job),
                 max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
                 together=request.beam_width is not None,
@@ -215,7 +217,7 @@ class Generator:
         Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
         """
         registry = self._worker_pool.registry
-        if registry.missing_role() is None or self._worker_pool.falls_back(job):
+        if registry.missing_role() is None or self._worker_pool.placer.falls_back(job):
             return job
         await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
         if self.draining:

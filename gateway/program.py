@@ -22,6 +22,8 @@ from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import Access
 from gateway.access.journal import Journal
 from gateway.access.key_file import Scope
+from gateway.access.shared_quota.leases import QuotaLeases
+from gateway.access.shared_quota.store import PoolStore
 from gateway.adapter_service import read_configured
 from gateway.call import Calls
 from gateway.config import GatewaySettings
@@ -72,7 +74,8 @@ class Gateway:
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
         verifier, self._token_keys = _tokens(settings)
-        self._access = Access(settings.api_keys_file, verifier)
+        self._quotas = QuotaLeases(PoolStore(settings.redis_url, settings.worker_id), self.registry)
+        self._access = Access(settings.api_keys_file, verifier, self._quotas.usage)
         self._heap = HeapTrim()
         reader_limits = ReaderLimits(
             settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
@@ -169,6 +172,8 @@ class Gateway:
         for core in self.models:
             core.adapter_service.start(configured if core is self.models.first else ())
         await self.mirror.start()
+        if settings.api_keys_file is not None:
+            self._quotas.start()
         for core in self.models:
             core.start()
         await self._shared_models.start()
@@ -246,6 +251,7 @@ class Gateway:
         await self.models.close()
         await self._grammars.close()
         self.tokenizer_pool.close()
+        await self._quotas.close()
         await self.mirror.close()
         await self._listeners.close()
         await asyncio.to_thread(self.telemetry.stop)

@@ -22,12 +22,16 @@ from torch.nn import functional
 
 from kernels import kquants
 from kernels.kquants import KQUANT_BYTES, KQuantFormat
-from kernels.quantised_linear import BlockMatrix, block_of, codes_of, table_codes_of
+from kernels.quantised_linear import E2M1, BlockMatrix, block_of, codes_of, table_codes_of
 
-Code = Literal["int4", "table4", "int8", "fp8"]
-"""Whole numbers of four bits, places in a table of sixteen, whole numbers of eight bits, E4M3."""
+Code = Literal["int4", "table4", "fp4", "int8", "fp8"]
+"""Whole numbers of four bits, places in a table of sixteen, E2M1, whole numbers of eight bits, E4M3."""
 
-LONG_RUN, SHORT_RUN = 32, 16
+_RUNS = (128, 64, 32)
+_SHORT_RUN = 16
+_FOUR_BITS = ("int4", "table4", "fp4")
+_PADDING = 16
+"""A long run may add at most a sixteenth of the columns to a matrix."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class PackedMatrix:
 
     @property
     def four_bits(self) -> bool:
-        return self.code in ("int4", "table4")
+        return self.code in _FOUR_BITS
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,15 +117,21 @@ class PackedMatrix:
 
 
 def run_of(columns: int, group: int) -> int:
-    """Return the columns of a run: 32, or 16 where groups are as short as that (K-quants).
+    """Return the columns of a run: as many of 128, 64 and 32 as a group has whole, 16 where groups are as
+    short as that (K-quants). A product reads scales once a run.
 
     Raises ValueError for groups that end within 16 columns.
     """
-    if group >= columns or group % LONG_RUN == 0:
-        return LONG_RUN
-    if group % SHORT_RUN:
-        raise ValueError(f"groups of {group} columns are not whole runs of {SHORT_RUN}")
-    return SHORT_RUN
+    one = group >= columns
+    fitting = [run for run in _RUNS if one or group % run == 0]
+    for run in fitting:
+        if -columns % (2 * run) <= columns // _PADDING:
+            return run
+    if fitting:
+        return fitting[-1]
+    if group % _SHORT_RUN:
+        raise ValueError(f"groups of {group} columns are not whole runs of {_SHORT_RUN}")
+    return _SHORT_RUN
 
 
 def pack(
@@ -148,7 +158,7 @@ def pack(
             return None
         codes = codes[:, order]
     try:
-        packed = pack_bytes(codes, run_of(columns, group), four=code in ("int4", "table4"))
+        packed = pack_bytes(codes, run_of(columns, group), four=code in _FOUR_BITS)
     except ValueError:
         return None
 
@@ -175,12 +185,12 @@ def pack_bytes(codes: torch.Tensor, run: int, *, four: bool) -> torch.Tensor:
 def from_blocks(matrix: BlockMatrix) -> PackedMatrix | None:
     """Return a GGUF file's blocks as packed codes with the same numbers.
 
-    Codes of up to four bits are kept in four, of five to eight in eight. None for columns that are not
-    whole blocks, and for MXFP4, which files have for experts alone.
+    Codes of up to four bits are kept in four, of five to eight in eight; scales of MXFP4, powers of two, in
+    bfloat16, which has all of them. None for columns that are not whole blocks.
     """
     rows, columns = matrix.shape
     numbers, size = block_of(matrix.format)
-    if columns % numbers or matrix.format == "mxfp4":
+    if columns % numbers:
         return None
     if matrix.format in KQUANT_BYTES:
         return _from_kquants(matrix, matrix.format, rows, columns)
@@ -188,9 +198,11 @@ def from_blocks(matrix: BlockMatrix) -> PackedMatrix | None:
     if matrix.format == "q8_0":
         codes = (blocks[..., 2:].view(torch.int8).int() + 128).to(torch.uint8).flatten(1)
         return pack("int8", codes, _halves(blocks[..., :2]), numbers, zero=128)
-    if matrix.format == "iq4_nl":
+    if matrix.format in ("iq4_nl", "mxfp4"):
         scale, halves = table_codes_of(matrix)
         codes = torch.cat([halves & 15, halves >> 4], dim=-1).flatten(1)
+        if matrix.format == "mxfp4":
+            return pack("fp4", codes, scale.squeeze(-1).bfloat16(), numbers)
         table = torch.tensor(kquants.TABLE, dtype=torch.float32)
         return pack("table4", codes, scale.squeeze(-1).half(), numbers, table=table)
     _, _, halves = codes_of(matrix)
@@ -307,6 +319,8 @@ def dequantise(matrix: PackedMatrix) -> torch.Tensor:
 def _values(matrix: PackedMatrix, codes: torch.Tensor) -> torch.Tensor:
     if matrix.code == "fp8":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if matrix.code == "fp4":
+        return torch.tensor(E2M1, device=codes.device)[codes.long()]
     return codes.float() if matrix.table is None else matrix.table[codes.long()]
 
 

@@ -37,8 +37,8 @@ def block_of(name: BlockFormat) -> tuple[int, int]:
     raise ValueError(f"no blocks of {name}")
 
 
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-TABLES: Final[dict[BlockFormat, tuple[float, ...]]] = {"iq4_nl": kquants.TABLE, "mxfp4": _E2M1}
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+TABLES: Final[dict[BlockFormat, tuple[float, ...]]] = {"iq4_nl": kquants.TABLE, "mxfp4": E2M1}
 """Formats of blocks of 32 whose codes are places in a table; MXFP4's are numbers of E2M1 (OCP Microscaling
 Formats 1.0, 2023).
 """

@@ -8,42 +8,40 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from diptych.engine.card_turns import CardTurns
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
-from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.dtype import Precision
 from diptych.engine.gpu_memory import GpuMemory
-from diptych.engine.gpu_precision import packs_on_gpu
+from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.kv.window_groups import WindowGroups, window_groups
-from diptych.engine.loaded_model import Model, load_model, native_step_works
+from diptych.engine.loaded_model import Model
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.runner import Runner
-from diptych.engine.shared_backlog import SharedBacklog
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
+from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder
-from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.model_files import checked_model, fetched_model
-from diptych.runtime.model_images import model_images
+from diptych.runtime.model_files import fetched_model
+from diptych.runtime.model_images import ModelImages, model_images
 from diptych.runtime.model_name import model_names
-from diptych.runtime.settings import DType, StartupError, cpu_features, resolve_model
-from diptych.runtime.weight_store.client import HostWeights
+from diptych.runtime.settings import StartupError
 from diptych.worker_process.config import WorkerSettings, why_not_together
-from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
-from diptych.worker_process.eagle_loader import EagleFiles, eagle_files, load_eagle
-from diptych.worker_process.group.load import computes_natively, load_in_parts
+from diptych.worker_process.drafting_loader import Drafting, DraftingFiles, drafting_files, load_drafting
+from diptych.worker_process.group.load import load_in_parts
 from diptych.worker_process.group.rank_group import RankGroup
+from diptych.worker_process.lent_cores import shared_backlog, shared_cores
 from diptych.worker_process.loaded_engine import LoadedEngine
-from diptych.worker_process.medusa_loader import is_heads, load_medusa
+from diptych.worker_process.precision import chosen_precision
 from diptych.worker_process.self_test import run_self_test
+from diptych.worker_process.whole_model import load_whole
 from kvtransfer.transports.registry import transports_for
 
 log = logging.getLogger(__name__)
@@ -84,78 +82,38 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     take_long_turns()  # inherited by the threads that the first step starts, which compute later ones too
     started = time.monotonic()
     device = choose_device(settings.device)
-    if (why := why_not_together(settings, device.type)) is not None:
-        raise ImpossibleSettings(why)
-    transports_for(settings.transport, device, hosted=settings.hosted)  # refused before gigabytes are read
-    path = fetched_model(settings.model)
-    model_names(path, settings.model_name)
-    check_max_model_len(path, settings.max_model_len)
-    seen = model_images(path, settings.mmproj)
-    images = seen.spec if seen is not None and settings.takes_images else None
-    if images is not None:
-        _check_reads_images(settings)
-    files = _drafting_files(settings, path)
+    files = _checked_files(settings, device)
     memory = GpuMemory.of(device)
-    dtype = _precision(settings, path, device)
+    dtype = chosen_precision(settings, files.path, device)
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
-    if beside.model is not None:
-        model = beside.model
-    elif settings.in_parts:
-        model = load_in_parts(settings, path, dtype, device, group)
-    else:
-        model = _model(settings, path, dtype, device, settings.max_model_len)
-    shared = _shared_cores(settings, device)
-    cpu = CpuPolicy(
-        model.backend,
-        settings.threads,
-        shared=shared,
-        backlog=_shared_backlog(settings, device) if beside.paced else None,
-        pacing=StepPacing(*settings.step_pacing),
-        turns=beside.turns,
-        long_turns=_entering(beside, take_long_turns),
-        short_turns=_entering(beside, take_short_turns),
-    )
-    runner = Runner(model, cpu=cpu)
-    layout = model.kv_layout(settings.block_size)
-    hidden = model.shape.hidden_size
-    encoder = None
-    if seen is not None and settings.loads_encoder:
-        encoder = load_encoder(path, hidden, dtype, model.device, pair=seen.pair)
-    draft = None if files.model is None else _draft(settings, files.model, device, shared)
-    if draft is not None:
-        layout = replace(layout, draft=draft.model.kv_layout(settings.block_size))
-    groups = _window_groups(settings, model, images=seen is not None)
-    if groups is not None:
-        layout = replace(layout, windows=groups)
-    heads = eagle = None
-    if files.medusa is not None and settings.decodes:
-        heads = load_medusa(files.medusa, runner, dtype)
-    if files.eagle is not None:
-        eagle = load_eagle(files.eagle, runner, dtype)
-        layout = replace(layout, draft=eagle.head.kv_layout(settings.block_size))
+    model = _target(settings, files.path, dtype, device, group, beside)
+    shared = shared_cores(settings, device)
+    runner = Runner(model, cpu=_cpu_policy(settings, model, device, shared, beside))
+    drafting = load_drafting(settings, files.drafting, runner, dtype, device, shared)
     engine = LoadedEngine(
         model,
         runner,
-        layout,
-        model_digest(path, None if seen is None else seen.mmproj),
+        _layout(settings, model, drafting, images=files.images is not None),
+        model_digest(files.path, None if files.images is None else files.images.mmproj),
         dtype,
         parts=settings.parts,
         whole_experts=settings.expert_parallel,
         group=group,
-        images=images,
-        encoder=encoder,
-        draft=draft,
-        heads=heads,
-        eagle=eagle,
+        images=files.images.spec if files.images is not None and settings.takes_images else None,
+        encoder=_encoder(settings, files, model, dtype),
+        draft=drafting.draft,
+        heads=drafting.heads,
+        eagle=drafting.eagle,
         memory=memory,
     )
     memory.took("weights")
-    run_self_test(runner, layout)
+    run_self_test(runner, engine.layout)
     if device.type == "cuda" and (most := settings.recorded_prompt_tokens):
-        log.info("%d prompt steps of up to %d tokens are recorded", runner.record_prompts(layout, most), most)
+        recorded = runner.record_prompts(engine.layout, most)
+        log.info("%d prompt steps of up to %d tokens are recorded", recorded, most)
         memory.took("prompt steps")
-    loaded = {path.name: model} if draft is None else {path.name: model, "the draft model": draft.model}
+    loaded = {files.path.name: model} | ({"the draft model": drafting.draft.model} if drafting.draft else {})
     for name, one in loaded.items():
         log.info(
             "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
@@ -169,6 +127,68 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     return engine
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Files of what a worker loads, checked against its settings."""
+
+    path: Path
+    images: ModelImages | None
+    """Form of the images that the model reads; None: it reads none."""
+    drafting: DraftingFiles
+
+
+def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
+    """Return the files to load; whatever can be refused is refused before gigabytes are read.
+
+    Raises StartupError.
+    """
+    if (why := why_not_together(settings, device.type)) is not None:
+        raise ImpossibleSettings(why)
+    transports_for(settings.transport, device, hosted=settings.hosted)
+    path = fetched_model(settings.model)
+    model_names(path, settings.model_name)
+    check_max_model_len(path, settings.max_model_len)
+    images = model_images(path, settings.mmproj)
+    if images is not None and settings.takes_images:
+        _check_reads_images(settings)
+    return _Files(path, images, drafting_files(settings, path))
+
+
+def _target(
+    settings: WorkerSettings,
+    path: Path,
+    dtype: Precision,
+    device: torch.device,
+    group: RankGroup | None,
+    beside: Beside,
+) -> Model:
+    """Return the model that the worker serves: one that is loaded already, a group's parts, or its own."""
+    if beside.model is not None:
+        return beside.model
+    if settings.in_parts:
+        return load_in_parts(settings, path, dtype, device, group)
+    return load_whole(settings, path, dtype, device, settings.max_model_len)
+
+
+def _cpu_policy(
+    settings: WorkerSettings,
+    model: Model,
+    device: torch.device,
+    shared: SharedCores | None,
+    beside: Beside,
+) -> CpuPolicy:
+    return CpuPolicy(
+        model.backend,
+        settings.threads,
+        shared=shared,
+        backlog=shared_backlog(settings, device) if beside.paced else None,
+        pacing=StepPacing(*settings.step_pacing),
+        turns=beside.turns,
+        long_turns=_entering(beside, take_long_turns),
+        short_turns=_entering(beside, take_short_turns),
+    )
+
+
 def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], object]:
     """Return what an engine's thread does first: take its turns on the CPU, and its stream on the GPU."""
 
@@ -180,58 +200,20 @@ def _entering(beside: Beside, turns: Callable[[], object]) -> Callable[[], objec
     return enter
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftingFiles:
-    """Files of what drafts, of which one at most is given."""
-
-    model: Path | None = None
-    medusa: Path | None = None
-    eagle: EagleFiles | None = None
+def _encoder(settings: WorkerSettings, files: _Files, model: Model, dtype: Precision) -> ImageEncoder | None:
+    if files.images is None or not settings.loads_encoder:
+        return None
+    return load_encoder(files.path, model.shape.hidden_size, dtype, model.device, pair=files.images.pair)
 
 
-def _drafting_files(settings: WorkerSettings, model: Path) -> _DraftingFiles:
-    """Return the files that --speculative-model names for `model`. Raises StartupError."""
-    if settings.speculative_model is None:
-        return _DraftingFiles()
-    if (eagle := eagle_files(settings.speculative_model, model)) is not None:
-        return _DraftingFiles(eagle=eagle)
-    found = resolve_model(settings.speculative_model)
-    if is_heads(found):
-        return _DraftingFiles(medusa=found)
-    path = checked_model(settings.speculative_model)
-    check_vocabulary(model, path)
-    return _DraftingFiles(model=path)
-
-
-def _model(
-    settings: WorkerSettings, path: Path, dtype: Precision, device: torch.device, max_context: int | None
-) -> Model:
-    return load_model(
-        path,
-        dtype,
-        backend=settings.backend,
-        device=device,
-        kv_cache=settings.kv_cache_dtype,
-        max_context=max_context,
-        store=HostWeights(settings.weight_holder or None) if settings.share_weights else None,
-    )
-
-
-def _draft(
-    settings: WorkerSettings, path: Path, device: torch.device, shared: SharedCores | None
-) -> LoadedDraft:
-    """Load the draft model, which computes on the same cores, between the model's steps."""
-    model = _model(settings, path, _precision(settings, path, device), device, None)
-    cpu = CpuPolicy(
-        model.backend,
-        settings.threads,
-        shared=shared,
-        long_turns=take_long_turns,
-        short_turns=take_short_turns,
-    )
-    runner = Runner(model, cpu=cpu)
-    run_self_test(runner, model.kv_layout(settings.block_size))
-    return LoadedDraft(model, runner, model_digest(path))
+def _layout(settings: WorkerSettings, model: Model, drafting: Drafting, *, images: bool) -> KVLayout:
+    """Return the layout of a block: the model's, with a draft's segment and groups of layers in it."""
+    layout = model.kv_layout(settings.block_size)
+    second = drafting.kv_layout(settings.block_size)
+    if second is not None:
+        layout = replace(layout, draft=second)
+    groups = _window_groups(settings, model, images=images)
+    return layout if groups is None else replace(layout, windows=groups)
 
 
 def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
@@ -270,63 +252,3 @@ def _check_reads_images(settings: WorkerSettings) -> None:
         raise ImpossibleSettings(f"{settings.group_flags} does not go with a model that reads images")
     if settings.speculative_model is not None:
         raise ImpossibleSettings("--speculative-model does not go with a model that reads images")
-
-
-def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
-    on_gpu = device.type == "cuda" or settings.backend == "triton"
-    in_parts = settings.in_parts
-    return precision_of(
-        settings.engine_dtype,
-        path,
-        on_gpu=on_gpu,
-        native=(not in_parts or computes_natively(settings, path)) and settings.backend != "torch",
-        in_parts=in_parts,
-    )
-
-
-def precision_of(
-    chosen: Literal["auto"] | DType,
-    path: Path,
-    *,
-    on_gpu: bool,
-    native: bool = True,
-    in_parts: bool = False,
-) -> Precision:
-    """Return the precision of the model at `path`, for --dtype or --quantization `chosen`.
-
-    `native`: the native step may compute it, where it works at all. `in_parts`: by ranks of a group.
-    """
-    if chosen != "auto":
-        return "w8a8" if on_gpu and chosen == "int8" else chosen
-    return choose_precision(
-        # Parts of a folder's codes are not read (diptych/engine/weights/reader.py).
-        quantised_file=is_quantised(path) and (not in_parts or path.is_file()),
-        native=native and native_step_works(),
-        cpu_features=cpu_features(),
-        on_gpu=on_gpu,
-        packs=on_gpu and packs_on_gpu(path),
-        file_bytes=weight_bytes(path),
-        kquants=has_kquants(path),
-        in_parts=in_parts,
-    )
-
-
-def _shared_cores(settings: WorkerSettings, device: torch.device) -> SharedCores | None:
-    """Return the cores that workers lend each other; None on a device, whose steps need none of them."""
-    if settings.cores_fd is None or device.type != "cpu":
-        return None
-    return SharedCores(settings.cores_fd, home=_home(settings), cores=settings.machine_cores)
-
-
-def _shared_backlog(settings: WorkerSettings, device: torch.device) -> SharedBacklog | None:
-    """Return the waiting times of the workers on one GPU; None on a CPU, where they lie with the cores."""
-    if settings.cores_fd is None or device.type != "cuda":
-        return None
-    gpu = torch.cuda.current_device() if device.index is None else device.index
-    if not settings.hosted:
-        log.info("GPU %d is shared with the workers of this machine: decode makes room for prompts", gpu)
-    return SharedBacklog(settings.cores_fd, own=_home(settings)[0], cores=settings.machine_cores, gpu=gpu)
-
-
-def _home(settings: WorkerSettings) -> list[int]:
-    return [int(core) for core in settings.home_cores.split(",") if core]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from diptych.runtime.errors import PermissionDenied, Unauthenticated
 from diptych.runtime.file_watch import FileWatch
 from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, Scope, digest_of, read_key_file
-from gateway.access.quota import QuotaUsage
+from gateway.access.quota import Quota, QuotaUsage
 
 if TYPE_CHECKING:  # PyJWT is imported where tokens are taken
     from gateway.access.token_verifier import TokenVerifier
@@ -65,14 +65,21 @@ class Access:
     Args:
         path: the key file; None: there are no keys.
         tokens: verifier of tokens; None: none is taken. Without either every caller is `anonymous`.
+        usage: makes the usage of a key's quota from its name and limits.
 
     Raises:
         BadKeyFile: from the constructor only.
     """
 
-    def __init__(self, path: Path | None, tokens: TokenVerifier | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        tokens: TokenVerifier | None = None,
+        usage: Callable[[str, Quota], QuotaUsage] = QuotaUsage,
+    ) -> None:
         self._path = path
         self._tokens = tokens
+        self._new_usage = usage
         self._token_tenants: set[str] = set()
         self._anonymous = anonymous()
         self._usages: dict[str, QuotaUsage] = {}  # by key name: reading the file again resets no quota
@@ -164,7 +171,7 @@ class Access:
         for entry in entries:
             usage = self._usages.get(entry.name)
             if usage is None or usage.quota != entry.quota:
-                usage = QuotaUsage(entry.name, entry.quota)
+                usage = self._new_usage(entry.name, entry.quota)
             usages[entry.name] = usage
             digest = bytes.fromhex(entry.sha256)
             caller = Caller(entry.tenant, frozenset(entry.scopes), usage, entry.adapters)

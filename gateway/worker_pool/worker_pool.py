@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,12 +19,11 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import decode_pb2, encode_pb2, prefill_pb2, work_pb2
 from gateway.adapters.adapter import Adapter
-from gateway.attempt.types import AttemptFailed, Cause, EncoderRoute, LocalPrefill, Role
+from gateway.attempt.types import AttemptFailed, Cause, EncoderRoute, Role
 from gateway.attempt.work import Job
 from gateway.model.images import PromptImages
 from gateway.worker_pool.adapter_loads import AdapterLoads
 from gateway.worker_pool.arrival_wait import ArrivalWait
-from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
 from gateway.worker_pool.codec import (
     AdapterAnswer,
     DecodeCodec,
@@ -37,29 +35,21 @@ from gateway.worker_pool.codec import (
     WorkerEvent,
 )
 from gateway.worker_pool.ejection import Ejections
-from gateway.worker_pool.encoders import EncoderCandidate, choose_encoder, reads_images
 from gateway.worker_pool.image_messages import image_parts
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
-from gateway.worker_pool.local_prefill import LocalMode, choose_local
-from gateway.worker_pool.pair_savings import most_saved_tokens
-from gateway.worker_pool.prefix_held import NOTHING, Held
+from gateway.worker_pool.local_prefill import LocalMode
+from gateway.worker_pool.placement import AttemptPlacer
 from gateway.worker_pool.prefix_index import PrefixIndex, PrefixIndexReader
 from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
-    BY_COST,
-    WITHOUT_INDEX,
     NoAdapter,
     NoProof,
     NoWorker,
     Placement,
-    Route,
     RouteRequest,
-    choose_route,
 )
-from gateway.worker_pool.step_rates import prefill_token_s
 
 RECONCILE_S = 0.25
-PROOF_MARGIN_S = 0.02  # what is read so soon after the loss of a worker may have been sent before it
 _log = logging.getLogger(__name__)
 
 
@@ -124,7 +114,6 @@ class WorkerPool:
         """
         self._tls = tls
         self._is_served = is_served
-        self._local_prefill = local_prefill
         self._directory = directory
         self._local_workers = local_workers
         self._listener = listener
@@ -141,13 +130,20 @@ class WorkerPool:
         self.adapter_loads = AdapterLoads(self.registry, needed_adapters, clock)
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
         self._logged = set() if strangers is None else strangers  # workers of other models, logged once
-        self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.pending_flushes = PendingFlushes()
         self.ejections = Ejections()
         self.arrivals = ArrivalWait(lambda: self.registry.missing_role() is None, arrival_wait_s, clock)
-        self._prefixes = PrefixIndexReader(directory, identity.secret, identity.model_digest)
+        self.placer = AttemptPlacer(
+            self.registry,
+            self.adapter_loads,
+            self.ejections,
+            PrefixIndexReader(directory, identity.secret, identity.model_digest),
+            has_index=lambda: directory.connected,
+            local_prefill=local_prefill,
+            clock=clock,
+        )
 
     # --- lifecycle ------------------------------------------------------------------------------------
 
@@ -227,150 +223,13 @@ class WorkerPool:
         others = (record for record in self._directory.workers() if not self._is_ours(record))
         return [record for record in others if not self._is_served(record.model_digest)]
 
-    def tokens_to_compute(self, job: Job) -> int:
-        """Predict the prompt tokens to compute: those that the best pair of workers does not save."""
-        prompt = job.request.prompt_ids
-        prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
-        hits = self._prefixes.hits([*prefill, *decode], job, prompt)
-        saved = most_saved_tokens(len(prompt), *_candidates(prefill, decode, hits)) if hits else 0
-        return max(len(prompt) - saved, 1)
-
-    def falls_back(self, job: Job) -> bool:
-        """Return whether no prefill worker is linked and a decode worker would compute this prompt."""
-        most = self.registry.fallback_tokens
-        if not most:
-            return False
-        decode, prompt = self.registry.serving(Role.DECODE), job.request.prompt_ids
-        hits = self._prefixes.hits(decode, job, prompt)
-        held = ((sum(hits.get(w.record.worker_id, NOTHING)), w.record.block_size) for w in decode)
-        cached = max((blocks * size for blocks, size in held), default=0)
-        images = job.request.images
-        return max(len(prompt) - cached, 1) <= most and (images is None or cached >= images.end)
-
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
     ) -> Placement | NoWorker | NoProof | NoAdapter:
-        """Choose the pair of workers for an attempt, by load and cached prefix.
-
-        After a worker was lost, the others may be dead as well (a host that fails takes all of its workers),
-        and their links break some time later: those that sent something since come first. An attempt of a
-        request that has lost one already waits for such a pair; heartbeats come four times a second. It also
-        waits for word of its suspects: any may be one death too many.
-
-        Only workers that have its adapter get an attempt; it waits while one is to have it soon.
-        """
-        if any(self._is_silent(worker_id, at) for worker_id, at in request.suspects):
-            return NoProof()
-        prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
-        if (adapter := job.request.adapter) is not None:
-            prefill = self.adapter_loads.holders(prefill, adapter.digest)
-            decode = self.adapter_loads.holders(decode, adapter.digest)
-        encoders: list[EncoderCandidate] = []
-        all_prefill = prefill
-        if request.images_end:
-            encoders = self._encoders(request)
-            prefill = [w for w in prefill if reads_images(w.record, encoders)]
-        hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
-        proven = self._proven(prefill), self._proven(decode)
-        route = self._choose_pair(request, *proven, hits)
-        if isinstance(route, NoWorker) and proven != (prefill, decode):
-            route = self._choose_pair(request, prefill, decode, hits)
-            if request.after_loss and not isinstance(route, NoWorker):
-                return NoProof()
-        if isinstance(route, NoWorker):
-            if all_prefill and not prefill:
-                return NoWorker(Role.ENCODE)
-            return route if adapter is None else self._without_adapter(route, adapter)
-        worker = self.registry.require(route.decode_id)
-        target = worker.record
-        if route.local is not LocalPrefill.NO:
-            worker.unreported_local += request.tokens - route.matched_blocks * target.block_size
-        return Placement(
-            route,
-            BY_COST if self._directory.connected else WITHOUT_INDEX,
-            self._prefixes.namespace(job, target.kept),
-            predicted_tokens=route.matched_blocks * target.block_size,
-            encode_id=self._encoder_of(route, job, encoders),
-        )
-
-    def _encoders(self, request: RouteRequest) -> list[EncoderCandidate]:
-        """Return the encode workers that may get an attempt; after a loss those first that live for sure."""
-        workers = self.registry.serving(Role.ENCODE)
-        workers = self._proven(workers) or workers
-        return [w.encoder_candidate() for w in workers if w.record.worker_id not in request.avoid]
-
-    def _encoder_of(self, route: Route, job: Job, candidates: Sequence[EncoderCandidate]) -> str | None:
-        """Return the encode worker for an attempt; None without need, or where prefill encodes."""
-        images = job.request.images
-        if images is None or route.prefill_id is None:
-            return None
-        record = self.registry.require(route.prefill_id).record
-        return choose_encoder(images.images[0].digest, images.rows, record, candidates)
-
-    def _without_adapter(self, route: NoWorker, adapter: Adapter) -> NoWorker | NoProof | NoAdapter:
-        """Return what an attempt without a pair has to wait for: its adapter, or a worker."""
-        loads, digest = self.adapter_loads, adapter.digest
-        serving = self.registry.serving(route.role)
-        if loads.may_come(serving, digest):
-            return NoProof()
-        return route if not serving or loads.holders(serving, digest) else NoAdapter()
-
-    def _choose_pair(
-        self,
-        request: RouteRequest,
-        prefill: Sequence[Worker],
-        decode: Sequence[Worker],
-        hits: Mapping[str, Held],
-    ) -> Route | NoWorker:
-        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
-        if isinstance(route, NoWorker):  # a slow worker is better than none
-            route = self._choose(request, prefill, decode, hits)
-        return route
-
-    def _choose(
-        self,
-        request: RouteRequest,
-        prefill: Sequence[Worker],
-        decode: Sequence[Worker],
-        hits: Mapping[str, Held],
-    ) -> Route | NoWorker:
-        route = choose_route(request, *_candidates(prefill, decode, hits))
-        return self._choose_local(request, route, decode, hits) or route
-
-    def _choose_local(
-        self,
-        request: RouteRequest,
-        remote: Route | NoWorker,
-        decode: Sequence[Worker],
-        hits: Mapping[str, Held],
-    ) -> Route | None:
-        """Return the route of a decode worker that computes the prompt itself, if that is the better one."""
-        prefill = self.registry.serving(Role.PREFILL)
-        token_s = prefill_token_s(w.rates for w in prefill or decode)
-        return choose_local(
-            request,
-            remote,
-            (w.local_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode),
-            self._local_prefill,
-            token_s=token_s,
-            fall_back=all(w.record.worker_id in request.avoid for w in prefill),
-        )
-
-    def _proven(self, workers: list[Worker]) -> list[Worker]:
-        """Return the workers that were heard of after the last loss of another one."""
-        return [w for w in workers if (w.link.last_seen or 0.0) >= self._lost_at + PROOF_MARGIN_S]
-
-    def _is_silent(self, worker_id: str, since: float) -> bool:
-        """Return whether the worker counts as linked, but nothing came from it since that time."""
-        worker = self.registry.get(worker_id)
-        seen = worker.link.last_seen if worker is not None and worker.link.up else math.inf
-        return (seen or 0.0) < since + PROOF_MARGIN_S
-
-    def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
-        now = self._clock()
-        return [w for w in workers if not self.ejections.is_ejected(w.record.worker_id, now)]
+        """Choose the workers of an attempt; the placer says how."""
+        return self.placer.place_attempt(request, job, token_ids)
 
     def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None:
         """Send an attempt to its decode worker. Raises LinkDown."""
@@ -455,7 +314,7 @@ class WorkerPool:
         worker = self.registry.get(worker_id)
         graceful = worker is not None and worker.leaving
         if not graceful:
-            self._lost_at = asyncio.get_running_loop().time()
+            self.placer.on_loss(asyncio.get_running_loop().time())
         if worker is not None:
             worker.on_down()
             self.ejections.forget(worker_id)
@@ -495,17 +354,6 @@ class WorkerPool:
 
     def on_adapter_answer(self, worker_id: str, answer: AdapterAnswer) -> None:
         self.adapter_loads.on_answer(worker_id, answer)
-
-
-def _candidates(
-    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, Held]
-) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
-    """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
-    token_s = prefill_token_s(w.rates for w in prefill or decode)
-    return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in prefill],
-        [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
-    )
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:

@@ -1,4 +1,9 @@
-"""Rows rounded to FP8 or int8 with a scale of their own, of 128 numbers each, or a fixed one."""
+"""Rows rounded to FP8 or int8 with a scale of their own, of 128 numbers each, or a fixed one.
+
+A card rounds to FP8 by its own instruction (PTX `cvt.rn.satfinite.e4m3x2.f32`: to the nearest, ties to even).
+The interpreter cuts the last places off instead, so that there numbers are rounded before they are converted;
+tests hold both against torch's conversion, at every number and every middle of two.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import check_dense, power_of_two
-from kernels.scaled_matrix import INT8, PEAK, SQUARE
+from kernels.gpu.launch import INTERPRETED, check_dense, power_of_two
+from kernels.scaled_matrix import PEAK, SQUARE
+
+_GROUPS = 8
+"""Groups of 128 numbers that one program rounds."""
 
 
 @triton.jit
 def _to_e4m3(x):
-    """Round float32 `x`, at most 448, to a number of E4M3, ties to even; the result is still float32.
-
-    In whole numbers, so that every card and the interpreter round alike.
-    """
+    """Round float32 `x`, at most 448, to a number of E4M3, ties to even; the result is still float32."""
     bits = x.to(tl.int32, bitcast=True)
     even = (bits >> 20) & 1
     large = ((bits + 0x7FFFF + even) & -0x100000).to(tl.float32, bitcast=True)
@@ -32,32 +37,43 @@ def _to_whole(x):
 
 
 @triton.jit
-def _round_rows(
-    x, out, scales, static, columns, groups, PEAK_OF: tl.constexpr, FLOATS: tl.constexpr,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Round one group of GROUP numbers of one row; grid `[rows, groups]`.
+def round_to(scaled, PEAK_OF: tl.constexpr, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
+    """Return float32 `scaled` rounded to TYPE, int8 or FP8, of which PEAK_OF is the largest number.
 
-    `x` and `out [rows, columns]`, `scales` float32 `[rows, groups]`, `static` float32 `[1]`; WIDTH is a power
-    of two of at least GROUP.
+    BY_HAND rounds to FP8 before the conversion.
     """
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = tl.arange(0, WIDTH)
-    at = group * GROUP + lane
+    scaled = tl.minimum(tl.maximum(scaled, -PEAK_OF), PEAK_OF)
+    if tl.int8 == TYPE:
+        scaled = _to_whole(scaled)
+    elif BY_HAND:
+        scaled = _to_e4m3(scaled)
+    return scaled.to(TYPE)
+
+
+@triton.jit
+def _round_rows(
+    x, out, scales, static, columns, groups, scale_stride, group_stride, PEAK_OF: tl.constexpr,
+    STATIC: tl.constexpr, BY_HAND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Round COUNT groups of GROUP numbers of one row; grid `[rows, ceil(groups / COUNT)]`.
+
+    `x` and `out [rows, columns]`, `scales` float32 `[rows, groups]` of any strides, `static` float32 `[1]`;
+    WIDTH is a power of two of at least GROUP.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    lane = tl.arange(0, WIDTH)[None, :]
+    at = group[:, None] * GROUP + lane
     inside = (lane < GROUP) & (at < columns)
     numbers = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     if STATIC:
-        scale = tl.load(static)
+        scale = tl.broadcast_to(tl.load(static), [COUNT])
     else:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers)), 1e-12), PEAK_OF)
-    scaled = tl.div_rn(numbers, tl.broadcast_to(scale, [WIDTH]))
-    scaled = tl.minimum(tl.maximum(scaled, -PEAK_OF), PEAK_OF)
-    if FLOATS:
-        rounded = _to_e4m3(scaled)
-    else:
-        rounded = _to_whole(scaled)
-    tl.store(out + row * columns + at, rounded.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + row * groups + group, scale)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), axis=1), 1e-12), PEAK_OF)
+    scaled = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], [COUNT, WIDTH]))
+    tl.store(out + row * columns + at, round_to(scaled, PEAK_OF, out.dtype.element_ty, BY_HAND), mask=inside)
+    tl.store(scales + row * scale_stride + group * group_stride, scale, mask=group < groups)
 
 
 def round_rows(
@@ -65,18 +81,23 @@ def round_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `x [T, columns]` rounded to FP8 or int8, and float32 scales `[T, groups]`.
 
-    See kernels/scaled_matrix.py; a card older than 8.9 has no FP8.
+    Scales of `squares` lie group after group, T padded to a multiple of four: the library's layout
+    (products/scaled_mm.py). See kernels/scaled_matrix.py for their meaning; a card older than 8.9 has no FP8.
     """
     rows, columns = x.shape
     group = SQUARE if squares else columns
     groups = triton.cdiv(columns, group)
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    strides = (1, triton.cdiv(rows, 4) * 4) if squares else (groups, 1)
+    scales = torch.empty_strided((rows, groups), strides, dtype=torch.float32, device=x.device)
     if rows:
         width = power_of_two(group)
-        _round_rows[(rows, groups)](
+        count = min(_GROUPS, power_of_two(groups))
+        _round_rows[(rows, triton.cdiv(groups, count))](
             check_dense("x", x), out, scales, scales if static is None else static, columns, groups,
-            PEAK_OF=PEAK[dtype], FLOATS=dtype != INT8, STATIC=static is not None, GROUP=group, WIDTH=width,
-            num_warps=1 if width <= SQUARE else 8,
+            *scales.stride(), PEAK_OF=PEAK[dtype], STATIC=static is not None, BY_HAND=INTERPRETED,
+            GROUP=group, WIDTH=width, COUNT=count,
+            # 16 bytes of bfloat16 a thread, up to a whole block of threads.
+            num_warps=min(32, max(1, count * width // 256)),
         )  # fmt: skip
     return out, scales

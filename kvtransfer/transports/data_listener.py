@@ -304,8 +304,8 @@ class SocketReceiver:
         return self._listener.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
-        """Close the data socket, which is the proof."""
-        self._listener.end_socket(writer)
+        """Close the data socket, which is the proof, and admit no other one by an earlier token."""
+        self._listener.expel(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
         """Do nothing: the frames themselves show what arrived."""

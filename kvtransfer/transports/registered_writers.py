@@ -108,7 +108,8 @@ class RegisteredWriters:
         return expected is not None and expected <= self._writers.get(writer, {}).keys()
 
     def fence(self, writer: WriterId) -> None:
-        """Kill the writer's processes; `dead` follows."""
+        """Kill the writer's processes; `dead` follows. Tokens that are not used yet end with them."""
+        self._withdraw(writer)
         for process in list(self._writers.get(writer, {}).values()):
             try:
                 process.kill()

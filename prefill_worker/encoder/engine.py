@@ -19,7 +19,7 @@ from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import fetched_model
 from diptych.runtime.model_images import model_images
-from diptych.worker_process.engine_loader import precision_of
+from diptych.worker_process.precision import precision_of
 from diptych.worker_process.self_test import SelfTestFailed
 from diptych.worker_process.worker_spec import EngineRecord
 from kvtransfer.drivers.embedding_link import EmbeddingFingerprint

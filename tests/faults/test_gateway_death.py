@@ -70,16 +70,18 @@ async def streamed(
 
 
 def test_workers_drop_what_a_dead_gateway_asked_for(laptop: Breakable, tiny: Path) -> None:
-    took_s = []
-    while not took_s or (min(took_s) > CANCELLED_WITHIN_S and len(took_s) < TRIES):
+    # On a loaded machine a fast stream may be half made before anyone sees the death: one clean try is
+    # enough, since workers that drop nothing would make every stream whole.
+    tries: list[tuple[float, float]] = []
+    while not any(took_s <= CANCELLED_WITHIN_S and tokens < CONTEXT / 2 for took_s, tokens in tries):
+        assert len(tries) < TRIES, f"(seconds until idle, tokens made) of each try: {tries}"
         steps = "diptych_engine_step_tokens_total"
         with second_gateway(laptop.stack, tiny) as second:
             before = laptop.stack.metric("decode", steps)
             killed_at = asyncio.run(left_alone(second.address, second.pid))
             laptop.stack.wait_idle()
-            took_s.append(time.monotonic() - killed_at)
-        assert laptop.stack.metric("decode", steps) - before < CONTEXT / 2
-    assert min(took_s) <= CANCELLED_WITHIN_S
+            took_s = time.monotonic() - killed_at
+        tries.append((took_s, laptop.stack.metric("decode", steps) - before))
 
 
 async def left_alone(address: str, pid: int) -> float:

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from gateway.access.journal import Journal
+from gateway.access.shared_quota.leases import QuotaLeases
+from gateway.access.shared_quota.store import PoolStore
 from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.model_directory import ModelDirectory
 from gateway.model_metrics import ModelMetrics
@@ -29,6 +31,7 @@ def test_documented_metrics_equal_exported_metrics() -> None:
     gateway.register(AdapterMetrics(lambda: (), list))
     gateway.register(VllmLoraMetrics(list, list))
     Journal(gateway, None, "g")
+    QuotaLeases(PoolStore("redis://127.0.0.1:1", "g"), gateway)
     PrefillMetrics(prefill)
     DecodeMetrics(decode)
     EncodeMetrics(encode)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.kquants import KQUANT_BYTES
-from kernels.packed_matrix import Code, PackedMatrix, dequantise, from_blocks, join, pack
-from kernels.quantised_linear import BLOCK_BYTES, BlockFormat, BlockMatrix, block_of
+from kernels.packed_matrix import Code, PackedMatrix, dequantise, from_blocks, join, pack, run_of
+from kernels.quantised_linear import BLOCK_BYTES, E2M1, BlockFormat, BlockMatrix, block_of
 from kernels.quantised_linear import dequantise as numbers_of_blocks
 from tests.kernels.kquant_blocks import random_blocks
 
@@ -38,6 +38,8 @@ def drawn(
     if code == "fp8":
         codes &= 0x7E  # no NaN
         values = codes.view(torch.float8_e4m3fn).float()
+    if code == "fp4":
+        values = torch.tensor(E2M1)[codes.long()]
     if table is not None:
         values = table[codes.long()]
     offsets = (
@@ -61,6 +63,7 @@ def drawn(
         ("int8", True, False),
         ("table4", False, False),
         ("fp8", False, False),
+        ("fp4", False, False),
     ],
 )
 def test_numbers_are_those_of_the_codes(
@@ -73,7 +76,7 @@ def test_numbers_are_those_of_the_codes(
     assert torch.equal(dequantise(found.rows(chosen)), numbers[chosen])
 
 
-@pytest.mark.parametrize("format", [name for name in (*BLOCK_BYTES, *KQUANT_BYTES) if name != "mxfp4"])
+@pytest.mark.parametrize("format", [*BLOCK_BYTES, *KQUANT_BYTES])
 def test_blocks_of_files_keep_their_numbers_and_their_size(format: BlockFormat) -> None:
     size, nbytes = block_of(format)
     if format in KQUANT_BYTES:
@@ -86,16 +89,23 @@ def test_blocks_of_files_keep_their_numbers_and_their_size(format: BlockFormat) 
     found = from_blocks(matrix)
     assert found is not None
     assert torch.equal(dequantise(found), numbers_of_blocks(matrix))
+    if format == "mxfp4":
+        assert found.nbytes <= 1.06 * matrix.blocks.nbytes
     if format in ("q4_0", "q4_1", "q8_0", "q4_k", "iq4_xs", "iq4_nl"):
         assert found.nbytes <= 1.04 * matrix.blocks.nbytes + 64  # a table has 64 bytes
 
 
+def test_runs_are_as_long_as_groups_and_the_padding_allow() -> None:
+    """Of gpt-oss 2,880 columns are no whole tiles of 256."""
+    expected = {
+        (4096, 128): 128, (4096, 4096): 128, (4096, 64): 64, (4096, 96): 32, (4096, 16): 16, (2880, 2880): 64,
+        (2880, 32): 32, (96, 96): 32, (64, 128): 32, (256, 256): 128,
+    }  # fmt: skip
+    assert {case: run_of(*case) for case in expected} == expected
+
+
 def test_columns_that_are_no_whole_blocks_are_not_packed() -> None:
     assert from_blocks(BlockMatrix("q8_0", 40, torch.zeros(2, 68, dtype=torch.uint8))) is None
-
-
-def test_mxfp4_is_not_packed() -> None:
-    assert from_blocks(BlockMatrix("mxfp4", 64, torch.zeros(2, 34, dtype=torch.uint8))) is None
 
 
 def test_groups_that_end_within_a_run_or_differ_in_size_are_not_packed() -> None:

@@ -40,7 +40,7 @@ class Generation:
 
     async def _several(self, call: BodyCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate for all prompts at once; the first that fails ends the others."""
-        meter = self._meter(call.caller.quota_usage, len(asked.builders))
+        meter = await self._meter(call.caller.quota_usage, len(asked.builders))
         served = True
         try:
             return await self._parts(call, asked, meter)
@@ -75,7 +75,7 @@ class Generation:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]
 
-    def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
+    async def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
         """Reserve the quota before the first of them costs anything.
 
         Raises InvalidParameter or QuotaExceeded.
@@ -84,4 +84,5 @@ class Generation:
         if most is not None and prompts > most:
             why = "each is a request, and this API key may begin no more at once"
             raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
+        await meter.prepare(prompts, 0)
         return BatchQuota(meter, prompts, self._calls.clock())

@@ -27,11 +27,11 @@ async def test_weights_are_converted_on_the_configured_threads(
 ) -> None:
     seen: list[int] = []
 
-    def load_model(*_: Any, **__: Any) -> None:
+    def load_whole(*_: Any, **__: Any) -> None:
         seen.append(torch.get_num_threads())
         raise Reached
 
-    monkeypatch.setattr(engine, "load_model", load_model)
+    monkeypatch.setattr(engine, "load_whole", load_whole)
     before = torch.get_num_threads()
     settings = DecodeSettings.from_argv([f"--threads={threads}", "--dtype=fp32", "--device=cpu"])
     with pytest.raises(Reached):
@@ -61,8 +61,8 @@ def test_only_workers_on_a_cpu_share_cores() -> None:
     """A worker on a GPU must not make its streams wait for prompts that its cores cannot compute."""
     fd = os.memfd_create("cores")
     settings = DecodeSettings.from_argv([f"--cores-fd={fd}", "--home-cores=1", "--machine-cores=2"])
-    share = engine._shared_cores(settings, torch.device("cpu"))
+    share = engine.shared_cores(settings, torch.device("cpu"))
     assert share is not None
     assert (share.num_home, share.others) == (1, [0])
-    assert engine._shared_cores(settings, torch.device("cuda")) is None
+    assert engine.shared_cores(settings, torch.device("cuda")) is None
     os.close(fd)

@@ -135,7 +135,7 @@ def test_settings_that_a_cpu_has_pass(flags: list[str]) -> None:
 async def test_transport_is_refused_before_the_model_is_read_once_the_device_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_loader, "load_model", None)
+    monkeypatch.setattr(engine_loader, "load_whole", None)
     settings = DecodeSettings.from_argv(["--device=auto", "--transport=nccl"])
     with pytest.raises(engine_loader.ImpossibleSettings, match="--transport nccl needs blocks on a GPU"):
         await engine_loader.load_engine(settings)
@@ -161,7 +161,7 @@ async def test_transport_of_a_hosted_worker_is_refused_before_the_model_is_read(
 async def test_images_are_refused_before_the_model_is_read(
     flag: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("load_model", "load_in_parts"):
+    for name in ("load_whole", "load_in_parts"):
         monkeypatch.setattr(engine_loader, name, None)
     monkeypatch.setattr(engine_loader, "model_images", lambda path, mmproj: SimpleNamespace(spec=path))
     settings = PrefillSettings.from_argv(["--device=cpu", flag])

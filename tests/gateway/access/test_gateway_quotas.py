@@ -10,6 +10,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
@@ -23,6 +26,14 @@ from tests.gateway.running_gateway import collect, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 Code = grpc.StatusCode
+
+
+@pytest.fixture
+def redis_url(redis_url: str) -> str:
+    """Return the URL of a directory in which no test has used up a quota: pools outlive gateways."""
+    with Redis.from_url(redis_url, retry=Retry(ConstantBackoff(0.05), 200)) as redis:  # it may still start
+        redis.flushall()
+    return redis_url
 
 
 @pytest.fixture

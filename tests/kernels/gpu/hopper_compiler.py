@@ -69,7 +69,8 @@ def report(name: str, kernel: Any) -> None:
     stores = Counter(re.findall(r"st\.global[.\w:]*", ptx))
     matrix = Counter(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[.\w]*", ptx))
     print(f"{name}: {used} SHARED:{kernel.metadata.shared}")
-    for what, forms in (("cp.async", copies), ("", loads), ("", stores), ("", matrix)):
+    rounded = Counter(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx))
+    for what, forms in (("cp.async", copies), ("", loads), ("", stores), ("", matrix), ("", rounded)):
         if forms:
             print("   ", what, ", ".join(f"{count} x {form}" for form, count in forms.items()), flush=True)
 
@@ -304,8 +305,8 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
             made.append((f"packed {name} {rows} {dtype}", lambda m=matrix: packed_linear(x, m, out=out)))
             made.append((f"unpack {name}", lambda m=matrix: unpack(m, torch.empty(m.shape, dtype=dtype))))
         squares = ScaledMatrix(codes.view(fp8), torch.ones(48, 32), squares=True)
-        whole = ScaledMatrix(codes.view(torch.int8), torch.ones(6144, 1))
-        for name, matrix in (("fp8 in squares", squares), ("int8", whole)):
+        whole, floats = (ScaledMatrix(codes.view(kind), torch.ones(6144, 1)) for kind in (torch.int8, fp8))
+        for name, matrix in (("fp8", floats), ("fp8 in squares", squares), ("int8", whole)):
             kind, wide = matrix.values.dtype, matrix.squares
             q, scales = torch.zeros(rows, 4096, dtype=kind), torch.zeros(rows, 32 if wide else 1)
             made.append((f"round to {name}", lambda k=kind, w=wide: round_rows(x, k, squares=w)))

@@ -19,10 +19,15 @@ CASES: dict[str, PackedMatrix] = {
     "int4, groups of 32": drawn(40, 96, 32)[0],
     "int4, groups of 64, one zero": drawn(33, 200, 64, zeros=False)[0],
     "int4, groups of 128, reordered": drawn(17, 256, 128, ordered=True)[0],
+    "int4, groups of 128, runs of 128": drawn(70, 512, 128)[0],
+    "int4, an odd last tile": drawn(21, 384, 128, zeros=False)[0],
     "int4, one group": drawn(5, 70, 70)[0],
     "int8": drawn(35, 160, 32, "int8")[0],
     "table": drawn(9, 128, 64, "table4", zeros=False)[0],
+    "table, runs of 64": drawn(9, 320, 64, "table4", zeros=False)[0],
     "fp8": drawn(9, 128, 128, "fp8", zeros=False)[0],
+    "fp8, one group, runs of 128": drawn(9, 512, 512, "fp8", zeros=False)[0],
+    "fp4": drawn(37, 160, 32, "fp4", zeros=False)[0],
 }
 for _name in ("q4_k", "q6_k"):
     _blocks = BlockMatrix(_name, 256, random_blocks(_name, 9, 4).view(9, -1))  # type: ignore[arg-type]

@@ -130,13 +130,18 @@ async def test_step_that_does_not_end_in_time_ends_the_process(ends, monkeypatch
     step.end()
 
 
-async def test_writer_that_registers_late_does_not_save_the_process_from_its_stuck_step(ends, monkeypatch):
-    """Register between fence and death, with the token of a welcome that came before the fence."""
+@pytest.mark.parametrize(("admitted", "why"), [("before", "unknown token"), ("after", "was fenced")])
+async def test_writer_that_registers_late_does_not_save_the_process_from_its_stuck_step(
+    ends, monkeypatch, admitted, why
+):
+    """Register between fence and death, with the token of a welcome that came before or after the fence."""
     monkeypatch.setattr(writer_gate, "FENCE_S", 0.05)
     step = Step(await ends.register())
     token = ends.receiver.admit(WRITER, writer_gate.os.getpid())
     ends.receiver.fence(WRITER)
-    with pytest.raises(TransportError, match="was fenced"):
+    if admitted == "after":
+        token = ends.receiver.admit(WRITER, writer_gate.os.getpid())
+    with pytest.raises(TransportError, match=why):
         await open_in_process(Welcome("a:1", ends.receiver.endpoint, token, LAYOUT, 4))
     await until(lambda: ends.stuck == 1, 10)
     step.end()

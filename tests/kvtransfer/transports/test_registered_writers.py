@@ -45,3 +45,16 @@ def test_rank_that_comes_after_the_death_of_its_group_does_not_register(taken_be
         with pytest.raises(TransportError):
             writers.take(second, 8)
     assert not writers.registered(WRITER)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_rank_does_not_register_once_its_group_is_fenced(fenced: bool) -> None:
+    writers = RegisteredWriters(lambda writer: None)
+    first, second = writers.admit(WRITER, [7, 8])
+    writers.keep(writers.take(first, 7), Process(7))
+    if fenced:
+        writers.fence(WRITER)
+        with pytest.raises(TransportError):
+            writers.take(second, 8)
+    else:
+        assert writers.take(second, 8) == WRITER

@@ -139,6 +139,17 @@ async def test_fence_ends_all_copies(sink, channel):
     assert sink.dead == 1
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+async def test_token_of_a_fenced_writer_is_refused(sink, fenced):
+    token = sink.transport.admit(WRITER, 0)
+    if not fenced:
+        (await tcp.TcpChannel.open(sink.welcome(token))).close()
+        return
+    sink.transport.fence(WRITER)
+    with pytest.raises(TransportError):
+        await tcp.TcpChannel.open(sink.welcome(token))
+
+
 async def test_unknown_or_used_token_is_refused(sink):
     with pytest.raises(TransportError):
         await tcp.TcpChannel.open(sink.welcome(bytes(32)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.kernels.cpu.tiny_models import (
     with_matrices,
 )
 from tests.kernels.kquant_blocks import random_blocks as kquant_blocks
+from tests.kernels.test_packed_matrix import drawn
 
 PACKED = [name for name in KINDS if "fp8" not in name and "float8" not in name]
 MOST_KL = 0.002
@@ -153,3 +155,23 @@ def test_values_in_another_format_than_queries_and_keys_are_multiplied_beside_th
     weights = with_matrices(dense, block)
     head = from_blocks(BlockMatrix("q6_k", 256, kquant_blocks("q6_k", shape.vocab_size, 3)))
     assert compare(shape, replace(weights, head=head), REFERENCE_OPERATORS, steps=2) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [3, 20, 70])
+def test_inputs_of_many_rows_are_put_in_order_before_the_product(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LIBRARY_ROWS", 64)
+    matrix, numbers = drawn(24, 256, 128, ordered=True)
+    seen = []
+
+    def packed_linear(x: torch.Tensor, weight: PackedMatrix, *rest: Any, **how: Any) -> torch.Tensor:
+        seen.append(weight.order is None)
+        return REFERENCE_OPERATORS.packed_linear(x, weight, *rest, **how)
+
+    operators = replace(REFERENCE_OPERATORS, packed_linear=packed_linear)
+    x, out, room = torch.randn(rows, 256), torch.empty(rows, 24), torch.empty(24 * 256)
+    packed.PackedLinear(matrix, None).multiply(operators, x, room, out=out)
+    torch.testing.assert_close(out, x @ numbers.T, atol=1e-4, rtol=0)
+    assert (out - x @ numbers[:, matrix.order].T).abs().max() > 0.01, "the order matters"
+    assert seen == ([rows > 16] if rows < 64 else [])

@@ -154,36 +154,97 @@ def test_matrices_that_are_quantised_already_are_not_rounded_again(tmp_path: Pat
 def test_the_library_s_product_is_taken_for_many_rows_if_it_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    product = scaled_mm.find_product(CPU)
+    product = scaled_mm.find_product(CPU, squares=False)
     assert product is not None, "torch multiplies FP8 on the CPU"
     matrix = quantise(torch.randn(48, 64), FP8)
     linear, x = ScaledLinear(matrix, torch.randn(48).bfloat16()), torch.randn(20, 64).bfloat16()
-    got = linear.multiply(REFERENCE_OPERATORS, x, None, out=torch.empty(20, 48, dtype=torch.bfloat16))
     expected = scaled_matrix.scaled_linear(x, matrix, linear.bias)
-    assert (got.float() - expected).norm() / expected.norm() < 0.01
+    operators = replace(REFERENCE_OPERATORS, scaled_linear=_never)
+    for out in (torch.empty(20, 48), torch.empty(20, 48).bfloat16(), torch.empty(20, 60).bfloat16()[:, 3:51]):
+        got = linear.multiply(operators, x, None, out=out)
+        assert got.data_ptr() == out.data_ptr()
+        assert (got.float() - expected).norm() / expected.norm() < 0.01
 
-    def wrong(*parts: torch.Tensor) -> torch.Tensor:
-        return product(*parts) * 1.1
+    def wrong(*parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return product(*parts, out=out).mul_(1.1)
 
-    def missing(*parts: torch.Tensor) -> torch.Tensor:
+    def missing(*parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("this card has none")
 
     for one in (wrong, missing):
-        monkeypatch.setattr(scaled_mm, "_scaled_mm", one)
-        monkeypatch.setattr(scaled_mm, "_functional", one)
+        monkeypatch.setattr(scaled_mm, "_rows_out", one)
+        monkeypatch.setattr(scaled_mm, "_rows", one)
         scaled_mm.find_product.cache_clear()
-        assert scaled_mm.find_product(CPU) is None
+        assert scaled_mm.find_product(CPU, squares=False) is None
     scaled_mm.find_product.cache_clear()
 
 
-def test_both_names_of_the_library_s_product_mean_the_same() -> None:
-    x, x_scales = scaled_matrix.round_rows(torch.randn(32, 64), FP8)
-    matrix = quantise(torch.randn(48, 64), FP8)
-    one, other = (
-        product(x, x_scales, matrix.values, matrix.scales)
-        for product in (scaled_mm._scaled_mm, scaled_mm._functional)
-    )
-    assert torch.equal(one, other)
+def _never(*given: object, **how: object) -> torch.Tensor:
+    raise AssertionError("the library multiplies")
+
+
+@pytest.mark.parametrize("names", [("_rows_out", "_rows"), ("_blocks_out", "_blocks")])
+def test_both_names_of_the_library_s_product_mean_the_same(
+    names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squares = names[0] == "_blocks_out"
+    x, x_scales = scaled_matrix.round_rows(torch.randn(32, 256), FP8, squares=squares)
+    matrix = _squares(128, 256) if squares else quantise(torch.randn(48, 256), FP8)
+    scales = scaled_mm.library_scales(matrix)
+    if squares:  # the CPU's library has none: what stands for it takes the card's layout
+        monkeypatch.setattr(torch, "_scaled_mm_v2", _blocks_of_the_card)
+    outs = [torch.empty(32, matrix.shape[0], dtype=torch.bfloat16) for _ in names]
+    for name, out in zip(names, outs, strict=True):
+        getattr(scaled_mm, name)(x, scaled_mm._by_group(x_scales), matrix.values, scales, out=out)
+    assert torch.equal(*outs)
+    expected = scaled_matrix.product_of_rounded(x, x_scales, matrix)
+    assert (outs[0].float() - expected).norm() / expected.norm() < 0.01
+
+
+def test_squares_are_the_library_s_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that checks the layout of scales as CUDA's does finds what it asks for."""
+    scaled_mm.find_product.cache_clear()
+    assert scaled_mm.find_product(CPU, squares=True) is None, "torch has no squares on the CPU"
+    scaled_mm.find_product.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm_v2", _blocks_of_the_card)
+    operators = replace(
+        REFERENCE_OPERATORS,
+        scaled_linear=_never,
+        round_rows=lambda x, dtype, squares, static: (
+            (found := scaled_matrix.round_rows(x, dtype, squares=squares))[0], scaled_mm._by_group(found[1])
+        ),
+    )  # fmt: skip
+    matrix, x = _squares(256, 640), torch.randn(33, 640).bfloat16()
+    out = torch.empty(33, 256, dtype=torch.bfloat16)
+    ScaledLinear(matrix, None).multiply(operators, x, None, out=out)
+    expected = scaled_matrix.scaled_linear(x, matrix)
+    assert (out.float() - expected).norm() / expected.norm() < 0.01
+    scaled_mm.find_product.cache_clear()
+    assert not scaled_mm.fits(_squares(192, 640)), "outputs are whole squares"
+
+
+def _squares(rows: int, columns: int) -> ScaledMatrix:
+    scales = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.1
+    return ScaledMatrix(torch.randn(rows, columns).to(FP8), scales, squares=True)
+
+
+def _blocks_of_the_card(
+    x: torch.Tensor, matrix: torch.Tensor, x_scales: list[torch.Tensor], x_kinds: list[int],
+    x_swizzles: list[int], scales: list[torch.Tensor], kinds: list[int], *rest: Any,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Multiply over squares as torch does on Hopper: it refuses scales in another layout."""
+    rows, groups = len(x), x.shape[1] // 128
+    scaling = torch.nn.functional.ScalingType
+    assert (x_kinds, kinds) == ([scaling.BlockWise1x128.value], [scaling.BlockWise128x128.value])
+    assert x_scales[0].shape == (rows, groups)
+    assert x_scales[0].stride() == (1, -(-rows // 4) * 4)
+    padded = -(-groups // 4) * 4
+    assert scales[0].shape == (padded, matrix.shape[1] // 128)
+    assert scales[0].stride() == (1, padded)
+    weight = ScaledMatrix(matrix.t(), scales[0][:groups].t().contiguous(), squares=True)
+    found = scaled_matrix.product_of_rounded(x, x_scales[0], weight).bfloat16()
+    return found if out is None else out.copy_(found)
 
 
 def test_a_card_without_fp8_multiplies_inputs_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
