@@ -29,7 +29,7 @@ _SUMMED = frozenset([
 _LARGEST = frozenset(["max_concurrent_requests", "max_output_tokens_per_s"])
 _OPEN_LOOP_S = 20.0  # how long an open loop offers its load when no number of prompts is given
 _TRACE_PROMPTS = 200
-_SEEDS_PER_RUN = 1_000  # a run's prompts differ from those of all other loads and rounds
+SEEDS_PER_RUN = 1_000  # a run's prompts differ from those of all other loads and rounds
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ async def run_campaign(
     for round_number in range(plan.rounds):
         for position, result in enumerate(results):
             on_start(round_number, result.load)
-            seed = plan.seed * _SEEDS_PER_RUN + round_number * len(results) + position
+            seed = plan.seed * SEEDS_PER_RUN + round_number * len(results) + position
             requests = dataset.requests(result.num_prompts, seed)
             run = await drive(backend, result.load, requests, seed, on_end)
             result.runs.append(run)
@@ -141,7 +141,7 @@ def _over_rounds(name: str, values: Sequence[float]) -> float | None:
 
 async def _warm_up(backend: Backend, dataset: Dataset, plan: Plan) -> None:
     """Send requests that are not measured: they connect, compile code and touch memory."""
-    requests = dataset.requests(plan.warmups, plan.seed * _SEEDS_PER_RUN + _SEEDS_PER_RUN - 1)
+    requests = dataset.requests(plan.warmups, plan.seed * SEEDS_PER_RUN + SEEDS_PER_RUN - 1)
     ended = await asyncio.gather(*(backend.send(one) for one in requests), return_exceptions=True)
     failures = _failures(ended)
     if failures and len(failures) == len(ended):

@@ -155,9 +155,9 @@ def plan(
     # Imported here: other commands must not wait for torch.
     from diptych.planner.capacity import DoesNotFit
     from diptych.planner.hardware import find_accelerator
+    from diptych.planner.measured_rates import BadMeasurements
     from diptych.planner.model_shape import NotPlanned, read_shape
     from diptych.planner.plan import Question, make_plan
-    from diptych.planner.rates import BadMeasurements
     from diptych.planner.report import report
     from diptych.runtime.settings import StartupError, resolve_model
 

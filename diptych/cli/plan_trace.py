@@ -16,8 +16,8 @@ from diptych.bench.datasets import BadDataset
 from diptych.bench.plot import can_plot
 from diptych.cli.plan_values import check, named, one_of, refuse_given
 from diptych.planner.capacity import worker_of
+from diptych.planner.measured_rates import Measured
 from diptych.planner.plan import Question, cost_and_rates, make_plan
-from diptych.planner.rates import Measured
 from diptych.replay.fleet import BLOCK_SIZE, ReplayFleet, ServiceGoal
 from diptych.replay.replay import Replay
 from diptych.replay.report import replay_report, save_replay_plot
@@ -119,7 +119,7 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
     blocks = worker_of(costs, question.card.memory * question.cards_a_worker, draft).streams(BLOCK_SIZE)
     # Measured loads contain the way between the workers; of cards it is the link's.
     if isinstance(rates, Measured):
-        times = StepTimes(rates, beside=rates.prefill_beside)
+        times = StepTimes.of_measured(rates)
     else:
         times = StepTimes(rates, costs.kv_bytes / (question.card.link * question.cards_a_worker), HANDOFF_S)
     goal = ServiceGoal(question.demand.ttft_s, question.demand.tpot_s)

@@ -9,9 +9,10 @@ from typing import Any
 from diptych.engine.models.shape import ModelShape
 from diptych.planner.capacity import Demand, Fleet, size_fleet, worker_of
 from diptych.planner.hardware import Accelerator
+from diptych.planner.measured_rates import Measured
 from diptych.planner.model_costs import ModelCosts, model_costs
 from diptych.planner.money import ApiPrice, Bill, price_fleet
-from diptych.planner.rates import Measured, PhaseRates, Rates, Roofline
+from diptych.planner.rates import PhaseRates, Rates, Roofline
 
 IDLE = 0.095
 """Share of its time below which a phase's workers are said to be too many or too large."""

@@ -1,4 +1,4 @@
-"""Times of prompts and decode steps: from a card's limits, or from what was measured.
+"""Times of prompts and decode steps from a card's limits (measured ones: measured_rates.py).
 
 A step takes as long as its bytes or its operations, whichever is more (the roofline: Williams et al. 2009),
 divided by the share of the limit that is reached. With several cards a worker, weights and KV are read by
@@ -8,9 +8,8 @@ all at once, and each layer adds two all-reduces (Shoeybi et al. 2019).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from diptych.planner.hardware import Accelerator
 from diptych.planner.model_costs import ModelCosts
@@ -84,91 +83,3 @@ class PhaseRates:
 
     def step_s(self, batch: float, context: float) -> float:
         return self.decode.step_s(batch, context)
-
-
-class BadMeasurements(ValueError):
-    """Results that no rates can be read from. The message says what is missing."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Rates fitted to loads of `diptych bench`: straight lines through what clients saw.
-
-    A prompt takes `prefill_base + prefill_per_token * new`, a step `step_base + step_per_stream * batch`.
-    Both contain whatever phases take from one another where they share a machine.
-    """
-
-    prefill_base: float
-    prefill_per_token: float
-    step_base: float
-    step_per_stream: float
-    prefill_beside: float = 1.0
-    """Factor on a prompt's time while a decode worker computes: above 1 where both share a machine."""
-
-    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        return self.prefill_base + self.prefill_per_token * new_tokens
-
-    def step_s(self, batch: float, context: float) -> float:
-        return self.step_base + self.step_per_stream * batch
-
-    @classmethod
-    def of_results(cls, results: Sequence[Mapping[str, Any]]) -> Measured:
-        """Fit loads of a file that `diptych bench --save-result` wrote. Raises BadMeasurements."""
-        loads = [_load(number, one) for number, one in enumerate(results)]
-        if not loads:
-            raise BadMeasurements("the file holds no load")
-        alone = min(loads, key=lambda load: load.streams)
-        lone = [load for load in loads if load.streams == alone.streams]
-        base, per_token = _line([(load.input, load.ttft_s) for load in lone], through_zero=True)
-        step, per_stream = _line([(load.streams, load.tpot_s) for load in loads], through_zero=False)
-        return cls(base, per_token, step, per_stream, _prefill_beside(lone, loads))
-
-
-@dataclass(frozen=True)
-class _Load:
-    streams: float
-    input: float
-    ttft_s: float
-    tpot_s: float
-    prefill_s: float | None
-    """The server's own time of a prompt's computation; None where it reports none."""
-
-
-def _prefill_beside(lone: Sequence[_Load], loads: Sequence[_Load]) -> float:
-    """Return how much longer a prompt takes at the fewest streams above a lone one, by the server's times.
-
-    More streams make prompts wait for one another, which the times contain as well.
-    """
-    known = [(load.input, load.prefill_s) for load in lone if load.prefill_s is not None]
-    others = [load for load in loads if load.prefill_s is not None and load.streams > lone[0].streams]
-    if not known or not others:
-        return 1.0
-    fewest = min(others, key=lambda load: load.streams)
-    base, per_token = _line(known, through_zero=True)
-    return max((fewest.prefill_s or 0.0) / (base + per_token * fewest.input), 1.0)
-
-
-def _load(number: int, result: Mapping[str, Any]) -> _Load:
-    try:
-        prefill_ms = result.get("median_server_prefill_ms")
-        completed = float(result["completed"])
-        return _Load(
-            streams=float(result["max_concurrency"] or result["concurrency"]),
-            input=float(result["total_input_tokens"]) / completed,
-            ttft_s=float(result["median_ttft_ms"]) / 1000,
-            tpot_s=float(result["median_tpot_ms"]) / 1000,
-            prefill_s=None if prefill_ms is None else float(prefill_ms) / 1000,
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise BadMeasurements(f"load {number} of the file has no usable {error}") from error
-
-
-def _line(points: Sequence[tuple[float, float]], *, through_zero: bool) -> tuple[float, float]:
-    """Return (value at 0, slope) of least squares; of a single abscissa, one of the two is 0."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if spread == 0:
-        return (0.0, mean_y / mean_x) if through_zero else (mean_y, 0.0)
-    slope = max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0)
-    return max(mean_y - slope * mean_x, 0.0), slope

@@ -15,6 +15,7 @@ from decode_worker.scheduler import Candidate, plan_step
 from diptych.replay.events import Events
 from diptych.replay.histogram import Histogram
 from diptych.replay.pool import Pool
+from diptych.replay.shared_cores import SharedCores
 from diptych.replay.step_times import StepTimes
 from diptych.replay.stream import Stream
 
@@ -28,6 +29,7 @@ class SimulatedDecodeWorker:
         on_granted: is called with a stream that has its blocks, `on_finished` with one that is complete,
             `on_preempted` with one that lost its blocks.
         most_steps: of one event; 1 asks the schedule before each step.
+        cores: what it shares with a prefill worker.
     """
 
     def __init__(
@@ -44,12 +46,17 @@ class SimulatedDecodeWorker:
         on_finished: OnStream,
         on_preempted: OnStream,
         most_steps: int = 1 << 30,
+        cores: SharedCores | None = None,
     ) -> None:
         self.pool = pool
         self._events, self._times, self._itl = events, times, itl
         self._max_batch, self._block_size, self._chunk_tokens = max_batch, block_size, chunk_tokens
         self._on_granted, self._on_finished, self._on_preempted = on_granted, on_finished, on_preempted
-        self._most_steps = most_steps
+        self._most_steps, self._cores = most_steps, cores
+        if cores is not None:
+            cores.on_prefilling = self._change_pace
+        self._slowness = 1.0  # of the present run
+        self._paused = False
         self._asks: deque[Stream] = deque()
         self._joining: deque[Stream] = deque()  # they wait for a step's end, or for a place in the batch
         self._running: dict[int, Stream] = {}  # by place in line
@@ -64,11 +71,6 @@ class SimulatedDecodeWorker:
         self.ungranted_blocks = 0  # of prompts that are on their way here
         self.streams = 0  # that this worker has, or is to have
         self.busy_s = self.stream_s = 0.0
-
-    @property
-    def computing(self) -> bool:
-        """Return whether a step is being computed."""
-        return self._length > 0
 
     # --- grants ---------------------------------------------------------------------------------------
 
@@ -133,14 +135,20 @@ class SimulatedDecodeWorker:
             return
         self._joining.append(stream)
         if not self._length:
-            self._begin()
+            if not self._paused:
+                self._begin()
         elif len(self._running) < self._max_batch:
             self._shorten(self._steps_passed())
 
     def _steps_passed(self) -> int:
         """Return the steps of the run so far, the present one included."""
         context, passed = self._contexts / len(self._running), self._events.now - self._begun
-        return self._times.steps_until(len(self._running), context, passed, self._length)
+        return self._times.steps_until(len(self._running), context, passed / self._slowness, self._length)
+
+    def _change_pace(self) -> None:
+        """End the run of steps with the present one: the next ones take another time."""
+        if self._length:
+            self._shorten(self._steps_passed())
 
     def _shorten(self, steps: int) -> None:
         """End the run of steps after `steps` of them."""
@@ -151,7 +159,7 @@ class SimulatedDecodeWorker:
     def _plan_end(self) -> None:
         self._run += 1
         run, batch = self._run, len(self._running)
-        seconds = self._times.run_s(batch, self._contexts / batch, self._length)
+        seconds = self._slowness * self._times.run_s(batch, self._contexts / batch, self._length)
         self._events.at(self._begun + seconds, lambda: self._end(run, seconds))
 
     def _begin(self) -> None:
@@ -160,6 +168,9 @@ class SimulatedDecodeWorker:
             self._admit(self._joining.popleft())
         while self._running and not self._length:
             steps = min(self._ends[0][0] - self._step, self._most_steps)
+            if self._cores is not None:
+                self._slowness = self._cores.step_slowness
+                steps = 1 if self._cores.backlog else steps
             while steps > 1 and self._growth(steps) > self.pool.available:
                 steps //= 2
             if self._most_steps == 1 or self._growth(1) > self.pool.available:
@@ -167,6 +178,8 @@ class SimulatedDecodeWorker:
             if steps:
                 self._begun, self._length = self._events.now, steps
                 self._plan_end()
+        if self._cores is not None:
+            self._cores.set_decoding(self._length > 0)
         self._grant()
 
     def _obey_schedule(self) -> bool:
@@ -213,8 +226,9 @@ class SimulatedDecodeWorker:
         if run != self._run:
             return  # it was shortened
         steps, batch = self._length, len(self._running)
+        pause_s = 0.0 if self._cores is None else self._cores.pause_s(seconds / steps)
         self.pool.take(self._growth(steps))
-        self._itl.add(seconds / steps, batch * steps)
+        self._itl.add((seconds + pause_s) / steps, batch * steps)
         self.busy_s += seconds
         self.stream_s += batch * seconds
         self._contexts += batch * steps
@@ -227,6 +241,16 @@ class SimulatedDecodeWorker:
                 self._leave(stream)
                 self._release(stream)
                 self._on_finished(stream)
+        if pause_s and self._running and self._cores is not None:
+            self._paused = True
+            self._cores.set_decoding(False)
+            self._events.at(self._events.now + pause_s, self._resume)
+            self._grant()
+        else:
+            self._begin()
+
+    def _resume(self) -> None:
+        self._paused = False
         self._begin()
 
     def _leave(self, stream: Stream) -> None:

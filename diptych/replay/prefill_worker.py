@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from diptych.replay.events import Events
+from diptych.replay.shared_cores import PacedWork, SharedCores
 from diptych.replay.step_times import StepTimes
 from diptych.replay.stream import Stream
 from prefill_worker.engine_loop import LOOKAHEAD_STEPS
@@ -23,8 +24,6 @@ OnPrefilled = Callable[[Stream], None]
 class Granter(Protocol):
     """The decode workers: `ask` calls `SimulatedPrefillWorker.granted` now or later."""
 
-    @property
-    def decoding(self) -> bool: ...
     def ask(self, stream: Stream) -> None: ...
 
 
@@ -33,6 +32,7 @@ class SimulatedPrefillWorker:
 
     Args:
         chunk: tokens of a step at most; a step that is full takes no further prompt.
+        cores: what it shares with a decode worker.
     """
 
     def __init__(
@@ -42,15 +42,19 @@ class SimulatedPrefillWorker:
         granter: Granter,
         on_prefilled: OnPrefilled,
         chunk: int,
+        cores: SharedCores | None = None,
     ) -> None:
         self._events, self._times = events, times
         self._granter, self._on_prefilled = granter, on_prefilled
-        self._chunk = chunk
+        self._chunk, self._cores = chunk, cores
+        self._work: PacedWork | None = None
+        if cores is not None:
+            cores.on_decoding = self._change_pace
         self._queued: dict[int, Stream] = {}
         self._asked: dict[int, Stream] = {}
         self._granted: dict[int, Stream] = {}
         self._arrived = 0
-        self._computing = False
+        self._began = 0.0
         self.outstanding = 0
         """Tokens of its prompts, cached ones included: what a gateway knows of it."""
         self.busy_s = 0.0
@@ -71,7 +75,7 @@ class SimulatedPrefillWorker:
         del self._asked[stream.number]
         self._granted[stream.number] = stream
         stream.prompt = replace(_prompt(stream), tokens=stream.left)
-        if not self._computing:
+        if self._work is None:
             # Not at once: this may be an answer to an ask that is being made.
             self._events.at(self._events.now, self._begin_step)
 
@@ -91,25 +95,40 @@ class SimulatedPrefillWorker:
             self._granter.ask(stream)
 
     def _begin_step(self) -> None:
-        if self._computing or not self._granted:
+        if self._work is not None or not self._granted:
             return
         chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._chunk)
         rows = [(self._granted[int(chunk.key[0])], chunk) for chunk in chunks]
         seconds = self._times.prefill_s([(c.tokens, stream.tokens - stream.left) for stream, c in rows])
-        if self._times.beside != 1.0 and self._granter.decoding:
-            seconds *= self._times.beside
         for stream, _ in rows:
             if not stream.pulled:
                 stream.pulled = True
                 seconds += stream.start * self._times.pull_s
-        self._computing = True
-        self.busy_s += seconds
-        self._events.at(
-            self._events.now + seconds, lambda: self._end_step([(stream, c.tokens) for stream, c in rows])
-        )
+        computed = [(stream, c.tokens) for stream, c in rows]
+        self._began = self._events.now
+        slowness = 1.0 if self._cores is None else self._cores.prompt_slowness
+        self._work = PacedWork(self._events, seconds, slowness, lambda: self._end_step(computed))
+        if self._cores is not None:
+            self._cores.set_prefilling(True, self._backlog_s(computed))
+
+    def _change_pace(self) -> None:
+        if self._work is not None and self._cores is not None:
+            self._work.set_slowness(self._cores.prompt_slowness)
+
+    def _backlog_s(self, computed: list[tuple[Stream, int]]) -> float | None:
+        """Return for how long the oldest prompt waited, if the present step leaves some to the next one."""
+        for stream, _ in computed:
+            if stream.begun_s is None:
+                stream.begun_s = self._events.now
+        here = [*self._queued.values(), *self._asked.values(), *self._granted.values()]
+        if sum(_prompt(one).tokens for one in here) <= sum(tokens for _, tokens in computed):
+            return None
+        now = self._events.now
+        return max((now if one.begun_s is None else one.begun_s) - one.arrival_s for one in here)
 
     def _end_step(self, computed: list[tuple[Stream, int]]) -> None:
-        self._computing = False
+        self._work = None
+        self.busy_s += self._events.now - self._began
         for stream, tokens in computed:
             stream.left -= tokens
             stream.prompt = replace(_prompt(stream), tokens=stream.left)
@@ -119,6 +138,8 @@ class SimulatedPrefillWorker:
                 self._on_prefilled(stream)
         self._ask()
         self._begin_step()
+        if self._work is None and self._cores is not None:
+            self._cores.set_prefilling(False)
 
 
 def _prompt(stream: Stream) -> Prompt:

@@ -19,6 +19,7 @@ from diptych.replay.prefill_worker import SimulatedPrefillWorker
 from diptych.replay.prefix_index import ReplayedIndex
 from diptych.replay.result import ReplayResult
 from diptych.replay.routing import Chooser
+from diptych.replay.shared_cores import SharedCores
 from diptych.replay.stream import Stream
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.admission.capacity import Capacity
@@ -54,15 +55,19 @@ class Replay:
         self._index = ReplayedIndex(self._events, fleet.index_delay_s)
         self._chooser = Chooser(fleet.routing)
         self._gate = _admission(fleet, lambda: self._events.now)
+        times, pairs = fleet.times, min(fleet.prefill, fleet.decode)
+        self.cores = [
+            SharedCores(times.prompts_beside, times.steps_beside)
+            if times.share_cores and number < pairs
+            else None
+            for number in range(max(fleet.prefill, fleet.decode))
+        ]
+        """Machines: that of the first prefill and the first decode worker, and so on; None: apart."""
         self._prefill = [
             SimulatedPrefillWorker(
-                self._events,
-                fleet.times,
-                self,
-                self._prefilled,
-                fleet.prefill_chunk,
+                self._events, times, self, self._prefilled, fleet.prefill_chunk, self.cores[number]
             )
-            for _ in range(fleet.prefill)
+            for number in range(fleet.prefill)
         ]
         self._decode = [self._decode_worker(number) for number in range(fleet.decode)]
         # Where blocks are copied each worker is a memory of its own; else all compute in one.
@@ -83,6 +88,7 @@ class Replay:
             on_finished=self._finished,
             on_preempted=self._preempted,
             most_steps=fleet.most_steps,
+            cores=self.cores[number],
         )
 
     def run(self, requests: Iterable[TraceRow]) -> ReplayResult:
@@ -188,11 +194,6 @@ class Replay:
         return prefill, decode
 
     # --- events of the workers ------------------------------------------------------------------------
-
-    @property
-    def decoding(self) -> bool:
-        """Return whether a decode worker computes (`Granter`)."""
-        return any(worker.computing for worker in self._decode)
 
     def ask(self, stream: Stream) -> None:
         """Ask the stream's decode worker for its blocks (`Granter`)."""

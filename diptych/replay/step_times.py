@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from diptych.planner.measured_rates import Measured
 from diptych.planner.rates import Rates
 
 _GRID = 512
@@ -20,14 +21,31 @@ class StepTimes:
         rates: measured, or from a card's limits.
         pull_s: of one token's keys and values from a decode worker to a prefill worker.
         handoff_s: between a prompt's last step and its first token.
-        beside: factor on prefill steps that begin while a decode worker computes.
+        prompts_beside, steps_beside: factors on the times of prompts, and of decode steps, while the other
+            worker of the same machine computes.
     """
 
     rates: Rates
     pull_s: float = 0.0
     handoff_s: float = 0.0
-    beside: float = 1.0
+    prompts_beside: float = 1.0
+    steps_beside: float = 1.0
     _table: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_measured(cls, rates: Measured) -> StepTimes:
+        """Return the times of a machine that was measured: the way between its workers is in its overhead."""
+        return cls(
+            rates,
+            handoff_s=rates.overhead_s,
+            prompts_beside=rates.prompts_beside,
+            steps_beside=rates.steps_beside,
+        )
+
+    @property
+    def share_cores(self) -> bool:
+        """Return whether a prefill and a decode worker slow one another down."""
+        return self.prompts_beside != 1.0 or self.steps_beside != 1.0
 
     def step_s(self, batch: int, context: float) -> float:
         """Return the time of a decode step of `batch` streams with `context` tokens each on average."""

@@ -35,6 +35,8 @@ class Stream:
     left: int = 0
     """Tokens of the prompt that are still to be computed."""
     pulled: bool = False
+    begun_s: float | None = None
+    """Virtual time of the begin of its prompt's first step."""
     first_s: float | None = None
     order: int = 0
     """Place in line at its decode worker."""

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from diptych.planner.capacity import Demand, DoesNotFit, Fleet, Worker, mean_wait_s, size_fleet, worker_of
 from diptych.planner.hardware import ACCELERATORS
+from diptych.planner.measured_rates import Measured
 from diptych.planner.model_costs import model_costs
 from diptych.planner.model_shape import read_shape
 from diptych.planner.money import ApiPrice, price_fleet
 from diptych.planner.plan import Question, make_plan
-from diptych.planner.rates import Measured, Roofline
+from diptych.planner.rates import Roofline
 from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, write_config
 
 

@@ -1,4 +1,4 @@
-"""Times by the roofline beside what an H200 was measured at, and lines through measured loads."""
+"""Times by the roofline beside what an H200 was measured at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diptych.planner.hardware import ACCELERATORS, find_accelerator
 from diptych.planner.model_costs import model_costs
 from diptych.planner.model_shape import read_shape
 from diptych.planner.plan import Question, make_plan
-from diptych.planner.rates import BadMeasurements, Measured, Roofline
+from diptych.planner.rates import Roofline
 from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, write_config
 
 
@@ -85,48 +85,3 @@ def test_cards_are_found_by_loose_names() -> None:
     with pytest.raises(ValueError, match="known are h100"):
         find_accelerator("h999")
     assert all(card.source and card.flops["bf16"] > 1e13 for card in ACCELERATORS.values())
-
-
-def _load(streams: int, prompt: int, ttft: float, tpot: float) -> dict[str, object]:
-    return {
-        "max_concurrency": streams,
-        "completed": 10,
-        "total_input_tokens": 10 * prompt,
-        "median_ttft_ms": ttft,
-        "median_tpot_ms": tpot,
-    }
-
-
-def test_measured_loads_give_back_the_lines_they_lie_on() -> None:
-    loads = [_load(1, 100, 30, 5), _load(1, 500, 110, 5), _load(8, 100, 90, 12), _load(16, 100, 200, 20)]
-    rates = Measured.of_results(loads)
-    assert rates.prefill_s(1000, 0) == pytest.approx(0.210)
-    assert rates.step_s(1, 100) == pytest.approx(0.005)
-    assert rates.step_s(16, 100) == pytest.approx(0.020)
-    assert rates.step_s(8, 100) == pytest.approx(0.012)
-
-
-def test_a_single_load_is_scaled_by_its_prompt() -> None:
-    rates = Measured.of_results([_load(1, 100, 30, 5)])
-    assert rates.prefill_s(200, 0) == pytest.approx(0.06)
-    assert rates.step_s(50, 100) == pytest.approx(0.005)
-
-
-def test_prompts_beside_decode_steps_take_as_long_as_the_server_says() -> None:
-    def timed(load: dict[str, object], prefill_ms: float) -> dict[str, object]:
-        return {**load, "median_server_prefill_ms": prefill_ms}
-
-    lone = [timed(_load(1, 100, 30, 5), 20), timed(_load(1, 300, 70, 5), 60)]
-    beside = [timed(_load(8, 200, 900, 12), 500), timed(_load(2, 200, 90, 6), 60)]
-    assert Measured.of_results([*lone, *beside]).prefill_beside == pytest.approx(1.5)
-    assert Measured.of_results(lone).prefill_beside == 1.0
-    assert Measured.of_results([_load(1, 100, 30, 5), _load(2, 100, 90, 6)]).prefill_beside == 1.0
-    faster = timed(_load(2, 200, 90, 6), 30)
-    assert Measured.of_results([*lone, faster]).prefill_beside == 1.0
-
-
-def test_a_file_without_figures_is_named() -> None:
-    with pytest.raises(BadMeasurements, match="no load"):
-        Measured.of_results([])
-    with pytest.raises(BadMeasurements, match=r"load 0 .*completed"):
-        Measured.of_results([{}])

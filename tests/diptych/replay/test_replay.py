@@ -36,11 +36,40 @@ def test_lone_request_takes_its_prompt_its_handoff_and_its_steps() -> None:
 
 
 def test_prompt_beside_decode_steps_takes_longer_where_both_share_a_machine() -> None:
-    shared = replace(FLEET, prefill=1, decode=1, times=replace(FLEET.times, beside=2.0))
-    requests = [TraceRow(0.0, 1000, 300), TraceRow(0.5, 3000, 1), TraceRow(9.0, 3000, 1)]
+    shared = replace(FLEET, prefill=1, decode=1, times=replace(FLEET.times, prompts_beside=2.0))
+    requests = [TraceRow(0.0, 1000, 300), TraceRow(0.5, 2000, 1), TraceRow(9.0, 2000, 1)]
     apart, beside = replayed(replace(shared, times=FLEET.times), requests), replayed(shared, requests)
-    assert beside.ttft.percentile(100) == pytest.approx(2 * (0.002 + 0.06) + 0.003, rel=0.02)
+    assert beside.ttft.percentile(100) == pytest.approx(2 * (0.001 + 0.04) + 0.003, rel=0.02)
     assert beside.ttft.percentile(60) == pytest.approx(apart.ttft.percentile(60), rel=0.01)
+
+
+def test_prompt_is_as_fast_as_alone_from_the_moment_that_decode_steps_end() -> None:
+    shared = replace(FLEET, prefill=1, decode=1, times=replace(FLEET.times, prompts_beside=2.0))
+    alone = replayed(shared, [TraceRow(0.0, 1000, 41)])
+    late_s = alone.last_s - 0.02
+    second = replayed(shared, [TraceRow(0.0, 1000, 41), TraceRow(late_s, 2000, 1)])
+    assert second.ttft.percentile(100) == pytest.approx(0.01 + 0.001 + 0.04 + 0.003, rel=0.03)
+
+
+def test_decode_steps_beside_a_prompt_take_longer_and_pause_while_more_wait() -> None:
+    apart = replace(FLEET, prefill=1, decode=1)
+    shared = replace(apart, times=replace(FLEET.times, steps_beside=2.0))
+    stream, one = TraceRow(0.0, 1000, 300), TraceRow(0.5, 2000, 1)
+    plain, slow = replayed(apart, [stream, one]), replayed(shared, [stream, one])
+    assert slow.last_s - plain.last_s == pytest.approx(0.041 / 2, abs=0.006)
+    many = [stream, *(replace(one, input_len=2048) for _ in range(60))]
+    queued, paced = replayed(apart, many), replayed(shared, many)
+    # Sixty steps of prompts: steps take twice as long, and begin up to three times as seldom.
+    assert paced.itl.percentile(100) == pytest.approx(6 * 0.0052, rel=0.03)
+    assert queued.itl.percentile(100) == pytest.approx(0.0052, rel=0.03)
+    assert paced.last_s > queued.last_s + 0.3
+
+
+def test_machines_are_shared_by_pairs_only() -> None:
+    times = replace(FLEET.times, prompts_beside=2.0, steps_beside=2.0)
+    fleet = replace(FLEET, times=times, prefill=2, decode=1)
+    replay = Replay(fleet, NO_GOAL)
+    assert [cores is None for cores in replay.cores] == [False, True]
 
 
 def compare_runs_with_steps(fleet: ReplayFleet, requests: Sequence[TraceRow]) -> ReplayResult:

@@ -11,7 +11,8 @@ from diptych.engine.kv.tiers.sigv4 import Credentials, canonical_path, canonical
 KEYS = Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
 HOST = {"host": "examplebucket.s3.amazonaws.com"}
 PUT = {**HOST, "date": "Fri, 24 May 2013 00:00:00 GMT", "x-amz-storage-class": "REDUCED_REDUNDANCY"}
-GET_OBJECT = (
+Example = tuple[str, str, list[tuple[str, str]], dict[str, str], bytes, str]
+GET_OBJECT: Example = (
     "GET",
     "/test.txt",
     [],
@@ -84,8 +85,7 @@ def test_signature_is_the_published_one(
 
 
 def test_another_secret_or_a_session_gives_another_signature() -> None:
-    *request, published = GET_OBJECT
-    method, path, _, headers, payload = request
+    method, path, _, headers, payload, published = GET_OBJECT
     for keys in (Credentials(KEYS.access_key, "x"), Credentials(KEYS.access_key, KEYS.secret_key, "token")):
         assert signature(method, path, [], headers, payload, keys) != published
     assert "wJalr" not in repr(KEYS)
