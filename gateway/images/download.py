@@ -138,6 +138,8 @@ class Download:
     def _connect(self, target: Target) -> socket.socket:
         """Return a connection to one of a host's addresses, all of which are public."""
         self._close()
+        if self._stopped:  # while it waited for a thread: its caller has left
+            raise OSError("stopped")
         addresses = [ip_address(one) for one in self._resolve(target.host, target.port)]
         if not addresses or not all(map(self._judge, addresses)):
             raise RefusedUrl("names a host without a public address")

@@ -31,8 +31,9 @@ KINDS = ("life", "control", "plans", "blocks")
 PROTOCOL = 1
 """Number of the messages between the processes of a group; another one with every change of them."""
 JOIN_S = 300.0
-"""Seconds that rank 0 waits for the ranks of other hosts, and a rank for what rank 0 orders first."""
+"""Seconds that rank 0 waits for the ranks of other hosts."""
 HANDSHAKE_S = 5.0
+"""Seconds until the other end must have proven the secret, and as many until its greeting has begun."""
 LOST_S = 15
 """Seconds without an answer of the other host's kernel after which its processes count as lost."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
@@ -113,6 +114,8 @@ class Rendezvous:
             return False
         try:
             end = _open(connection, self._key, b"rank-0", b"rank")
+            if not end.poll(HANDSHAKE_S):
+                raise NotAdmitted("the other end says nothing")
             greeting: Greeting = end.recv()
         except (OSError, EOFError) as error:
             _log.warning("a connection to the rendezvous is refused: %s", error)
@@ -144,13 +147,15 @@ def _is_whole(one: _Joining) -> bool:
 
 def _open(connection: socket.socket, key: bytes, own: bytes, other: bytes) -> Connection[Any, Any]:
     """Return a connection whose other end has proven that it has the key. Raises NotAdmitted, OSError."""
+    until = time.monotonic() + HANDSHAKE_S
     try:
         connection.settimeout(HANDSHAKE_S)
         nonce = os.urandom(_NONCE_BYTES)
         connection.sendall(nonce)
-        theirs = _receive(connection, _NONCE_BYTES)
+        theirs = _receive(connection, _NONCE_BYTES, until)
         connection.sendall(_proof(key, own, nonce, theirs))
-        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(key, other, theirs, nonce)):
+        proof = _receive(connection, _PROOF_BYTES, until)
+        if not hmac.compare_digest(proof, _proof(key, other, theirs, nonce)):
             raise NotAdmitted("the other end has another secret (--rank-key-file)")
         _watch(connection)
     except BaseException:
@@ -173,9 +178,12 @@ def _proof(key: bytes, side: bytes, own: bytes, other: bytes) -> bytes:
     return hmac.digest(key, side + b"\0" + own + other, "sha256")
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, until: float) -> bytes:
     received = b""
     while len(received) < count:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError("the other end does not prove the secret in time")
+        connection.settimeout(left)
         if not (more := connection.recv(count - len(received))):
             raise NotAdmitted("the other end closed the connection: it has another secret (--rank-key-file)?")
         received += more

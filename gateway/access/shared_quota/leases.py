@@ -26,6 +26,8 @@ from gateway.access.shared_quota.store import PoolStore, pool_key
 WAIT_S = 0.05
 """Time for which a request waits for Redis."""
 TICK_S: Final = 1.0
+RENEWED_AT_ONCE: Final = 16
+"""Leases that are renewed together: requests' turns come between them."""
 _CLOSE_S: Final = 0.5
 _PLACE_RETRY_S: Final = 0.02
 """Time in which a gateway brings a place back whose request has ended."""
@@ -82,16 +84,25 @@ class KeyLease:
         if self._task is None:
             self._task = asyncio.create_task(self._take_turns(), name="quota lease")
 
+    async def renewed(self) -> None:
+        """Take a turn, or wait for the one that goes on."""
+        self.renew()
+        await self._rest()
+
     async def finish(self) -> None:
         """Bring back what is not used."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        await self._rest()
         for _ in range(2):  # what was used since the last turn is settled first
             if not self._slice.idle:
                 await self._take_turn(0, 0)
 
     async def close(self) -> None:
         await end_task(self._task)
+
+    async def _rest(self) -> None:
+        """Wait for the turn that goes on, if one does; its errors are its own."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     async def _turn(self, requests: int, tokens: int) -> None:
         """Wait for a turn that asks for so much, beside what others wait for."""
@@ -143,6 +154,7 @@ class QuotaLeases:
         self.active: set[KeyLease] = set()
         """Leases that may hold something."""
         self._task: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[None] | None = None
         self._turns = Counter(
             "diptych_key_quota_turns",
             "Turns at pools of API keys' quotas by outcome: answered, late (a request waited in vain), lost",
@@ -165,13 +177,14 @@ class QuotaLeases:
     async def close(self) -> None:
         """Bring back what is held, if Redis answers soon."""
         await end_task(self._task)
+        await end_task(self._round)
         if self.view.answers:
             with contextlib.suppress(TimeoutError, *store.STORE_ERRORS):
                 async with asyncio.timeout(_CLOSE_S):
                     await asyncio.gather(*(lease.finish() for lease in self.active))
                     await self.pools.leave()
         self.view.answers = False  # what ends from here on asks no pool
-        for lease in self.active:
+        for lease in list(self.active):
             await lease.close()
         await self.pools.close()
 
@@ -200,10 +213,16 @@ class QuotaLeases:
                 self.on_lost(error)
             except Exception:
                 _log.exception("the gateways could not be counted; trying on")
-            if self.view.answers:
-                for lease in list(self.active):
-                    if lease.idle:
-                        self.active.discard(lease)
-                    else:
-                        lease.renew()
+            if self._round is None or self._round.done():
+                self._round = asyncio.create_task(self._renew_all(), name="quota renewals")
             await asyncio.sleep(TICK_S)
+
+    async def _renew_all(self) -> None:
+        """Renew the leases that hold something, some at a time, while Redis answers."""
+        active = list(self.active)
+        for start in range(0, len(active), RENEWED_AT_ONCE):
+            if not self.view.answers:
+                return
+            leases = active[start : start + RENEWED_AT_ONCE]
+            self.active.difference_update(lease for lease in leases if lease.idle)
+            await asyncio.gather(*(lease.renewed() for lease in leases if not lease.idle))

@@ -11,6 +11,7 @@ is read, changed and written as one step, and once more where another gateway wa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any, Final
@@ -32,6 +33,8 @@ from gateway.access.shared_quota.pool import (
 )
 
 TRIES: Final = 8
+TURNS_AT_ONCE: Final = 64
+"""Turns that go on together, a connection each: beyond its limit, 100, redis-py's pool fails."""
 KEEP_S: Final = 86_400
 """A pool that no gateway touched for so long is gone; all but the deepest debts are paid then."""
 GATEWAYS: Final = "diptych:gateways"
@@ -53,13 +56,14 @@ class PoolStore:
         """Raises ValueError for a malformed URL."""
         self._redis: Redis = store.connect(redis_url)
         self._gateway_id = gateway_id
+        self._turns = asyncio.Semaphore(TURNS_AT_ONCE)
 
     async def take_slice(self, key: str, quota: Quota, ask: PoolAsk, gateways: int) -> PoolGrant | None:
         """Take a turn at a pool; None: others were faster each time, and nothing was changed.
 
         Raises one of `store.STORE_ERRORS` where Redis does not answer; the turn may have happened then.
         """
-        async with self._redis.pipeline(transaction=True) as pipe:
+        async with self._turns, self._redis.pipeline(transaction=True) as pipe:
             for _ in range(TRIES):
                 with contextlib.suppress(WatchError):
                     await pipe.watch(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from pathlib import Path
@@ -49,9 +50,39 @@ def test_another_secret_is_refused_at_both_ends_and_nothing_is_unpickled(meeting
     with pytest.raises(NotAdmitted, match="another secret"):
         rendezvous.join(HOST, meeting.port, b"another secret altogether")
     assert not found
-    rendezvous.join(HOST, meeting.port, KEY)  # who has it is still let in
+    ends = rendezvous.join(HOST, meeting.port, KEY)  # who has it is still let in
     thread.join()
     assert len(found) == 1
+    ends["life"].close()
+
+
+@pytest.mark.parametrize("says", ["a byte at a time", "no greeting"])
+def test_who_stalls_keeps_rank_0_no_longer_than_the_time_of_a_handshake(
+    meeting: Rendezvous, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1.0)
+    connection = socket.create_connection((HOST, meeting.port))
+    over = threading.Event()
+    said: list[bytes] = []
+
+    def stall() -> None:
+        with contextlib.suppress(OSError):
+            if says == "no greeting":
+                kept = rendezvous._open(connection, KEY, b"rank", b"rank-0")
+                over.wait()
+                kept.close()
+            while not over.wait(0.2):
+                connection.sendall(b"x")
+                said.append(b"x")
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    with pytest.raises(GroupBroken, match="0 of 1 ranks"):
+        meeting.accept(1, 0.1)
+    over.set()
+    thread.join()
+    connection.close()
+    assert len(said) < 64, "a nonce and a proof, each byte of which came in time"
 
 
 def test_a_rank_that_died_while_others_joined_is_not_counted(meeting: Rendezvous) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -11,7 +12,7 @@ import pytest
 
 from diptych.runtime.errors import QueueFull
 from gateway.images import fetcher as fetcher_module
-from gateway.images.download import ByteBudget, Judge
+from gateway.images.download import ByteBudget, Download, Judge
 from gateway.images.fetcher import FETCHED, REFUSED, ImageFetcher
 from gateway.images.url_rules import RefusedUrl, UrlRules, is_public
 from tests.gateway.images.remote_images import FILE, ImageHost, image_host, private_urls
@@ -154,3 +155,21 @@ async def test_a_tenant_waits_for_its_own_downloads_and_no_other_tenant_does(
     await asyncio.gather(*slow, return_exceptions=True)
     assert await fetcher.fetch(f"{url}/image", ByteBudget(100_000), "greedy") == FILE
     fetcher.close()
+
+
+async def test_a_download_that_was_given_up_before_its_thread_looks_up_no_name() -> None:
+    asked: list[str] = []
+
+    def recording(name: str, port: int) -> list[str]:
+        asked.append(name)
+        return ["10.0.0.1"]
+
+    rules = UrlRules(("*",))
+    target = rules.target("http://images.test/image")
+    for given_up, names in ((True, []), (False, ["images.test"])):
+        download = Download(rules, target, ByteBudget(9), time.monotonic() + 60.0, recording)
+        if given_up:
+            download.stop()
+        with pytest.raises(RefusedUrl):
+            download.run()
+        assert asked == names

@@ -13,11 +13,14 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery import store as discovery_store
-from gateway.access.quota import QuotaUsage
+from gateway.access.quota import Quota, QuotaUsage
 from gateway.access.shared_quota import leases, pool, slices
+from gateway.access.shared_quota import store as pool_store
 from gateway.access.shared_quota.leases import QuotaLeases
+from gateway.access.shared_quota.store import TURNS_AT_ONCE, PoolStore
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.conftest import Store, store
 from tests.gateway.access.keys import Keys, bearer
@@ -199,6 +202,26 @@ async def test_counters_of_both_add_up_to_the_access_log(
     assert len(lines) == 10
     assert counted["other", "output"] == 4 * len(OUTPUT)
     assert {line["gateway"] for line in lines} == {"first", "second"}
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("at_once", [TURNS_AT_ONCE, 1000])
+async def test_more_keys_than_connections_lose_no_turn(
+    store: Store, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without a bound on turns the client's pool has too few connections, and turns are lost."""
+    monkeypatch.setattr(pool_store, "TURNS_AT_ONCE", at_once)
+    monkeypatch.setattr(leases, "RENEWED_AT_ONCE", at_once)
+    registry = CollectorRegistry()
+    quotas = QuotaLeases(PoolStore(store.url, "first"), registry)
+    usages = [quotas.usage(f"key-{number}", Quota(requests_per_minute=60)) for number in range(110)]
+    await asyncio.gather(*(usage.prepare(1, 0) for usage in usages))
+    for usage in usages:
+        usage.take(1, 0)
+    await quotas._renew_all()
+    lost = registry.get_sample_value("diptych_key_quota_turns_total", {"outcome": "lost"})
+    await quotas.close()
+    assert (lost == 0) is (at_once == TURNS_AT_ONCE)
 
 
 async def test_keys_without_limits_ask_no_pool(bundled: ServedModel, store: Store, keys: Keys) -> None:
