@@ -214,7 +214,7 @@ HANDLERS: list[tuple[str, Callable[[Command, Stack, Path], None]]] = [
         lambda command, stack, folder: invoke([*command.words[1:3], "--help"]) and None,
     ),
     (
-        r"diptych (drain|role|restart|run-batch|top)\b",
+        r"diptych (drain|role|restart|run-batch|top|rank)\b",
         show_help,
     ),
     (r"diptych bench\b", run_bench),

@@ -104,6 +104,7 @@ class _Model:
     device: torch.device = CPU
     shape: _Shape = _Shape()
     computes: str = "integers"
+    backend: None = None
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Return memory of the process' own."""
