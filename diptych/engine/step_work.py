@@ -2,6 +2,7 @@
 
 Over the time of steps they are the achieved bandwidth and rate of operations. Only what must be is counted:
 each weight once a step, each visible key and value once a sequence, two operations for a product and its sum.
+Of experts all are counted as read: few rows choose fewer, and read less than this.
 """
 
 from __future__ import annotations

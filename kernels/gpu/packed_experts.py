@@ -2,7 +2,7 @@
 
 Grids, rows and results are those of kernels/gpu/expert_linear.py, the walk along codes that of
 packed_product.py. Gates and ups are walks of their own: rows of inputs are read twice, from the cache. A row
-has the same bits whatever stands beside it, among few rows as among many.
+has the same bits whatever stands beside it, among few rows as among many; with `one_tile` in both alike.
 """
 
 from __future__ import annotations
@@ -94,16 +94,18 @@ def packed_expert_swiglu(
     *,
     activation: str = "silu",
     limit: float | None = None,
+    one_tile: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each row of `x [T, K]` with its experts' gates and ups: `[T * per_token, n]`, by expert.
 
     `weight [E, 2 * n, K]` has the gates first, `bias` is `[E, 2 * n]`; `activation` and `limit` as in
-    swiglu.py. Raises ValueError for rows of another width.
+    swiglu.py. With `one_tile` a row has the same bits in a step of any number of rows. Raises ValueError for
+    rows of another width.
     """
     if out is None:
         out = x.new_empty(routed.order.numel(), weight.shape[1] // 2)
-    _launch(x, weight, bias, routed, out, ACTIVATIONS[activation], limit)
+    _launch(x, weight, bias, routed, out, ACTIVATIONS[activation], limit, one_tile)
     return out
 
 
@@ -113,16 +115,17 @@ def packed_expert_linear(
     bias: torch.Tensor | None,
     routed: RoutedRows,
     *,
+    one_tile: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each row of `x [T * per_token, K]`, by expert, with its expert's `weight [E, N, K]`.
 
-    `bias` is `[E, N]`. Returns `[T * per_token, N]` in the order of pairs. Raises ValueError for rows of
-    another width.
+    `bias` is `[E, N]`, `one_tile` as in packed_expert_swiglu. Returns `[T * per_token, N]` in the order of
+    pairs. Raises ValueError for rows of another width.
     """
     if out is None:
         out = x.new_empty(routed.order.numel(), weight.shape[1])
-    _launch(x, weight, bias, routed, out, None, None)
+    _launch(x, weight, bias, routed, out, None, None, one_tile)
     return out
 
 
@@ -134,6 +137,7 @@ def _launch(
     out: torch.Tensor,
     activation: int | None,
     limit: float | None,
+    one_tile: bool,
 ) -> None:
     tokens, per_token = routed.experts.shape
     experts, _, columns = weight.shape
@@ -142,7 +146,7 @@ def _launch(
     if tokens == 0:
         return
     matrix, outputs = weight.matrix, out.shape[1]
-    tiles = few_tile(outputs, matrix) if tokens <= FEW_ROWS else many_tile(matrix)
+    tiles = few_tile(outputs, matrix) if one_tile or tokens <= FEW_ROWS else many_tile(matrix)
     # An expert has no more rows than the step.
     grid = (triton.cdiv(outputs, tiles["BN"]), experts, triton.cdiv(tokens, tiles["ROWS"]))
     _packed_experts[grid](

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kernels.gpu.expert_linear import sum_experts
 from kernels.gpu.packed_experts import FEW_ROWS, packed_expert_linear, packed_expert_swiglu
+from kernels.gpu.packed_product import many_tile
 from kernels.gpu.route_experts import RoutedRows, route_experts
 from kernels.packed_matrix import Code, PackedMatrix, from_blocks
 from kernels.packed_stack import PackedStack, dequantise, stack
@@ -152,6 +153,32 @@ def test_a_row_has_the_same_bits_alone_and_among_others(device: torch.device) ->
     for row in (0, 7, 15):
         assert torch.equal(run(x[row : row + 1].clone())[0], few[row])
     assert torch.equal(run(x[: FEW_ROWS + 1].clone()), many[: FEW_ROWS + 1])
+
+
+def test_with_one_tile_rows_among_many_have_the_bits_of_one_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate_up, down = (one.to(device) for one in experts_of("4 bits with zeros"))
+    x = numbers(FEW_ROWS + 3, HIDDEN, seed=11).half().to(device)
+
+    def run(rows: torch.Tensor, **how: Any) -> torch.Tensor:
+        routed = routing(rows)
+        inner = packed_expert_swiglu(rows, gate_up, None, routed, **how)
+        return packed_expert_linear(inner, down, None, routed, **how).view(len(rows), CHOSEN, HIDDEN)
+
+    asked: list[PackedMatrix] = []
+
+    def many(matrix: PackedMatrix) -> dict[str, int]:
+        asked.append(matrix)
+        return many_tile(matrix)
+
+    monkeypatch.setattr("kernels.gpu.packed_experts.many_tile", many)
+    together = run(x, one_tile=True)
+    assert not asked
+    for row in (0, FEW_ROWS + 2):
+        assert torch.equal(run(x[row : row + 1].clone())[0], together[row])
+    run(x)
+    assert asked, "without it other rows have another tile"
 
 
 def test_another_expert_s_codes_or_scales_show(device: torch.device) -> None:

@@ -7,7 +7,8 @@ norms and the choice of experts take a program a row, rotations and writes tiles
 sampling a row each.
 
 Quantised matrices are multiplied sixteen rows at a time: up to there a product is a kernel whose tile holds
-all of them, whatever their number. A prompt reads them once for every sixteen tokens.
+all of them, whatever their number. A prompt reads them once for every sixteen tokens. Experts' products, of
+full numbers or of codes, have tiles of sixteen rows in every step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from diptych.engine.backends.triton.linear import FEW_ROWS, LinearOperators, Pro
 from diptych.engine.backends.triton.operators import Operators, TritonUnavailable, triton_operators
 from diptych.engine.backends.triton.packed_weights import PackedWeights
 from diptych.engine.backends.triton.products.dense import Linear
+from diptych.engine.backends.triton.products.experts import PackedExpertProduct
 from diptych.engine.backends.triton.products.joined import JoinedLinear
 from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.product import Product
@@ -52,6 +54,8 @@ def invariant_operators() -> Operators:
         rotary_write=partial(plain.rotary_write, one_tile=True),
         expert_swiglu=partial(plain.expert_swiglu, one_tile=True),
         expert_linear=partial(plain.expert_linear, one_tile=True),
+        packed_expert_swiglu=partial(plain.packed_expert_swiglu, one_tile=True),
+        packed_expert_linear=partial(plain.packed_expert_linear, one_tile=True),
         invariant_linear=invariant_linear,
     )
 
@@ -124,7 +128,7 @@ def _refused(weights: PackedWeights) -> Iterator[object]:
     for layer in weights.layers:
         if layer.experts is not None:
             both: tuple[object, ...] = layer.experts.gate_up, layer.experts.down
-            yield from (one for one in both if not isinstance(one, Linear))
+            yield from (one for one in both if not isinstance(one, (Linear, PackedExpertProduct)))
 
 
 def _dense(weights: PackedWeights) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from diptych.engine.backends.triton import batch_invariant
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape, UnsupportedModel
 from diptych.engine.weights import Weights
 from kernels.packed_matrix import from_blocks
 from kernels.scaled_matrix import FP8, INT8, quantise
@@ -74,8 +74,12 @@ FORMS: dict[str, tuple[dict[str, Any], torch.dtype, Callable[[Weights], Weights]
         SWITCHES["experts and one behind a switch"] | {"layers": SWITCHES["softmax experts"]["layers"][:1]},
         torch.bfloat16, lambda weights: weights,
     ),
+    "experts in 4 bits": (
+        {"experts": ExpertsShape(5, 2, 64, shared_size=32), "layers": (LayerShape(experts=True),)},
+        torch.bfloat16, four_bits,
+    ),
 }  # fmt: skip
-FEW = ("bfloat16", "FP8", "4 bits", "experts")
+FEW = ("bfloat16", "FP8", "experts", "experts in 4 bits")
 NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in FORMS]
 
 
