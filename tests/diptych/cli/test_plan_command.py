@@ -39,9 +39,10 @@ def test_json_has_the_same_plan(model: str) -> None:
 
 
 def test_measured_loads_take_the_place_of_the_card(model: str, tmp_path: Path) -> None:
-    load = {"max_concurrency": 1, "completed": 1, "total_input_tokens": 100}
+    load = {"max_concurrency": 1, "completed": 1, "total_input_tokens": 100, "total_output_tokens": 10}
     results = tmp_path / "b.json"
-    results.write_text(json.dumps([{**load, "median_ttft_ms": 50.0, "median_tpot_ms": 20.0}]))
+    times = {"request_throughput": 4.0, "mean_ttft_ms": 50.0, "mean_tpot_ms": 20.0}
+    results.write_text(json.dumps([{**load, **times}]))
     done = plan("--model", model, "--bench", str(results), "--input", "100", "--json")
     assert json.loads(done.stdout)["fleet"]["step_s"] == pytest.approx(0.020)
 

@@ -77,9 +77,10 @@ def test_attainment_finds_the_greatest_rate(arguments: list[str]) -> None:
 
 
 def test_measured_loads_take_the_place_of_the_card(arguments: list[str], tmp_path: Path) -> None:
-    load = {"max_concurrency": 1, "completed": 1, "total_input_tokens": 700}
+    load = {"max_concurrency": 1, "completed": 1, "total_input_tokens": 700, "total_output_tokens": 10}
     results = tmp_path / "b.json"
-    results.write_text(json.dumps([{**load, "median_ttft_ms": 70.0, "median_tpot_ms": 10.0}]))
+    times = {"request_throughput": 6.0, "mean_ttft_ms": 70.0, "mean_tpot_ms": 10.0}
+    results.write_text(json.dumps([{**load, **times}]))
     fleet = ["--workers", "1:1", "--rate", "1", "--bench", str(results), "--json"]
     found = json.loads(invoked([*arguments, *fleet]).stdout)["replays"][0]
     assert found["p50_ttft_ms"] == pytest.approx(70.0, rel=0.01)
