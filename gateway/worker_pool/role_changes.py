@@ -118,13 +118,13 @@ class RoleChanges:
         while successor is None and self._clock() < change.until:
             await asyncio.sleep(_LOOK_S)
             successor = self._successor(change)
+        await self._release(change.token, self._pause_s)
         if successor is None:
             _log.warning("worker %s did not come back as a %s worker", change.worker_id, change.becomes.value)
         elif successor.record.role != change.becomes.value:
             _log.warning("worker %s is a %s worker still", change.worker_id, change.role.value)
         else:
             self.done[change.becomes] += 1
-        await self._release(change.token, self._pause_s)
 
     def _successor(self, change: _Change) -> Worker | None:
         """Return the ready worker that was started in its place."""
