@@ -34,7 +34,7 @@ class S3Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What `--kv-tier` takes."""
+        """Return what `--kv-tier` takes."""
         return f"s3://{BUCKET}/some/where?endpoint=http://127.0.0.1:{self.server_port}&region={REGION}"
 
     def freeze(self) -> None:

@@ -1,4 +1,4 @@
-"""Which addresses of images may be named, and which hosts are connected to."""
+"""Rules for the addresses of images: which may be named, and which hosts are connected to."""
 
 from __future__ import annotations
 

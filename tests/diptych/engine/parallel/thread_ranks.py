@@ -133,7 +133,7 @@ Memories = TypeVar("Memories", contravariant=True)
 
 
 class Steps(Protocol[Memories]):
-    """What computes chunks in memories."""
+    """Computation of chunks in memories."""
 
     def step(self, memory: Memories, start: int, tokens: Sequence[int], trailing: int = 1, /) -> torch.Tensor:
         """Compute a chunk; return the logits after its last `trailing` tokens."""
