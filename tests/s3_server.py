@@ -57,6 +57,7 @@ class S3Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else an answer, of a head and a body, waits 40 ms for an acknowledgement
     server: S3Server
 
     def log_message(self, format: str, *args: Any) -> None:
