@@ -56,7 +56,16 @@ class Arguments(BaseModel):
 
 def application(args: Arguments) -> serve.Application:
     """Return a system with these flags as an application."""
-    bound: serve.Application = Replica.bind(args.flags)
+    deployment = serve.deployment(
+        name="diptych",
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # the gateway has limits of its own
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=10,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=_STOP_S + 30,
+    )
+    bound: serve.Application = deployment(Replica).bind(args.flags)
     return bound
 
 
@@ -64,19 +73,10 @@ class SystemStopped(Exception):
     """The command has ended, or its gateway cannot route requests."""
 
 
-@serve.deployment(
-    name="diptych",
-    num_replicas=1,
-    max_ongoing_requests=100_000,  # the gateway has limits of its own
-    ray_actor_options={"num_cpus": 0},
-    health_check_period_s=10,
-    health_check_timeout_s=30,
-    graceful_shutdown_timeout_s=_STOP_S + 30,
-)
 class Replica:
     """Replica of the application: one system. `flags` are those of `diptych up`."""
 
-    async def __init__(self, flags: str) -> None:
+    async def __init__(self, flags: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start a system and wait until it serves. Raises SystemStopped when it does not."""
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-serve-")
         self._targets = Path(self._folder.name, "targets.json")
@@ -175,7 +175,7 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
 
 def _target(request: Request) -> str:
     """Return path and query of a request, below the application's prefix."""
-    path = request.url.path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+    path: str = request.url.path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
     return path + (f"?{request.url.query}" if request.url.query else "")
 
 
