@@ -28,8 +28,9 @@ def sections() -> dict[str, Section]:
     from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
     from lab.gpu.batch_invariance import batch_invariance
-    from lab.gpu.beside import beside, beside_fp8
+    from lab.gpu.beside import beside, beside_4_bits, beside_experts, beside_fp8
     from lab.gpu.ceilings import ceilings
+    from lab.gpu.faults import faults
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
@@ -55,8 +56,11 @@ def sections() -> dict[str, Section]:
         "handoff": handoff,
         "service": service,
         "shared card": shared_card,
+        "faults": faults,
         "beside": beside,
         "beside fp8": beside_fp8,
+        "beside 4 bits": beside_4_bits,
+        "beside experts": beside_experts,
     }
 
 
