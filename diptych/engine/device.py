@@ -32,7 +32,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 class DeviceFault(RuntimeError):
-    """What `break_device` raises where there is no GPU to lose."""
+    """Error that `break_device` raises where there is no GPU to lose."""
 
 
 def break_device(device: torch.device) -> None:

@@ -34,7 +34,9 @@ def sections() -> dict[str, Section]:
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
+    from lab.gpu.quality import divergence, greedy_text
     from lab.gpu.quantised import quantised
+    from lab.gpu.quantised_steps import expert_steps, quantised_steps
     from lab.gpu.service import service
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
@@ -50,6 +52,10 @@ def sections() -> dict[str, Section]:
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,
         "quantised": quantised,
+        "quantised steps": quantised_steps,
+        "expert steps": expert_steps,
+        "divergence": divergence,
+        "greedy text": greedy_text,
         "batch invariance": batch_invariance,
         "sharing": sharing,
         "block copies": block_copies,

@@ -1,8 +1,8 @@
 """Faults of the process that computes both phases on one GPU, with 64 streams: time to the next token.
 
-Two faults: SIGKILL while streams are decoded, and a kernel of a prompt's step that loses the CUDA context. The
-supervisor starts the process again, and every stream goes on. Answers are held against those without a fault;
-the batch-invariant step makes them comparable, since streams come back in other batches.
+Two faults: SIGKILL while streams are decoded, and a kernel of a prompt's step that loses the CUDA context.
+The supervisor starts the process again, and every stream goes on. Answers are held against those without a
+fault; the batch-invariant step makes them comparable, since streams come back in other batches.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def write_llama_folder(
     The weights are made on `device`; with `awq_group` matrices of layers are AWQ's, so many inputs a group.
     Needs transformers.
     """
-    config, make = _config(shape), partial(random_tensor, device=device, dtype=dtype)
+    config = _config(shape)
+    make: Make = partial(random_tensor, device=device, dtype=dtype)
     if awq_group is not None:
         config["quantization_config"] = awq.config(awq_group)
         make = partial(awq.tensors, plain=make, group=awq_group, device=device)
@@ -45,11 +46,8 @@ def write_llama_folder(
 
 def write_folder(folder: Path, config: Mapping[str, object], shards: Iterable[Sizes], make: Make) -> Path:
     """Write a folder of `config` and the tensors that `make` makes of each file's sizes, with a tokenizer."""
-    from transformers import AutoTokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
-    bundled = resolve_model("bundled")
-    AutoTokenizer.from_pretrained(bundled.parent, gguf_file=bundled.name).save_pretrained(folder)
+    _write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config))
     weight_map: dict[str, str] = {}
     for number, sizes in enumerate(shards):
@@ -60,6 +58,13 @@ def write_folder(folder: Path, config: Mapping[str, object], shards: Iterable[Si
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    bundled = resolve_model("bundled")
+    AutoTokenizer.from_pretrained(bundled.parent, gguf_file=bundled.name).save_pretrained(folder)
 
 
 def _config(shape: ModelShape) -> dict[str, object]:

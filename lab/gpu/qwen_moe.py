@@ -35,9 +35,7 @@ def fewer_layers(shape: ModelShape, folder: Path) -> ModelShape:
     return replace(shape, layers=shape.layers[: max(1, min(shape.num_layers, room // layer))])
 
 
-def write_qwen_moe_folder(
-    folder: Path, shape: ModelShape, device: torch.device, dtype: torch.dtype
-) -> Path:
+def write_qwen_moe_folder(folder: Path, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Path:
     """Write config, a file for each layer, and a tokenizer. Needs transformers."""
     make = partial(random_tensor, device=device, dtype=dtype)
     return write_folder(folder, _config(shape), _shards(shape), make)

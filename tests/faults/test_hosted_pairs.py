@@ -115,7 +115,7 @@ def test_streams_go_on_after_the_only_hosting_process_was_killed(hosted: Breakab
 
 
 def test_streams_go_on_after_a_fault_of_a_prefill_kernel(hosted: Breakable, tiny: Path) -> None:
-    """The fault is made in a prompt's step beside streams; the process that computes both phases ends itself."""
+    """Fault in a prompt's step beside streams: the process that computes both phases ends itself."""
     before = int(hosted.stack.account["decode"][0]["pid"])
     prompts = [list(range(10 + seed, 10 + seed + 90)) for seed in range(7)]
     expected = [greedy(tiny, prompt) for prompt in prompts]
