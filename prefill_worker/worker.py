@@ -72,13 +72,14 @@ class PrefillWorker:
         chunk = settings.chunk_tokens(device_type)
         if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
             chunk = min(chunk, engine.model.shape.vocab_size)
+        most = max(chunk, engine.unbroken_rows)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
             transports,
             engine.layout,
             engine.model.shape.max_context,
             Memory.of(device, engine.runner.recorded_prompts, plan_steps(engine, chunk)),
-            chunk,
+            most,
         )
         log_plan(engine, self._scratch_plan.blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
@@ -103,7 +104,7 @@ class PrefillWorker:
         )
         self._tiers: KvTiers | None = None
         self._tier_stack = self._make_tier_stack()
-        self._handoff = self._make_handoff(chunk)
+        self._handoff = self._make_handoff(most)
         self._loop.requests.handoff = self._handoff
         self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)

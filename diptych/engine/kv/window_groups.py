@@ -61,7 +61,9 @@ class WindowGroups:
         return self.tables * min(places, self.span(chunk, block_size))
 
     def kept(self, block_size: int) -> int:
-        """Return the most places whose windowed blocks are kept for a sequence."""
+        """Return the most places whose windowed blocks are kept for a sequence: those before its last place
+        that a token behind a full block reads, and that one.
+        """
         return 1 + -(-(self.window - 1) // block_size)
 
 
