@@ -5,6 +5,9 @@ next token reads: those of the last places before N. The latter are kept where a
 children of the full block of their place. So a full block is never evicted before them, and where a block
 is forgotten with all that continues it, they are forgotten, too.
 
+They are kept as well where a prompt parts from an earlier one whose full blocks it shares: what two prompts
+begin with, such as a system prompt, is a hit for the third.
+
 A place's blocks follow one another below its full block, the last of them under the place's mark
 (diptych/cached_windows.py). Since leaves are evicted first, a mark that is cached stands for all of them. It
 alone is listed beside the keys of full blocks, so that gateways know which lengths can be used.
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from diptych.cached_windows import usable_places, window_mark
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.kv.window_table import PromptWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,33 @@ class WindowPrefix:
         for block, own in zip(blocks, keys, strict=True):
             self._pool.insert(block, own, parent, listed=own == keys[-1])
             parent = own
+
+    def tail(self, keys: Sequence[bytes], cached: int, places: int) -> int:
+        """Return how many of a prompt's last places its ring has to have in the end, so that `insert_shared`
+        finds what it enters; 0 if the prompt shares no more than its `cached` places.
+        """
+        shared = self._pool.match(keys)
+        return places - max(cached, shared - self._reach) if shared > cached else 0
+
+    def insert_shared(self, window: PromptWindow, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Enter the windowed blocks before the place where a prompt parts from earlier ones, as far as its
+        ring still has them.
+
+        Args:
+            window: the prompt's, held and verified.
+            blocks: its full blocks, which have been entered under `keys`.
+        """
+        cached, end = window.cached_places, len(keys)
+        shared = next((at for at in range(cached, end) if self._owns(blocks[at], keys[at])), end)
+        first = max(0, shared - self._reach)
+        if shared > cached and window.first_left(len(blocks)) <= max(cached, first):
+            for place in range(first, shared):
+                self.insert(window.blocks(place), keys[place])
+
+    def _owns(self, block: int, key: bytes) -> bool:
+        """Return whether the block under a key is this one, so that no earlier prompt has entered another."""
+        found = self._pool.place_of(key)
+        return found is not None and found[0] == block
 
     def _holds(self, mark: bytes) -> bool:
         return self._pool.place_of(mark) is not None

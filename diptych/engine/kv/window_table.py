@@ -27,6 +27,12 @@ class PromptWindow:
         """First place that `pinned` has blocks of."""
         return self.cached_places - len(self.pinned) // self.tables
 
+    def first_left(self, places: int) -> int:
+        """Return the first place behind the cached prefix whose content is there once a prompt of so many
+        places is computed.
+        """
+        return max(self.cached_places, places - len(self.ring) // self.tables)
+
     @property
     def held(self) -> list[int]:
         """Return all blocks."""

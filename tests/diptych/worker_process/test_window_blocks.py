@@ -17,6 +17,7 @@ import torch
 from decode_worker.prompt_lookup import PromptLookup
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.batch import SequenceStep
+from diptych.engine.kv import window_groups as window_groups_module
 from diptych.engine.kv import window_prefix
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -99,6 +100,37 @@ async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend
         assert (await ask(made, "d", turn[:20])).tokens == expected(turn[:20])
         assert cached_tokens(made) == 0, "the windowed blocks in the middle of a prompt are gone"
         assert await made.empty() == []
+
+
+SYSTEM = PROMPT[:30]
+"""What prompts begin with: more than the window."""
+
+
+def asking(number: int, tokens: int) -> tuple[int, ...]:
+    return (*SYSTEM, *((number * n + 5) % VOCABULARY for n in range(tokens)))
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("tokens", [10, 50])
+async def test_what_two_prompts_begin_with_is_a_hit_for_the_third(transport: str, tokens: int) -> None:
+    """The longer prompts overwrite their rings, which have to be longer for it."""
+    async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED) as made:
+        hits = []
+        for number in (11, 13, 17, 19):
+            heard = await ask(made, f"r{number}", asking(number, tokens))
+            assert heard.tokens == expected(asking(number, tokens))
+            hits.append(cached_tokens(made))
+        assert hits == [0, 0, *[len(SYSTEM) // BLOCK * BLOCK] * 2]
+        assert await made.empty() == []
+
+
+async def test_a_short_ring_loses_what_prompts_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without a longer ring the third prompt finds nothing."""
+    monkeypatch.setattr(window_groups_module, "MOST_RINGS", 1)
+    async with house("shared_memory", blocks=BLOCKS, shape=WINDOWED) as made:
+        for number in (11, 13, 17):
+            await ask(made, f"r{number}", asking(number, 50))
+        assert cached_tokens(made) == 0
 
 
 @TRANSPORTS
