@@ -18,6 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.device_copies import DeviceCopies, page_lock
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
@@ -141,6 +142,7 @@ class PrefillWorker:
             self._engine.fingerprint,
             self._engine.layout.bytes_per_block,
             reads_shared=True,
+            lock=page_lock(self._engine.model.device),
         )
 
     def _make_handoff(self, chunk: int) -> HandoffClient:
@@ -237,6 +239,7 @@ class PrefillWorker:
             stack,
             changed=lambda: None,
             moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
+            device=DeviceCopies.of(scratch.memory, stack.slots),
         )
         self._tiers.start()
         watch_stack(stack, self._metrics)
