@@ -31,6 +31,8 @@ class ExportedPool:
 
     handle: bytes
     fds: Sequence[int]
+    owner: object = None
+    """What keeps the files open, where that is not the process."""
 
 
 class MemoryMapping(Protocol):
