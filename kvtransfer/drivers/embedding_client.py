@@ -188,7 +188,8 @@ class EmbeddingClient:
         admission = RowsAdmission(peer.where.address, channel.endpoint, channel.token, self._tls)
 
         def broken(why: str) -> None:
-            _log.warning("rows from the encode worker at %s: %s", peer.where.address, why)
+            if self._peers.get(peer.where) is peer:
+                _log.warning("rows from the encode worker at %s: %s", peer.where.address, why)
             link.close()
 
         try:

@@ -39,7 +39,7 @@ class CudaIpcReceiver:
         self._pool, self._mapping, self._hooks = pool, mapping, hooks
         # A grant has at least one block, so that its slot is below their number.
         self._flags = Flags.create(pool.memory.num_blocks)
-        self._socket = PoolFdSocket(lambda writer: self._export(), hooks.dead)
+        self._socket = PoolFdSocket(self._export, hooks.dead)
         self._thread = BlockingThread("verify-pushed")
         self._checks: set[asyncio.Task[object]] = set()
 
