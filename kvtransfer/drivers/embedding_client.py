@@ -55,7 +55,7 @@ class _Peer:
     lease: Lease | None = None
     way: str = STREAM
     receiver: RowReceiver | None = None
-    """This end of the way of its rows; None: they come over the link."""
+    """Receiver of its rows; None: they come over the link."""
     read: int = 0
     """Parts that were announced in a region, and are copied or dropped."""
 
@@ -136,9 +136,9 @@ class EmbeddingClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         for peer in peers:
             peer.keys.clear()
-            _close_receiver(peer)
             if peer.link is not None:
                 await peer.link.wait_closed()
+            _close_receiver(peer)
 
     def _peer(self, where: EncoderAddress) -> _Peer:
         """Return the link to a process, which is being opened if there was none."""
@@ -174,6 +174,7 @@ class EmbeddingClient:
         except BaseException:
             await link.wait_closed()
             raise
+        _log.info("linked to encode worker %s, rows by %s", link.welcome.worker_id, peer.way)
         peer.link, peer.lease = link, Lease(time.monotonic(), self._times)
         for request in peer.unsent:
             link.put(request)

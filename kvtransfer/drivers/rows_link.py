@@ -94,7 +94,9 @@ class RowsLink:
                 for parts in images:
                     if (part := next(parts, None)) is None:
                         continue
-                    if (announced := await self._sender.send(part)) is not None:
+                    announced = await self._sender.send(part)
+                    reach("encode.copied")
+                    if announced is not None:
                         await self._write_one(stream, _part_message(announced))
                     reach("encode.part")
                     self._rows.put(parts)

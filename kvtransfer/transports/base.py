@@ -181,7 +181,7 @@ class PushChannel(Protocol):
 
 
 class Admission(Protocol):
-    """What a worker needs to register at another one's endpoint, once its hello was accepted."""
+    """Credentials with which a worker registers at another one's endpoint, once its hello was accepted."""
 
     @property
     def address(self) -> str:

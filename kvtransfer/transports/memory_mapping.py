@@ -32,7 +32,7 @@ class ExportedPool:
     handle: bytes
     fds: Sequence[int]
     owner: object = None
-    """What keeps the files open, where that is not the process."""
+    """Object that keeps the files open, where the process does not."""
 
 
 class MemoryMapping(Protocol):

@@ -28,7 +28,7 @@ _SHARES_MEMORY = frozenset({"in_process", "shared_memory", "cuda_shared", "cuda_
 
 @dataclass(frozen=True, slots=True)
 class RowsAdmission:
-    """What a prefill worker needs to register at an encode worker."""
+    """Credentials with which a prefill worker registers at an encode worker; an `Admission`."""
 
     address: str
     """Address of the encode worker's gRPC server."""

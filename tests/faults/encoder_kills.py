@@ -53,6 +53,7 @@ STATES = (
     State("E1", "pixels received", "encode.received", "encode"),
     State("E2", "rows asked for", "encode.asked", "encode", after=1),
     State("E3", "a tile encoded", "encode.tile", "encode", after=2),
+    State("E4a", "rows copied, not announced", "encode.copied", "encode", after=1),
     State("E4", "rows on their way", "encode.part", "encode", after=1),
     State("E5", "rows arrive", "prefill.rows", "prefill", after=1),
     State("E6", "rows taken", "encode.taken", "encode"),

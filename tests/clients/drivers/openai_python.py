@@ -114,9 +114,12 @@ def _responses(server: Server, seed: int) -> list[tuple[str, int]]:
     turn = {"role": "user", "content": [image, {"type": "input_text", "text": paths.IMAGE_QUESTION}]}
     asked = {"model": server.model, "input": [turn], "max_output_tokens": paths.MAX_TOKENS, "temperature": 0}
     whole = connect(server).responses.create(**asked)
-    with connect(server).responses.stream(**asked) as stream:
-        streamed = stream.until_done().get_final_response()
-    return [(one.output_text, one.usage.input_tokens) for one in (whole, streamed)]
+    *events, last = connect(server).responses.create(**asked, stream=True)
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    return [
+        (whole.output_text, whole.usage.input_tokens),
+        (text, last.response.usage.input_tokens),
+    ]
 
 
 if __name__ == "__main__":

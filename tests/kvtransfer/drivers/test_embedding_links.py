@@ -97,6 +97,7 @@ async def linked(
     fingerprint: EmbeddingFingerprint = FINGERPRINT,
     times: LeaseTimes | None = None,
     way: str = STREAM,
+    device: str = "cpu",
 ) -> AsyncIterator[tuple[EmbeddingClient, Prefill, EncoderAddress, EmbeddingServer]]:
     server = EmbeddingServer(
         WriterId("e", INCARNATION),
@@ -121,6 +122,7 @@ async def linked(
         on_failed=prefill.on_failed,
         on_outcome=prefill.outcomes.append,
         on_bytes=prefill.count_bytes,
+        device=device,
         times=times,
         transports=() if way == STREAM else (way,),
     )
@@ -226,6 +228,21 @@ async def test_an_image_of_more_parts_than_a_region_has_slots_arrives_beside_ano
         assert torch.equal(prefill.rows[0][2], ROWS)  # they took turns
         assert torch.equal(prefill.rows[1][2], large)
         assert prefill.bytes == {way: large.nbytes + ROWS.nbytes}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+async def test_rows_of_an_encoder_on_a_gpu_reach_a_gpu(way: str) -> None:
+    encoder = Encoder(answers=False)
+    async with linked(encoder, way=way, device="cuda") as (client, prefill, where, _):
+        client.ask(where, KEY, IMAGE)
+        await until(lambda: bool(encoder.links))
+        [(link, generation)] = encoder.links
+        link.send_rows(generation, IMAGE, ROWS.cuda())
+        await prefill.wait()
+        rows = prefill.rows[0][2]
+        assert rows.device.type == "cuda"
+        assert torch.equal(rows.cpu(), ROWS)
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "tcp"])
