@@ -169,7 +169,7 @@ class Attack:
     @property
     def done(self) -> bool:
         """True once all files were sent."""
-        return self.count.sent >= self._options.files
+        return bool(self.count.sent >= self._options.files)
 
     async def run(self) -> None:
         """Send files until cancelled, or all were sent."""

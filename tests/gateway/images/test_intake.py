@@ -114,6 +114,25 @@ async def test_a_refused_file_delays_its_tenant_and_no_other(
     assert len(await intake.prepare(chat(png(picture(1, 20, 20))), "greedy")) == 1
 
 
+async def test_tenants_of_refused_files_share_one_lane_and_an_image_leads_out_of_it(
+    intake: ImageIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.images.decoder.REFUSED_S", 0.0)
+    for tenant in ("a", "b"):
+        with pytest.raises(InvalidParameter):
+            await intake.prepare(chat(bomb()), tenant)
+    monkeypatch.setattr("gateway.images.decoder.SUSPECTS_S", 3600.0)
+    good = chat(png(picture(1, 20, 20)))
+    assert len(await intake.prepare(good, "a")) == 1  # the lane is free again in an hour
+    waiting = asyncio.create_task(intake.prepare(good, "b"))
+    for tenant in ("a", "other"):
+        assert len(await intake.prepare(good, tenant)) == 1
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_a_lost_child_is_replaced_and_the_image_decoded(intake: ImageIntake) -> None:
     file = png(picture(1, 20, 20))
     (before,) = await intake.prepare(chat(file), "tenant")
