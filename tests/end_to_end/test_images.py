@@ -155,10 +155,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def conversations(served: Served) -> list[list[tuple[str, list[Part]]]]:
     a, b, c = (vision_models.picture(seed, *size) for seed, size in enumerate(SIZES.values()))
+    d = vision_models.picture(3, 23, 25)
     return [
         [("user", ["What is this? ", a])],
         [("user", [b, "and", c, "differ?"])],
-        [("user", ["Look: ", c]), ("assistant", ["I see."]), ("user", ["And this ", a, b, "?"])],
+        [("user", ["Look: ", c]), ("assistant", ["I see."]), ("user", ["And ", a, b, "or ", d])],
         [("user", ["No image at all, just words."])],
     ]
 
@@ -167,12 +168,12 @@ def test_answers_equal_transformers_alone_and_mixed_with_text(served: Served) ->
     turns = conversations(served)
     expected = [served.expected(one) for one in turns]
     alone = [ask(served.stack, request(one, cache={"salt": "alone"}))[0] for one in turns]
-    mixed = ask(served.stack, *(request(one, cache={"salt": f"m{n}"}) for n in range(2) for one in turns))
+    mixed = ask(served.stack, *(request(one, cache={"salt": f"m{n}"}) for n in range(4) for one in turns))
     for (prompt, answer), one in zip(expected, alone, strict=True):
         assert list(one.prompt.token_ids) == prompt
         assert ids(one) == answer
         assert one.usage.prompt_tokens == len(prompt)
-    assert [ids(one) for one in mixed] == [answer for _, answer in expected] * 2
+    assert [ids(one) for one in mixed] == [answer for _, answer in expected] * 4
     if served.rows_by is not None:
         got, all_of_them = (
             served.stack.metric("prefill", "diptych_embedding_bytes_total", label=label)
