@@ -38,6 +38,7 @@ from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import in_process, registry
+from kvtransfer.transports.row_channels import STREAM, row_ways
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
@@ -211,15 +212,20 @@ class PrefillWorker:
         )
         for outcome in EMBEDDING_OUTCOMES:
             metrics.embedding_fetches.labels(outcome)
+        ways = row_ways(self._scratch_plan.transports)
+        for way in (*ways, STREAM):
+            metrics.embedding_bytes.labels(way)
         requests.fetching.source = client = EmbeddingClient(
             WriterId(self._settings.worker_id, incarnation()),
             fingerprint,
             on_rows=requests.fetching.arrived,
             on_failed=requests.fetching.failed,
             on_outcome=lambda outcome: metrics.embedding_fetches.labels(outcome).inc(),
+            on_bytes=lambda way, count: metrics.embedding_bytes.labels(way).inc(count),
             heartbeat=lambda: engine_heartbeat(self._loop),
             device=self._engine.model.device,
             tls=self._settings.link_tls,
+            transports=ways,
         )
         return client
 
