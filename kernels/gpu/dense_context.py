@@ -105,18 +105,21 @@ def bring_context(
     window: int | None,
     dtype: torch.dtype,
     base: torch.Tensor | None = None,
+    zeroed: bool = False,
 ) -> DenseContext:
     """Gather what the chunks of S sequences attend to, in `dtype`, not yet multiplied by any scales.
 
     `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`; `tables` int32 `[S, n]`, `starts`
     int32 `[S]` and `offsets` int32 `[S + 1]` as in paged_prefill; `context_tokens` is at least the sum of the
     sequences' lengths, chunks included. With a `window`, in tokens, what no token of a chunk sees is left
-    out. `base` as in rotary_write. Returns keys and values `[kv_heads, rows, head_dim]`.
+    out. `base` as in rotary_write. With `zeroed` rows of no sequence are zero, not what memory had. Returns
+    keys and values `[kv_heads, rows, head_dim]`.
     """
     sequences, kv_heads = tables.shape[0], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim
     rows = triton.cdiv(context_tokens, tile) * tile + (sequences - 1) * tile
-    keys, values = torch.empty((2, kv_heads, rows, head_dim), dtype=dtype, device=blocks.device).unbind(0)
+    make = torch.zeros if zeroed else torch.empty
+    keys, values = make((2, kv_heads, rows, head_dim), dtype=dtype, device=blocks.device).unbind(0)
     longest = min(tables.shape[1] * block_size, context_tokens)
     _bring[(triton.cdiv(triton.cdiv(longest, tile) * tile, _TOKENS), kv_heads, sequences)](
         blocks, tables, starts, offsets, starts if base is None else base, keys, values,

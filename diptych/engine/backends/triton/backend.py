@@ -28,9 +28,10 @@ from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.backends.triton.device_wait import wait_for_stream
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
-from diptych.engine.backends.triton.operators import Operators, triton_operators
+from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import MOST_TREE_TOKENS, PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGraphs, PromptStep
 from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
@@ -65,7 +66,7 @@ class TritonBackend:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._shape = shape
         with self._current(), torch.no_grad():
-            make = invariant_operators if batch_invariant else triton_operators
+            make = invariant_operators if batch_invariant else chosen_operators
             chosen = operators if operators is not None else make()
             scales = None if kv_scales is None else kv_scales.to(self._device)
             layers = Layers(shape, pack(weights, self._device), chosen, scales)
