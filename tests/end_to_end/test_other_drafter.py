@@ -26,15 +26,9 @@ def _details(stack: Stack) -> set[str]:
     return {f"{pb.WorkerRole.Name(worker.role)}: {worker.detail}" for worker in workers if worker.detail}
 
 
-@pytest.mark.parametrize(
-    ("transport", "role"),
-    [
-        pytest.param("shared_memory", "decode"),
-        pytest.param("tcp", "decode", marks=pytest.mark.full),
-        pytest.param("shared_memory", "prefill", marks=pytest.mark.full),
-        pytest.param("tcp", "prefill", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # tests/diptych/worker_process/test_other_drafter.py has both workers in one process
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_only_one_role_has_the_draft_model(transport: str, role: str, tmp_path: Path) -> None:
     """The model drafts for itself, where it can; then a stream goes on on another decode worker."""
     model = tiny_model.write(tmp_path / "tiny")
