@@ -45,7 +45,7 @@ class Copying:
 
     scratch: Scratch
     exchanged: KVMemory
-    """What of the blocks of `scratch` is sent and pulled: all, or the model's own segments."""
+    """Blocks of `scratch` as they are sent and pulled: whole, or the model's own segments alone."""
     channel: PushChannel
     puller: Puller | None
     """None where the decode worker's blocks cannot be pulled."""
