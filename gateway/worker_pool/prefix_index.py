@@ -53,7 +53,7 @@ class PrefixIndexReader:
     def hits(
         self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...], *, drafted: bool = True
     ) -> dict[str, Held]:
-        """Return the leading cached blocks by worker, of whichever role.
+        """Return the leading cached blocks by worker, of whichever role; the last token is always computed.
 
         `drafted`: those that have the segment of the worker's drafter, if there is one; else those without.
 
@@ -68,7 +68,7 @@ class PrefixIndexReader:
         for kept, block_size in dict.fromkeys(kept_of):
             namespace, images = self.namespace(job, kept), job.request.images
             rows = () if images is None else images.image_rows(namespace)
-            keys = self._keys(namespace, block_size, token_ids, rows)
+            keys = self._keys(namespace, block_size, token_ids, rows)[: (len(token_ids) - 1) // block_size]
             if keys:
                 cached = self._index.prefix_hits(keys)
                 tiered = self._index.tier_hits(keys, cached)
