@@ -18,7 +18,7 @@ from tests.faults.second_gateway import second_gateway
 from tests.gateway.access.keys import Keys
 
 PLACES = "8"  # requests of a gateway that workers have at once: what tenants compete for
-CLIENTS = 16  # of a tenant at a gateway, each with one request after the other
+CLIENTS = 32  # of a tenant at a gateway, each with one request after the other: far more than have a place
 TAUGHT, COUNTED = 100, 300  # answers of the shared gateway: those before it is settled, those that count
 MAX_TOKENS = 12
 
@@ -56,19 +56,18 @@ async def served(contested: str, other: str, gateways: Gateways) -> Counter[tupl
     """Return the answers by address and tenant while both tenants flood `contested`, and one `other` too."""
     answers: Counter[tuple[str, str]] = Counter()
 
-    async def ask(address: str, key: str, tenant: str, seed: int) -> None:
+    async def flood(address: str, tenant: str) -> None:
+        async with AsyncClient(address, api_key=getattr(gateways, tenant)) as client:
+            await asyncio.gather(*(ask(client, address, tenant, seed) for seed in range(CLIENTS)))
+
+    async def ask(client: AsyncClient, address: str, tenant: str, seed: int) -> None:
         prompt = tiny_model.prompt(seed, 20)
-        async with AsyncClient(address, api_key=key) as client:
-            while True:
-                await client.generate(prompt, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=120)
-                answers[address, tenant] += 1
+        while True:
+            await client.generate(prompt, max_tokens=MAX_TOKENS, temperature=0.0, timeout_s=120)
+            answers[address, tenant] += 1
 
     floods = [(contested, "single"), (contested, "both"), (other, "both")]
-    clients = [
-        asyncio.create_task(ask(address, getattr(gateways, tenant), tenant, seed))
-        for address, tenant in floods
-        for seed in range(CLIENTS)
-    ]
+    clients = [asyncio.create_task(flood(address, tenant)) for address, tenant in floods]
     try:
         for wanted in (TAUGHT, COUNTED):
             answers.clear()
@@ -91,7 +90,7 @@ def part_of_single(answers: Counter[tuple[str, str]], contested: str) -> float:
 def test_tenant_of_two_gateways_leaves_the_first_one_to_the_other_tenant(gateways: Gateways) -> None:
     """The answers of a gateway are counted, not seconds: the ratio is that of a busy machine too."""
     answers = asyncio.run(served(gateways.first, gateways.second, gateways))
-    assert part_of_single(answers, gateways.first) > 0.75
+    assert part_of_single(answers, gateways.first) > 0.7
     assert answers[gateways.first, "both"] > 0, "it is not shut out either"
     assert answers[gateways.second, "both"] > 0
 
