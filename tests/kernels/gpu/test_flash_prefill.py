@@ -25,7 +25,7 @@ calls: list[dict[str, Any]] = []
 def varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, seqused_q: None = None,
-    seqused_k: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    seqused_k: torch.Tensor | None = None, softmax_scale: float = 1.0, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute causal attention aligned to the ends, over all keys up to the next tile's beginning."""
