@@ -59,8 +59,8 @@ def flash_prefill(
     out: torch.Tensor | None = None,
     **more: Any,
 ) -> torch.Tensor:
-    """Compute what `paged_prefill` does of `query [T, heads, head_dim]`, by FlashAttention-3 if it `takes` the
-    rule; see there for the other arguments and the result.
+    """Compute what `paged_prefill` does of `query [T, heads, head_dim]`, by FlashAttention-3 if it `takes`
+    the rule; see there for the other arguments and the result.
 
     `context_tokens` is the exact sum of the sequences' lengths, chunks included. Nothing waits for the
     device.
