@@ -20,7 +20,7 @@ from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime import block_hash
-from diptych.worker_process import kv_tiers
+from diptych.worker_process import kv_tiers, tier_writes
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import Role, TokensArrived
@@ -310,7 +310,7 @@ def evicted_blocks_are_written_during_their_copy(patch: Patch) -> None:
 
 def loaded_blocks_are_granted_before_they_are_copied(patch: Patch) -> None:
     """A block enters the prefix cache when it was found in a tier."""
-    patch.setattr(kv_tiers, "write_block", lambda memory, block, payload: None)
+    patch.setattr(tier_writes, "write_block", lambda memory, block, payload: None)
 
 
 def loaded_block_is_one_place_off(patch: Patch) -> None:

@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[Mapping[str, Any], Writer]] = {
     "gptq, ordered": ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
     "gptq, zeros as they are": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(version=2)),
     "auto-round": (AUTO_ROUND, gptq()),
-    "auto-round, an older record": (
+    "auto-round of eight bits, an older record": (
         {"quant_method": "intel/auto-round", "bits": 8, "group_size": 32},
         gptq(bits=8),
     ),
