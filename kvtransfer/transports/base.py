@@ -180,6 +180,35 @@ class PushChannel(Protocol):
         ...
 
 
+class Admission(Protocol):
+    """Credentials with which a worker registers at another one's endpoint, once its hello was accepted."""
+
+    @property
+    def address(self) -> str:
+        """Address of the other worker's gRPC server."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """Abstract name of a Unix socket behind an @, or host:port."""
+        ...
+
+    @property
+    def token(self) -> bytes:
+        """Proof of the hello, which the endpoint demands first."""
+        ...
+
+    @property
+    def tls(self) -> InternalTls | None:
+        """Certificates for its sockets; None: they are plain."""
+        ...
+
+    @property
+    def role(self) -> str:
+        """Role of the other worker, which its certificate names."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Answer of the decode worker about the transport that was chosen."""
@@ -195,6 +224,7 @@ class Welcome:
     pull_token: bytes = b""
     tls: InternalTls | None = None
     """Certificates for its sockets; None: they are plain."""
+    role: str = "decode"
 
 
 class WriterRanks(Protocol):

@@ -13,10 +13,10 @@ from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from decode_worker.window_rows import WindowRows
+from diptych.engine.kv import window_prefix
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.tiers import entry
 from diptych.engine.kv.window_groups import WindowGroups
-from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime import block_hash
@@ -325,7 +325,7 @@ def loaded_block_is_one_place_off(patch: Patch) -> None:
 
 def hits_ignore_windowed_blocks(patch: Patch) -> None:
     """A cached prefix is used though the windowed blocks before its end are gone."""
-    patch.setattr(WindowPrefix, "_last_missing", lambda self, keys, first, end: None)
+    patch.setattr(window_prefix, "usable_places", lambda keys, end, reach, holds: end)
 
 
 def windowed_blocks_are_not_copied(patch: Patch) -> None:
