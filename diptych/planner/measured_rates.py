@@ -128,7 +128,7 @@ class _Load:
     def answer_share_beside(self) -> float:
         """Share of a prompt's time in which another client has its answer; the other's prompt waits then."""
         other = self._share((self.output - 1) * self.tpot_s) / max(1 - self._share(self.prompt_s), 1e-9)
-        return 1 - (1 - min(other, 1.0)) ** self.others
+        return 1 - math.pow(1 - min(other, 1.0), self.others)
 
     @property
     def context(self) -> float:
