@@ -21,7 +21,7 @@ class Stream:
     """Ids of the prompt's whole chunks."""
     ticket: Ticket | None = field(default=None, repr=False)
     prefill: int | None = None
-    """Its prefill worker; None: its decode worker computes the prompt."""
+    """Prefill worker that was chosen; None: the decode worker computes the prompt."""
     remote: bool = False
     """True once a decode worker found too many new tokens to compute them itself."""
     decode: int = -1
