@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,7 +20,11 @@ class DamagedShare(RuntimeError):
 
 
 class RemoteRank:
-    """Connections to one rank. Any thread may call; an error ends the process, as the group is over then."""
+    """Connections to one rank. Any thread may call; an error ends the process, as the group is over then.
+
+    What the rank does next is sent by a thread, so that neither the event loop nor a step waits for a network
+    that stalls: within seconds the group is over (rendezvous.py).
+    """
 
     def __init__(self, joined: Joined, fail: Callable[[BaseException], NoReturn]) -> None:
         self.host, self.pid = joined.host, joined.pid
@@ -30,20 +35,22 @@ class RemoteRank:
         self._fail = fail
         self._writes = 0
         self._plans_lock, self._blocks_lock = threading.Lock(), threading.Lock()
+        self._planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
+        threading.Thread(target=self._send_planned, name=f"plans-{joined.pid}", daemon=True).start()
 
     def send_plan(self, planned: Planned) -> None:
-        """Send what the rank does next. Raises OSError."""
+        """Send what the rank does next, soon and in the order of the calls."""
         with self._plans_lock:
             self._writes += not isinstance(planned, StepPlan)
-            self.plans.send(planned)
+            self._planned.put(planned)
 
     def write_share(self, number: int, block: int, payload: bytes) -> None:
         """Have the rank write its share of a block, after the steps so far and before those that follow."""
-        self._order(WriteShare(number, block, share_digest(payload), payload))
+        self.send_plan(WriteShare(number, block, share_digest(payload), payload))
 
     def copy_block(self, number: int, src: int, dst: int) -> None:
         """Have the rank copy its share of a block, after the steps so far and before those that follow."""
-        self._order(CopyBlock(number, src, dst))
+        self.send_plan(CopyBlock(number, src, dst))
 
     def read_share(self, number: int, block: int) -> bytearray:
         """Return the bytes of the rank's share of a block, which no step is writing."""
@@ -58,8 +65,9 @@ class RemoteRank:
             self._fail(DamagedShare(f"block {block} of the rank on {self.host}"))
         return payload
 
-    def _order(self, planned: Planned) -> None:
+    def _send_planned(self) -> None:
         try:
-            self.send_plan(planned)
+            while True:
+                self.plans.send(self._planned.get())
         except OSError as error:
             self._fail(error)

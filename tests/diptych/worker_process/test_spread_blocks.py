@@ -173,6 +173,17 @@ def test_bytes_that_change_on_their_way_end_the_group(memory: KVMemory, ranks: l
     damaging.close()
 
 
+def test_writes_wait_for_no_network_that_stalls(ranks: list[ThreadRank]) -> None:
+    """More bytes than the connection holds, of which the rank reads none until all are given to it."""
+    one, count = ranks[0], 20_000
+    share = bytes(payload(4)[: one.memory.layout.bytes_per_block])
+    for _ in range(count):
+        one.rank.write_share(0, 1, share)
+    for _ in range(count):
+        one.carry_out_next()
+    assert bytes(one.memory.block_bytes(1)) == share
+
+
 def test_a_rank_that_is_gone_ends_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:
     ranks[1].close()
     with pytest.raises(GroupOver):
