@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_routes import Holders
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.protocol.pull_table import Pull
@@ -110,6 +112,18 @@ class RankedReceiver(ReceivingTransport, Protocol):
         ...
 
 
+@runtime_checkable
+class HolderReceiver(ReceivingTransport, Protocol):
+    """A receiving end to which each process with a share of the blocks may send its own."""
+
+    def admit_holders(self, writer: WriterId, holders: Holders) -> Sequence[KVHolder]:
+        """Let the processes that hold these shares of a writer's blocks register as that writer.
+
+        Returns where each of them sends which shares; nothing where blocks are to be sent whole.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive blocks of one grant, from index `first` of its table on."""
@@ -181,6 +195,18 @@ class PushChannel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KVHolder:
+    """Process of a worker with a memory of its own, or several that share one."""
+
+    shares: tuple[KVShare, ...]
+    """What it holds of each block."""
+    endpoint: str
+    """Where it receives shares, as host:port."""
+    tokens: tuple[bytes, ...]
+    """Proof of admission for each holder of the other worker, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """Answer of the decode worker about the transport that was chosen."""
 
@@ -195,6 +221,8 @@ class Welcome:
     pull_token: bytes = b""
     tls: InternalTls | None = None
     """Certificates for its sockets; None: they are plain."""
+    holders: tuple[KVHolder, ...] = ()
+    """Where blocks go by rank: the processes that hold shares of them, the decode worker's own first."""
 
 
 class WriterRanks(Protocol):
@@ -203,6 +231,11 @@ class WriterRanks(Protocol):
     @property
     def pids(self) -> Sequence[int]:
         """Process ids, in the order of the ranks."""
+        ...
+
+    @property
+    def holders(self) -> Holders | None:
+        """Shares of each process with a memory of its own, this one's first; None: all have one memory."""
         ...
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:

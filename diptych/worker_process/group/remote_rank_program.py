@@ -43,6 +43,7 @@ from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.same_files import files_digest
 from diptych.worker_process.group.share_memory import ShareMemory
+from diptych.worker_process.group.share_service import ShareService
 from kvtransfer.transports.process_group import open_store
 
 CANNOT_SERVE = 2
@@ -65,7 +66,8 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
     refused = threading.Event()
     _start("life", lambda: _await_end(ends["life"], refused))
     try:
-        loaded, share = _load(control.recv(), path)
+        order: StartRank = control.recv()
+        loaded, share = _load(order, path)
     except (OSError, EOFError):
         _leave_group()
     except Exception as error:
@@ -78,8 +80,10 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
     control.send(RankReady(loaded.weight_bytes))
     memories = Memories(control, share)
     own = ShareMemory(memories.mapped)
+    shares = ShareService(ends["shares"], order.host, order.holder, own)
     _start("memories", memories.serve)
     _start("blocks", lambda: own.answer(ends["blocks"]))
+    _start("shares", shares.serve)
     planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
     _start("plans", lambda: _take_plans(plans, planned))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)

@@ -1,9 +1,10 @@
-"""Meeting of a group's ranks on several hosts: four TCP connections each, on which both ends prove a secret.
+"""Meeting of a group's ranks on several hosts: five TCP connections each, on which both ends prove a secret.
 
     life      nothing is ever sent; its end is the other process' end, or that of the network between them
     control   orders about memories, as to ranks of this host (orders.py)
     plans     steps, and writes to blocks between them, in order; the answers to steps
     blocks    shares of blocks that rank 0 reads
+    shares    what ranks do with shares beside steps: send them to other workers' ranks, and receive theirs
 
     nonces    32 bytes each way
     proofs    HMAC-SHA256 of the secret over the side's name and both nonces, each way
@@ -30,8 +31,8 @@ from typing import Any, TypeAlias
 
 from diptych.engine.parallel.communicator import GroupBroken
 
-KINDS = ("life", "control", "plans", "blocks")
-PROTOCOL = 1
+KINDS = ("life", "control", "plans", "blocks", "shares")
+PROTOCOL = 2
 """Number of the messages between the processes of a group; another one with every change of them."""
 JOIN_S = 300.0
 """Seconds that rank 0 waits for the ranks of other hosts."""
