@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -72,5 +73,5 @@ class ShareService:
         return self._own.arrivals.endpoint
 
     def _send(self, message: Answered | RankEvent) -> None:
-        with self._sending:
+        with self._sending, contextlib.suppress(OSError):  # rank 0 is gone, as `serve` sees
             self._connection.send(message)
