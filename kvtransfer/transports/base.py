@@ -199,9 +199,9 @@ class KVHolder:
     """Process of a worker with a memory of its own, or several that share one."""
 
     shares: tuple[KVShare, ...]
-    """What it holds of each block."""
+    """Shares of each block that are there."""
     endpoint: str
-    """Where it receives shares, as host:port."""
+    """Address for its shares, as host:port."""
     tokens: tuple[bytes, ...]
     """Proof of admission for each holder of the other worker, in their order."""
 
@@ -222,7 +222,7 @@ class Welcome:
     tls: InternalTls | None = None
     """Certificates for its sockets; None: they are plain."""
     holders: tuple[KVHolder, ...] = ()
-    """Where blocks go by rank: the processes that hold shares of them, the decode worker's own first."""
+    """Processes that hold shares of blocks, the decode worker's own first; empty: blocks go whole."""
 
 
 class WriterRanks(Protocol):

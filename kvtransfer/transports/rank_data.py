@@ -89,7 +89,7 @@ def pieces_bytes(layout: KVLayout, pieces: Pieces) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where a rank sends shares of blocks: pieces by their place in its own memory."""
+    """Receiver of a rank's shares of blocks: pieces by their place in the sender's memory."""
 
     target: int
     endpoint: str
@@ -107,7 +107,7 @@ class ArrivedShare:
     generation: int
     index: int
     digest: bytes
-    """As its frame has it."""
+    """Digest in its frame."""
     hashed: bytes
     """Hash of the bytes that came."""
     length: int
@@ -171,4 +171,8 @@ class RankBlocks(Protocol):
 
     def close_pushes(self, holder: int, channel: int) -> None:
         """Have a rank close the connections of a channel, whatever it waits for."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End the group, one of whose ranks does not do what it is asked."""
         ...

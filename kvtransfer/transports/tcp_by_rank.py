@@ -8,9 +8,9 @@ that were taken or dropped, at whatever rank.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,8 @@ from kvtransfer.transports.rank_data import (
     share_hash,
 )
 
+STUCK_S = 15.0
+"""Seconds in which a rank must have left a block, once its connections are closed."""
 _channels = itertools.count(1)
 
 
@@ -108,7 +110,7 @@ class ByRankChannel:
                 if pieces:
                     self._own.append(_OwnRoute(target, pieces, connection))
         finally:
-            await _settled(opening)
+            await self._settled(opening)
         for opened in opening:
             opened.result()
 
@@ -166,7 +168,7 @@ class ByRankChannel:
                     digests[source, target] = found[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
         except BaseException:
             self._close_elsewhere()  # so that no rank waits for its socket, and all leave the block
-            await _settled(list(elsewhere.values()))
+            await self._settled(elsewhere.values())
             raise
         return joined_digest([digests[pair] for pair in self._routes])
 
@@ -191,18 +193,23 @@ class ByRankChannel:
             if self._ranks is not None:
                 self._ranks.close_pushes(source, self._number)
 
+    async def _settled(self, asked: Iterable[Future[None] | Future[bytes]]) -> None:
+        """Wait until ranks have done what they were asked, also if this task is cancelled meanwhile.
 
-async def _settled(futures: Sequence[Future[None]] | Sequence[Future[bytes]]) -> None:
-    """Wait until all have a result, also if this task is cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    waiting = [asyncio.wrap_future(future) for future in futures]
-    while left := [future for future in waiting if not future.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for future in waiting:
-        with contextlib.suppress(TransportError):
-            future.result()
-    if cancelled is not None:
-        raise cancelled
+        A rank that does not within `STUCK_S` is stopped: its group ends, as with a step that hangs.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        until = time.monotonic() + STUCK_S
+        waiting = [asyncio.wrap_future(future) for future in asked]
+        while left := [future for future in waiting if not future.done()]:
+            try:
+                done, _ = await asyncio.wait(left, timeout=max(until - time.monotonic(), 0.1))
+            except asyncio.CancelledError as error:
+                cancelled = error
+                continue
+            if not done and self._ranks is not None:
+                self._ranks.fail(TransportError(f"{len(left)} ranks do not leave the blocks they send"))
+        for future in waiting:
+            future.exception()  # it is seen
+        if cancelled is not None:
+            raise cancelled

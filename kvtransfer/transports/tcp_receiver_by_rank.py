@@ -45,7 +45,7 @@ from kvtransfer.transports.tcp_by_rank import holders_of
 
 @dataclass(eq=False)
 class _Session:
-    """What one link of a writer sends by rank."""
+    """Shares that one link of a writer brings."""
 
     number: int
     writer: WriterId
@@ -54,7 +54,7 @@ class _Session:
     control: DataSocket | None = None
     """Socket between both workers' own processes."""
     placed: dict[int, tuple[int, dict[int, dict[tuple[int, int], bytes]]]] = field(default_factory=dict)
-    """By slot: the generation of its grant, and the digests of shares of blocks that are not complete."""
+    """Generation of each slot's grant, and the digests of shares of blocks that are not complete."""
 
     def place(self, ref: GrantRef, index: int, pair: tuple[int, int], digest: bytes) -> bytes | None:
         """Record a share that was placed; return the digest of the block where it is complete."""
@@ -71,7 +71,7 @@ class _Session:
 
 
 class ByRankReceiver:
-    """End of the decode worker: takes shares of blocks by rank, and whole blocks where nobody holds shares.
+    """End of the decode worker: takes shares of blocks by rank, and whole ones where workers have one memory.
 
     Args:
         whole: takes whole blocks.
@@ -89,7 +89,7 @@ class ByRankReceiver:
         self._holders = holders_of(memory)
         self._secret = secrets.token_bytes(32)
         self._endpoints: list[str] = []
-        """Of holders elsewhere."""
+        """Addresses of holders elsewhere."""
         self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
 

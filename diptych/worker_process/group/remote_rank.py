@@ -46,7 +46,7 @@ class RemoteRank:
         self.life: Connection[Any, Any] = joined.ends["life"]
         self._blocks: Connection[Any, Any] = joined.ends["blocks"]
         self.shares = ShareLink(joined.ends["shares"], f"shares-{joined.pid}", fail)
-        self._fail = fail
+        self.fail = fail
         self._writes = 0
         self._plans_lock, self._blocks_lock = threading.Lock(), threading.Lock()
         self._planned = QueuedSender(self.plans, f"plans-{joined.pid}", fail)
@@ -77,9 +77,9 @@ class RemoteRank:
                 digest = self._blocks.recv_bytes(_DIGEST_BYTES)
                 payload = bytearray(self._blocks.recv_bytes())
         except (OSError, EOFError) as error:
-            self._fail(error)
+            self.fail(error)
         if share_hash(payload) != digest:
-            self._fail(DamagedShare(f"block {block} of the rank on {self.host}"))
+            self.fail(DamagedShare(f"block {block} of the rank on {self.host}"))
         return payload
 
     def listen(self, number: int, secret: bytes) -> Future[str]:

@@ -37,7 +37,7 @@ class ShareLink:
     def ask(self, order: Callable[[int], ShareOrder]) -> Future[Any]:
         """Send an order with its number; return the answer to come, a TransportError if it failed."""
         request, answer = next(self._numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()  # nobody cancels it: the rank is at work
+        answer.set_running_or_notify_cancel()  # it cannot be cancelled: the rank is at work
         self._asked[request] = answer
         self._sender.send(order(request))
         return answer

@@ -1,4 +1,4 @@
-"""What a rank with a memory of its own does with shares of blocks beside its steps, as rank 0 orders."""
+"""Service of a rank with a memory of its own: shares of blocks, beside its steps, as rank 0 orders."""
 
 from __future__ import annotations
 

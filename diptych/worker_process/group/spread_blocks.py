@@ -109,6 +109,10 @@ class SpreadShares:
         """See `RankBlocks.close_pushes`."""
         self._ranks[holder - 1].shares.tell(ClosePushes(channel))
 
+    def fail(self, error: BaseException) -> None:
+        """See `RankBlocks.fail`."""
+        self._ranks[0].fail(error)
+
 
 def _bytes_of(numbers: torch.Tensor) -> memoryview:
     return host_view(numbers.flatten().view(torch.uint8))
