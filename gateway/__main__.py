@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from diptych.runtime.process import announce_ready, exit_on_sigterm, leave, run_program
 from gateway.config import GatewaySettings
-from gateway.load_models import load_models
 from gateway.program import Gateway
+from gateway.served_models.loading import load_models
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.frontends.status.routes import StatusRoutes
-from gateway.model_router import ModelRouter
+from gateway.served_models.router import ModelRouter
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
 

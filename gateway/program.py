@@ -28,21 +28,21 @@ from gateway.adapter_service import read_configured
 from gateway.call import Calls
 from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
-from gateway.gauges import bind_gauges
 from gateway.images.fetcher import ImageFetcher
 from gateway.images.url_rules import UrlRules
 from gateway.listeners import Listeners, ServedParts
-from gateway.load_models import LoadedModel
+from gateway.metrics.gauges import bind_gauges
 from gateway.model.aliases import BadAlias
 from gateway.model.small_requests import parse_small_requests
-from gateway.model_core import ModelCore, SharedParts
-from gateway.model_directory import ModelDirectory
-from gateway.model_router import ModelRouter
-from gateway.model_service import ModelService
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request_telemetry import create_series
+from gateway.served_models.core import ModelCore, SharedParts
+from gateway.served_models.directory import ModelDirectory
+from gateway.served_models.loading import LoadedModel
+from gateway.served_models.router import ModelRouter
+from gateway.served_models.service import ModelService
+from gateway.served_models.shared import SharedModels
 from gateway.session.live_requests import LiveRequests
-from gateway.shared_models import SharedModels
 from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 

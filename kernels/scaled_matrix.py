@@ -39,6 +39,8 @@ class ScaledMatrix:
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
         expected = (-(-rows // SQUARE), -(-columns // SQUARE)) if self.squares else (rows, 1)
+        if self.squares and self.values.dtype != FP8:
+            raise ValueError(f"squares of scales are of FP8, not of {self.values.dtype}")
         if self.values.dtype not in PEAK or tuple(self.scales.shape) != expected:
             raise ValueError(f"{self.values.dtype} with scales {tuple(self.scales.shape)}, not {expected}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,18 +16,31 @@ ENVIRONMENT = {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 class S3Server(ThreadingHTTPServer):
-    """Use as a context manager. `page` bounds the names of an answer, `status` makes all requests fail."""
+    """Use as a context manager. `page` bounds the names of an answer, `status` makes all requests fail.
+
+    Args:
+        tls: context of a server over TLS.
+    """
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    request_queue_size = 64
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self._scheme = "http" if tls is None else "https"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.objects: dict[str, bytes] = {}
         self.page = 1000
         self.status = 0
         self.requests: list[str] = []
         self.close_after = False
         """Close each connection after its answer, without saying so."""
+        self.together: threading.Barrier | None = None
+        """Reads of objects that are answered together: each waits until so many are there, or fails."""
+        self.cut = 0
+        """Bytes that each answer lacks at its end, after which its connection is closed."""
         self.running = threading.Event()
         self.running.set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
@@ -35,7 +49,9 @@ class S3Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Return what `--kv-tier` takes."""
-        return f"s3://{BUCKET}/some/where?endpoint=http://127.0.0.1:{self.server_port}&region={REGION}"
+        return (
+            f"s3://{BUCKET}/some/where?endpoint={self._scheme}://127.0.0.1:{self.server_port}&region={REGION}"
+        )
 
     def freeze(self) -> None:
         """Answer nothing until `thaw`."""
@@ -78,7 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.running.wait(10)
         parts = urlsplit(self.path)
         bucket, _, name = unquote(parts.path).removeprefix("/").partition("/")
-        if self.server.status:
+        if method == "GET" and "?" not in self.path and not self._meets_others():
+            self._send(503, b"<Error><Code>Alone</Code></Error>")
+        elif self.server.status:
             self._send(self.server.status, b"<Error><Code>SlowDown</Code></Error>")
         elif not self._signed(method, body):
             self._send(403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>")
@@ -96,6 +114,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, self.server.objects[name])
         else:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+    def _meets_others(self) -> bool:
+        if self.server.together is None:
+            return True
+        try:
+            self.server.together.wait(10)
+        except threading.BrokenBarrierError:
+            return False
+        return True
 
     def _list(self, query: dict[str, str]) -> bytes:
         names = sorted(name for name in self.server.objects if name.startswith(query["prefix"]))
@@ -137,5 +164,5 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = self.server.close_after
+        self.wfile.write(body[: len(body) - self.server.cut])
+        self.close_connection = self.server.close_after or bool(self.server.cut)

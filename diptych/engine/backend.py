@@ -117,6 +117,11 @@ class WeighedBackend(Backend, Protocol):
         """Bytes of the weights that a step reads: all but the embedding, of which it reads a row a token."""
         ...
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of `weight_bytes` that belong to experts among which rows choose."""
+        ...
+
 
 @runtime_checkable
 class TreeBackend(Backend, Protocol):

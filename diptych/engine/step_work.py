@@ -2,7 +2,8 @@
 
 Over the time of steps they are the achieved bandwidth and rate of operations. Only what must be is counted:
 each weight once a step, each visible key and value once a sequence, two operations for a product and its sum.
-Of experts all are counted as read: few rows choose fewer, and read less than this.
+Which experts rows choose is known on the device alone: as many are counted as rows that choose evenly want,
+`E (1 - (1 - K / E) ** T)` of E for T tokens of K each. Rows that agree read less.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ class StepWork:
 class WorkArithmetic:
     """Work of the steps of one model."""
 
-    def __init__(self, shape: ModelShape, layout: KVLayout, weight_bytes: int) -> None:
-        """Count for a model without latents whose weights are `weight_bytes` where it computes."""
-        self._weight_bytes = weight_bytes
+    def __init__(self, shape: ModelShape, layout: KVLayout, weight_bytes: int, expert_bytes: int = 0) -> None:
+        """Count for a model without latents whose weights are `weight_bytes` where it computes.
+
+        `expert_bytes` of them are those of the experts that rows choose among.
+        """
+        self._common_bytes, self._expert_bytes = weight_bytes - expert_bytes, expert_bytes
+        experts = shape.experts
+        self._passed_over = 0.0 if experts is None else 1 - experts.experts_per_token / experts.num_experts
         self._elements = _elements_a_token(shape)
         self._head = shape.vocab_size * shape.hidden_size
         self._kept = 2 * shape.num_kv_heads * shape.head_dim * layout.dtype.itemsize
@@ -41,7 +47,7 @@ class WorkArithmetic:
         tokens = sum(len(step.token_ids) for step in sequences)
         rows = sum(step.logit_rows for step in sequences)
         operations = 2 * (tokens * self._elements + rows * self._head)
-        read = self._weight_bytes
+        read = self._common_bytes + round(self._expert_bytes * (1 - self._passed_over**tokens))
         for window, layers in self._windows.items():
             for step in sequences:
                 count, end = len(step.token_ids), step.start + len(step.token_ids)

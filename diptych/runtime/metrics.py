@@ -4,7 +4,7 @@ Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as
 the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is `diptych_…`. All
 times in seconds. Labels have few values by construction: never the id of a request, never text. Some
 collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker,
-`gateway.model_metrics`, by model, and `gateway.vllm_metrics`.
+`gateway.metrics.models`, by model, and `gateway.metrics.vllm`.
 
 Values are recorded at the end of a request or of an engine step; only `TokenLatency` is recorded with the
 tokens. Gauges of state that exists anyway are best bound with `set_function` and then cost something only

@@ -111,7 +111,7 @@ class LoadedEngine:
         backend = self.model.backend
         if not isinstance(backend, WeighedBackend) or self.model.shape.latent is not None:
             return
-        arithmetic = WorkArithmetic(self.model.shape, self.layout, backend.weight_bytes)
+        arithmetic = WorkArithmetic(self.model.shape, self.layout, backend.weight_bytes, backend.expert_bytes)
 
         def count(sequences: Sequence[SequenceStep]) -> None:
             work = arithmetic.of(sequences)

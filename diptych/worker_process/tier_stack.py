@@ -28,6 +28,8 @@ from kvtransfer.drivers.handshake import Fingerprint
 SHARED = (DISK, REDIS, S3)
 """Kinds that several workers may have together."""
 _CONNECT_S, _ANSWER_S = 0.25, 0.4
+_MOST_READS, _READ_BYTES = 32, 128 << 20
+"""Most reads of a bucket at a time, and most bytes of what they answer."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,10 +99,18 @@ def _redis(spec: TierSpec, form: EntryFormat) -> Tier:
 
 def _s3(spec: TierSpec, form: EntryFormat) -> Tier:
     try:
-        store = S3Store(S3Place.parse(spec.url, os.environ), credentials_of(os.environ))
+        place, credentials = S3Place.parse(spec.url, os.environ), credentials_of(os.environ)
     except ValueError as error:
         raise TierUnusable(f"--kv-tier s3: {error}") from None
-    return RemoteTier(store, FAILURES, form.fingerprint, form.entry_bytes, name=S3, quota=spec.quota or None)
+    return RemoteTier(
+        S3Store(place, credentials, form.entry_bytes),
+        FAILURES,
+        form.fingerprint,
+        form.entry_bytes,
+        name=S3,
+        quota=spec.quota or None,
+        at_once=min(max(_READ_BYTES // form.entry_bytes, 1), _MOST_READS),
+    )
 
 
 _MAKERS: dict[str, Callable[[TierSpec, EntryFormat], Tier]] = {

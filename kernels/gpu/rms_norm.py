@@ -10,6 +10,29 @@ from kernels.gpu.launch import check_dense, power_of_two
 
 
 @triton.jit
+def normed_row(x, residual, weight, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """Return the norm of the row that begins at `x`, `[WIDTH]` of TYPE: zeros behind its `columns` numbers.
+
+    With ADD the row is added to the one at `residual` first, which keeps the sum.
+    """
+    at = tl.arange(0, WIDTH)
+    inside = at < columns
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # Rounded as it is stored: the norm is of what later layers will read.
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        summed = (wide + before).to(residual.dtype.element_ty)
+        tl.store(residual + at, summed, mask=inside)
+        wide = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
+    normed = wide * scale
+    if weight.dtype.element_ty != tl.float32:
+        # A weight of the numbers' own type multiplies what is rounded already (kernels/rms_norm.py).
+        normed = normed.to(TYPE).to(tl.float32)
+    return (normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)).to(TYPE)
+
+
+@triton.jit
 def _rms_norm(
     x, residual, weight, out, columns, x_stride, out_stride, eps, ADD: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -20,21 +43,10 @@ def _rms_norm(
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
-    inside = at < columns
-    wide = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        place = residual + row * columns + at
-        # Rounded as it is stored: the norm is of what later layers will read.
-        summed = (wide + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
-        tl.store(place, summed, mask=inside)
-        wide = summed.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
-    normed = wide * scale
-    if weight.dtype.element_ty != tl.float32:
-        # A weight of the numbers' own type multiplies what is rounded already (kernels/rms_norm.py).
-        normed = normed.to(out.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + at, scaled.to(out.dtype.element_ty), mask=inside)
+    normed = normed_row(
+        x + row * x_stride, residual + row * columns, weight, columns, eps, ADD, WIDTH, out.dtype.element_ty
+    )
+    tl.store(out + row * out_stride + at, normed, mask=at < columns)
 
 
 def rms_norm(
@@ -85,9 +97,15 @@ def _launch(
         eps,
         ADD=residual is not None,
         WIDTH=width,
-        # 16 bytes a thread and turn: eight bfloat16 numbers.
-        num_warps=min(16, max(1, width // 512)),
+        num_warps=row_warps(width),
     )
+
+
+def row_warps(width: int) -> int:
+    """Return the warps of a program that holds a row of `width` numbers: 16 bytes of bfloat16 a thread and
+    turn. They set the order of a norm's sum.
+    """
+    return min(16, max(1, width // 512))
 
 
 def _row_stride(name: str, tensor: torch.Tensor) -> int:

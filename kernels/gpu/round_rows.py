@@ -51,6 +51,22 @@ def round_to(scaled, PEAK_OF: tl.constexpr, TYPE: tl.constexpr, BY_HAND: tl.cons
 
 
 @triton.jit
+def round_groups(
+    numbers, static, PEAK_OF: tl.constexpr, STATIC: tl.constexpr, BY_HAND: tl.constexpr, TYPE: tl.constexpr
+):
+    """Return float32 `numbers [groups, width]` rounded to TYPE, and the scale of each group, `[groups]`.
+
+    STATIC: the number at `static` is the scale of all. See `round_to` for PEAK_OF and BY_HAND.
+    """
+    if STATIC:
+        scale = tl.broadcast_to(tl.load(static), [numbers.shape[0]])
+    else:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), axis=1), 1e-12), PEAK_OF)
+    scaled = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
+    return round_to(scaled, PEAK_OF, TYPE, BY_HAND), scale
+
+
+@triton.jit
 def _round_rows(
     x, out, scales, static, columns, groups, scale_stride, group_stride, PEAK_OF: tl.constexpr,
     STATIC: tl.constexpr, BY_HAND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
@@ -67,12 +83,8 @@ def _round_rows(
     at = group[:, None] * GROUP + lane
     inside = (lane < GROUP) & (at < columns)
     numbers = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
-    if STATIC:
-        scale = tl.broadcast_to(tl.load(static), [COUNT])
-    else:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), axis=1), 1e-12), PEAK_OF)
-    scaled = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], [COUNT, WIDTH]))
-    tl.store(out + row * columns + at, round_to(scaled, PEAK_OF, out.dtype.element_ty, BY_HAND), mask=inside)
+    rounded, scale = round_groups(numbers, static, PEAK_OF, STATIC, BY_HAND, out.dtype.element_ty)
+    tl.store(out + row * columns + at, rounded, mask=inside)
     tl.store(scales + row * scale_stride + group * group_stride, scale, mask=group < groups)
 
 
@@ -85,11 +97,8 @@ def round_rows(
     (products/scaled_mm.py). See kernels/scaled_matrix.py for their meaning; a card older than 8.9 has no FP8.
     """
     rows, columns = x.shape
-    group = SQUARE if squares else columns
-    groups = triton.cdiv(columns, group)
-    out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    strides = (1, triton.cdiv(rows, 4) * 4) if squares else (groups, 1)
-    scales = torch.empty_strided((rows, groups), strides, dtype=torch.float32, device=x.device)
+    out, scales = room_for_rounded(rows, columns, dtype, x.device, squares=squares)
+    group, groups = SQUARE if squares else columns, scales.shape[1]
     if rows:
         width = power_of_two(group)
         count = min(_GROUPS, power_of_two(groups))
@@ -101,3 +110,13 @@ def round_rows(
             num_warps=min(32, max(1, count * width // 256)),
         )  # fmt: skip
     return out, scales
+
+
+def room_for_rounded(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, squares: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for rounded numbers `[rows, columns]` and their scales, laid out as `round_rows` says."""
+    groups = triton.cdiv(columns, SQUARE) if squares else 1
+    strides = (1, triton.cdiv(rows, 4) * 4) if squares else (groups, 1)
+    values = torch.empty((rows, columns), dtype=dtype, device=device)
+    return values, torch.empty_strided((rows, groups), strides, dtype=torch.float32, device=device)

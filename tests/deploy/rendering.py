@@ -84,19 +84,28 @@ def _render_on_top(resource: str, components: tuple[str, ...], fields: str) -> s
 
 
 def pod_templates(objects: list[Document]) -> dict[str, Document]:
-    """Return the pod template of each Deployment, by the Deployment's name, which is unique in `objects`."""
-    return {
-        one["metadata"]["name"]: one["spec"]["template"] for one in objects if one["kind"] == "Deployment"
-    }
+    """Return the pod template of each Deployment, by the Deployment's name, which is unique in `objects`.
+
+    A LeaderWorkerSet has two: that of the first pod has its name, that of the others NAME/rank.
+    """
+    return {name: template for one in objects for name, template in _templates_of(one)}
 
 
 def containers(objects: list[Document]) -> Iterator[Document]:
     """Yield every container of every pod template, init and ephemeral containers included."""
     for one in objects:
-        if one["kind"] == "Deployment":
-            pod = one["spec"]["template"]["spec"]
+        for _, template in _templates_of(one):
             for field in ("initContainers", "containers", "ephemeralContainers"):
-                yield from pod.get(field, [])
+                yield from template["spec"].get(field, [])
+
+
+def _templates_of(one: Document) -> Iterator[tuple[str, Document]]:
+    name = one["metadata"]["name"]
+    if one["kind"] == "Deployment":
+        yield name, one["spec"]["template"]
+    elif one["kind"] == "LeaderWorkerSet":
+        yield name, one["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+        yield f"{name}/rank", one["spec"]["leaderWorkerTemplate"]["workerTemplate"]
 
 
 @cache

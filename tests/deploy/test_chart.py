@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from diptych.cli.app import app
 from tests.deploy.helm import CHART, SMALL, render_chart, run_helm
 from tests.deploy.manifests import (
     IMAGE,
@@ -24,7 +26,7 @@ from tests.deploy.manifests import (
 from tests.deploy.rendering import containers, pod_templates, render, schema_faults
 from tests.diptych.runtime.authority import Authority
 
-OPERATORS = {"PodMonitor", "ServiceMonitor", "ScaledObject", "InferencePool"}
+OPERATORS = {"PodMonitor", "ServiceMonitor", "ScaledObject", "InferencePool", "LeaderWorkerSet"}
 """Kinds that Kubernetes itself does not define."""
 EVERYTHING: dict[str, Any] = {
     "image": {"repository": "mirror.example:5000/diptych", "tag": "9.9", "pullSecrets": ["registry"]},
@@ -65,6 +67,12 @@ MODELS: dict[str, Any] = {
     "decode": {"kvMemoryMib": 2048},
     "metrics": {"enabled": True},
 }
+GROUPS: dict[str, Any] = {
+    "model": {"claim": "models", "path": "Qwen3-4B"},
+    "prefill": {"tensorParallel": 2},
+    "decode": {"hosts": 3, "tensorParallel": 3, "replicas": 4, "surge": False},
+    "metrics": {"enabled": True},
+}
 VARIANTS = {
     "default": render_chart,
     "small": lambda: render_chart(None, SMALL),
@@ -73,13 +81,28 @@ VARIANTS = {
     "models": lambda: render_chart(MODELS),
     "models-keda": lambda: render_chart(MODELS | {"autoscaling": {"kind": "keda"}}),
     "models-hpa": lambda: render_chart(MODELS | {"autoscaling": {"kind": "hpa"}}),
+    "groups": lambda: render_chart(GROUPS),
+    "groups-keda": lambda: render_chart(GROUPS | {"autoscaling": {"kind": "keda"}}),
+    "groups-hpa": lambda: render_chart(GROUPS | {"autoscaling": {"kind": "hpa"}}),
     "other-release": lambda: render_chart(release="canary"),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def deployments(objects: list[Document]) -> dict[str, Document]:
+    """Return the specs of Deployments by name."""
     return {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Deployment"}
+
+
+def pods_of_groups(objects: list[Document]) -> list[Document]:
+    """Return the pod templates of LeaderWorkerSets."""
+    return list(pod_templates([one for one in objects if one["kind"] == "LeaderWorkerSet"]).values())
+
+
+def as_deployment(template: Document) -> Document:
+    """Return a Deployment of these pods, which has a schema."""
+    spec = {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "group"}, "spec": spec}
 
 
 @every_variant
@@ -87,7 +110,8 @@ def test_variant_fits_the_schemas(variant: str) -> None:
     objects = VARIANTS[variant]()
     assert len(objects) > 5
     assert {one["metadata"]["namespace"] for one in objects} == {"diptych"}
-    assert schema_faults([one for one in objects if one["kind"] not in OPERATORS]) == []
+    plain = [one for one in objects if one["kind"] not in OPERATORS]
+    assert schema_faults([*plain, *(as_deployment(one) for one in pods_of_groups(objects))]) == []
 
 
 def test_broken_variant_is_seen() -> None:
@@ -110,12 +134,18 @@ def test_selectors_find_the_pods_that_are_meant(variant: str) -> None:
         elif one["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
             selector = spec.get("selector") or spec["podSelector"]
             found = [pod for pod, labels in pods.items() if selector["matchLabels"].items() <= labels.items()]
+            found = [pod for pod in found if not pod.endswith("/rank")]  # beside the first pod of their group
             assert found == [name] or (  # a policy is of a role, whatever the model
                 one["kind"] == "NetworkPolicy" and found and all(pod.startswith(f"{name}-") for pod in found)
             )
         elif one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
-            assert ("Deployment", spec["scaleTargetRef"]["name"]) in names
-            assert "replicas" not in deployments(objects)[spec["scaleTargetRef"]["name"]]
+            [target] = [
+                other
+                for other in objects
+                if spec["scaleTargetRef"]
+                == {**{key: other[key] for key in ("apiVersion", "kind")}, "name": other["metadata"]["name"]}
+            ]
+            assert "replicas" not in target["spec"]
     for container in containers(objects):
         for source in container.get("envFrom", []):
             assert ("ConfigMap", source["configMapRef"]["name"]) in names
@@ -228,7 +258,7 @@ def test_values_reach_their_objects() -> None:
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert decode["livenessProbe"]["httpGet"]["scheme"] == "HTTPS"  # beside internalTls
     kinds = {one["kind"] for one in objects}
-    assert OPERATORS - kinds == {"ScaledObject"}
+    assert OPERATORS - kinds == {"ScaledObject", "LeaderWorkerSet"}
     least = render_chart(LEAST)
     assert {one["kind"] for one in least} == {"ConfigMap", "Service", "Deployment", "ScaledObject"}
     assert "diptych-valkey" not in deployments(least)
@@ -289,6 +319,92 @@ def test_workers_of_a_model_are_counted_apart_from_one_with_a_longer_name() -> N
             [pattern] = re.findall(r'pod=~"([^"]+)"', query)
             assert re.fullmatch(pattern, f"diptych-{pod}")
             assert not re.fullmatch(pattern, "diptych-decode-chat-v3-6d4b75cb6d-x2x7q")
+
+
+def test_a_worker_of_several_hosts_is_a_leader_with_ranks_that_join_it() -> None:
+    objects = render_chart(GROUPS)
+    [group] = [one for one in objects if one["kind"] == "LeaderWorkerSet"]
+    assert group["metadata"]["name"] == "diptych-decode"
+    spec = group["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (4, 3)
+    assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxSurge": 0, "maxUnavailable": 1}
+    pods = pod_templates(objects)
+    [leader], [rank] = (
+        pods[name]["spec"]["containers"] for name in ("diptych-decode", "diptych-decode/rank")
+    )
+    own = {one["name"]: one.get("value") for one in leader["env"]}
+    assert own["DIPTYCH_REMOTE_RANKS"] == "2"
+    assert own["DIPTYCH_SUM_PARTS"] == "6"
+    at = own["DIPTYCH_RENDEZVOUS"].removeprefix("$(DIPTYCH_ADVERTISE_HOST)")
+    assert rank["args"][:2] == ["rank", f"$(LWS_LEADER_ADDRESS){at}"]
+    assert f"--rank-key-file={own['DIPTYCH_RANK_KEY_FILE']}" in rank["args"]
+    [shared] = [one["data"] for one in objects if one["kind"] == "ConfigMap"]
+    assert f"--model={shared['DIPTYCH_MODEL']}" in rank["args"]
+    assert not {"livenessProbe", "readinessProbe", "startupProbe"} & rank.keys()
+    assert rank["resources"] == leader["resources"]
+    for one in (leader, rank):
+        assert "/access/ranks" in {mount["mountPath"] for mount in one["volumeMounts"]}
+    [prefill] = pods["diptych-prefill"]["spec"]["containers"]  # one pod of two processes
+    assert {"name": "DIPTYCH_TENSOR_PARALLEL", "value": "2"} in prefill["env"]
+    assert {"name": "DIPTYCH_SUM_PARTS", "value": "6"} in prefill["env"]
+    assert not any("RENDEZVOUS" in one["name"] for one in prefill["env"])
+
+
+def test_pods_of_a_group_reach_each_other_and_no_other_group_needs_to() -> None:
+    def sources(values: dict[str, Any]) -> list[str]:
+        [policy] = [
+            one
+            for one in render_chart(values)
+            if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "diptych-decode"
+        ]
+        return [
+            source["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in policy["spec"]["ingress"]
+            if "ports" not in rule
+            for source in rule["from"]
+        ]
+
+    assert sources(GROUPS) == ["prefill", "decode"]
+    assert sources({}) == ["prefill"]
+
+
+def test_scaling_of_a_group_counts_its_first_pods() -> None:
+    objects = render_chart(GROUPS | {"autoscaling": {"kind": "keda"}})
+    [scaled] = [
+        one
+        for one in objects
+        if one["kind"] == "ScaledObject" and one["metadata"]["name"] == "diptych-decode"
+    ]
+    for trigger in scaled["spec"]["triggers"]:
+        [pattern] = re.findall(r'pod=~"([^"]+)"', trigger["metadata"]["query"])
+        assert re.fullmatch(pattern, "diptych-decode-11")
+        assert not re.fullmatch(pattern, "diptych-decode-11-2")  # a rank
+
+
+def test_rank_takes_the_arguments_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    [rank] = pod_templates(render_chart(GROUPS))["diptych-decode/rank"]["spec"]["containers"]
+    seen: list[Any] = []
+    monkeypatch.setattr("diptych.cli.rank_command.run_ranks", lambda *values: seen.extend(values) or 0)
+    done = CliRunner().invoke(app, [one.replace("$(LWS_LEADER_ADDRESS)", "leader") for one in rank["args"]])
+    assert done.exit_code == 0, done.output
+    assert seen[:3] == ["leader:7001", Path("/access/ranks/rank-key"), "/models/Qwen3-4B"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"decode": {"hosts": 4, "tensorParallel": 3}}, r"decode\.hosts: 4 pods have 3 processes"),
+        ({"prefill": {"gpus": 1, "tensorParallel": 2}}, r"prefill\.gpus: a worker of several processes"),
+        (
+            {"internalTls": {role: role for role in ("gateway", "prefill", "decode", "encode")}},
+            "DIPTYCH_INSECURE_KV_NETWORK allows it",
+        ),
+        ({"encode": {"replicas": 1, "hosts": 2}}, "additional properties 'hosts'"),
+    ],
+)
+def test_wrong_groups_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        render_chart(GROUPS | values)
 
 
 @pytest.mark.parametrize(

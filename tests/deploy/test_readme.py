@@ -34,8 +34,8 @@ README = (DEPLOY / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 YAML = [text for language, text in BLOCKS if language == "yaml"]
 KUSTOMIZATIONS = [text for text in YAML if text.startswith("resources:")]
-[MODELS] = [text for text in YAML if text not in KUSTOMIZATIONS]
-"""Values of the chart for several models."""
+MODELS, GROUPS = [text for text in YAML if text not in KUSTOMIZATIONS]
+"""Values of the chart for several models, and for workers of several nodes."""
 COMMANDS = "".join(text for language, text in BLOCKS if language == "sh")
 
 # `create` and `apply -k` are rendered; what needs a cluster is written down: each line by one write, since
@@ -158,6 +158,11 @@ def test_the_values_of_several_models_give_each_its_workers() -> None:
         *("diptych-gateway", "diptych-valkey"),
         *(f"diptych-{role}-{model}" for role in ("prefill", "decode") for model in ("chat-v1", "chat-v2")),
     }
+
+
+def test_workers_of_several_nodes_are_a_group_of_pods() -> None:
+    names = set(pod_templates(render_chart(yaml.safe_load(GROUPS))))
+    assert {"diptych-prefill", "diptych-decode", "diptych-decode/rank"} <= names
 
 
 def test_the_second_kustomization_gives_all_pods_a_pull_secret(tmp_path: Path) -> None:

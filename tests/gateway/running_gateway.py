@@ -19,10 +19,10 @@ from diptych.cli.valkey import valkey_binary
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from gateway.config import GatewaySettings
-from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
-from gateway.model_core import ModelCore
 from gateway.program import Gateway
+from gateway.served_models.core import ModelCore
+from gateway.served_models.loading import LoadedModel
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
 DIGEST = "d" * 64

@@ -19,9 +19,9 @@ from diptych.v1 import admin_pb2 as admin
 from diptych.v1 import admin_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
-from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
+from gateway.served_models.loading import LoadedModel
 from gateway.session.retry_policy import MAX_REFUSALS
 from tests.gateway import running_gateway
 from tests.gateway.adapters.folders import write

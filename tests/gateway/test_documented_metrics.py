@@ -12,10 +12,10 @@ from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics
 from gateway.access.journal import Journal
 from gateway.access.shared_quota.leases import QuotaLeases
 from gateway.access.shared_quota.store import PoolStore
-from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
-from gateway.model_directory import ModelDirectory
-from gateway.model_metrics import ModelMetrics
-from gateway.vllm_metrics import VllmMetrics
+from gateway.metrics.adapters import AdapterMetrics, VllmLoraMetrics
+from gateway.metrics.models import ModelMetrics
+from gateway.metrics.vllm import VllmMetrics
+from gateway.served_models.directory import ModelDirectory
 from gateway.worker_pool.load_metrics import LoadMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"

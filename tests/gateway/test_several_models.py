@@ -28,9 +28,9 @@ from diptych.v1 import admin_pb2_grpc, inference_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.config import GatewaySettings
-from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
+from gateway.served_models.loading import LoadedModel
 from tests.gateway.access.keys import Keys
 from tests.gateway.adapters.folders import write as write_adapter
 from tests.gateway.running_gateway import SECRET, collect, ids_of, reason_of, until
@@ -317,7 +317,7 @@ async def test_model_is_replaced_under_its_name_once_the_new_one_has_workers(
     decode_of_old.script = held(IDS[ONE], release)
     request = admin.LoadModelRequest(name="one", path=str(bundled_path))
     async with several(bundled, redis_url, {ONE: (prefill_of_old, decode_of_old)}) as system:
-        monkeypatch.setattr("gateway.model_service.READY_S", 0.3)
+        monkeypatch.setattr("gateway.served_models.service.READY_S", 0.3)
         assert (await system.refusal(system.operator.LoadModel(request)))[1] == "NO_READY_WORKER"
         monkeypatch.undo()
         running = asyncio.create_task(system.ids("one"))

@@ -80,3 +80,9 @@ def test_joined_matrices_have_the_largest_fixed_scale() -> None:
     assert join([parts[0], fixed[1]]) is None
     assert join([squares(100, 128), squares(128, 128)]) is None, "a square would have rows of both"
     assert join([squares(128, 128), squares(100, 128)]) is not None
+
+
+def test_squares_of_int8_are_refused() -> None:
+    one = squares(130, 128)
+    with pytest.raises(ValueError, match=r"squares of scales are of FP8, not of torch\.int8"):
+        ScaledMatrix(one.values.view(INT8), one.scales, squares=True)

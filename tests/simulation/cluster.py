@@ -18,9 +18,9 @@ from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
-from gateway.load_models import LoadedModel
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
+from gateway.served_models.loading import LoadedModel
 from prefill_worker.config import PrefillSettings
 from prefill_worker.encoder.config import EncodeSettings
 from prefill_worker.encoder.worker import EncodeWorker

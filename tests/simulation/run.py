@@ -27,7 +27,10 @@ from tests.simulation.virtual_loop import Livelock
 MAX_DEATHS = 2
 """Workers that may die under one request."""
 LONGEST_S = 45.0
-"""Virtual seconds of a run: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
+"""Virtual seconds of a run in which nothing hangs: a writer that does not stop is fenced after 30 s."""
+LONGEST_HANG_S = 35.0
+"""Virtual seconds that each process that hangs may add: a step is late after 30 s, and an idle process that
+hangs is only met by the next request."""
 
 
 @dataclass
@@ -105,7 +108,9 @@ class Run:
         for client in self.clients:
             loop.call_later(client.plan.at, client.start)
         last = max([f.at + f.lasts_s for f in self.scenario.faults] + [0.0])
-        if not loop.run(until=LONGEST_S, over=lambda: loop.now > last and self._quiet()):
+        hangs = sum(fault.kind == "hang" for fault in self.scenario.faults)
+        longest = LONGEST_S + LONGEST_HANG_S * hangs
+        if not loop.run(until=longest, over=lambda: loop.now > last and self._quiet()):
             if not self.outcome.violation:
                 self.report_violation("forgotten: " + "; ".join(self._unfinished()))
             return

@@ -67,6 +67,7 @@ class FolderTier:
     """A worker's view of the folder: it knows of others' files when it looks again."""
 
     name = "disk"
+    at_once = 1
 
     def __init__(self, folder: Folder, quota: int, clock: Callable[[], float]) -> None:
         self._folder, self._quota, self._clock = folder, quota, clock

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -66,6 +67,10 @@ class Handle:
         return self._when
 
 
+MOST_AT_ONCE = 20_000
+"""Callbacks that may run while no time passes."""
+
+
 class Livelock(Exception):
     """An endless sequence of callbacks while no time passes."""
 
@@ -79,6 +84,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.now = 0.0
         self.events = 0
         self.halted = False
+        self._left = MOST_AT_ONCE
         self.run_on_thread: Callable[..., asyncio.Future[Any]] | None = None
         self.streams: Any = None  # `tests.simulation.sockets.Sockets`
         self._after_event = after_event
@@ -104,14 +110,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     return True
                 if not self._timers or self._timers[0][0] > until:
                     return False
-                self.now = self._timers[0][0]
+                if self._timers[0][0] > self.now:
+                    self.now, self._left = self._timers[0][0], MOST_AT_ONCE
                 while self._timers and self._timers[0][0] <= self.now:
                     self._ready.append(heapq.heappop(self._timers)[2])
         finally:
             asyncio._set_running_loop(None)
 
     def _run_ready(self) -> None:
-        ready, budget = self._ready, 20_000
+        ready = self._ready
         while ready and not self.halted:
             handle = ready.popleft()
             if handle.gone:
@@ -129,8 +136,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             except Exception as error:
                 self._failed({"message": "a callback raised", "exception": error})
             self._after_event(host)
-            budget -= 1
-            if not budget:
+            self._left -= 1
+            if not self._left:
                 raise Livelock
 
     def resume(self, host: Host, *, network_first: bool) -> None:
@@ -161,7 +168,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         host = (context or copy_context()).get(current_host)
         offset = 0.0 if host is None else host.clock_offset
-        handle = self.at(max(when - offset, self.now), callback, *args, context=context)
+        at = max(when - offset, self.now)
+        while at + offset < when:  # rounded down: who waits would be woken too early, for ever
+            at += math.ulp(when)
+        handle = self.at(at, callback, *args, context=context)
         handle._when = when
         return handle
 

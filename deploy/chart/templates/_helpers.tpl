@@ -13,7 +13,8 @@ diptych/model: {{ . | quote }}
 {{- end }}
 
 {{- /* Groups of workers as JSON, one for each role and model that has any: role, port, model (empty for the only one),
-path, name of the Deployment, values, and its part of `autoscaling`. */}}
+path, name and kind of the object that makes them, pods and processes of each worker, parts of the model's sums, values,
+and its part of `autoscaling`. */}}
 {{- define "diptych.workers" -}}
 {{- $root := . }}
 {{- $found := list }}
@@ -25,12 +26,32 @@ path, name of the Deployment, values, and its part of `autoscaling`. */}}
 {{- $scaling = mergeOverwrite $scaling (deepCopy (index ($model.autoscaling | default dict) $role | default dict)) }}
 {{- if $values.replicas }}
 {{- $name := printf "%s-%s" (include "diptych.name" $root) $role }}
+{{- $hosts := $values.hosts | default 1 }}
+{{- $processes := mul ($values.tensorParallel | default 1) ($values.pipelineParallel | default 1) }}
+{{- $kind := gt (int $hosts) 1 | ternary "LeaderWorkerSet" "Deployment" }}
+{{- $parts := eq $role "encode" | ternary "1" (include "diptych.parts" (dict "root" $root "model" $model)) }}
 {{- if $model.name }}{{ $name = printf "%s-%s" $name $model.name }}{{ end }}
-{{- $found = append $found (dict "role" $role "port" $port "model" ($model.name | default "") "path" ($model.path | default "") "name" $name "values" $values "scaling" $scaling) }}
+{{- $found = append $found (dict "role" $role "port" $port "model" ($model.name | default "") "path" ($model.path | default "") "name" $name "kind" $kind "hosts" $hosts "processes" $processes "parts" $parts "values" $values "scaling" $scaling) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- $found | toJson }}
+{{- end }}
+
+{{- /* Least number of parts that suits prefill and decode workers of a model: (dict "root" $ "model" …). 1 leaves it to them. */}}
+{{- define "diptych.parts" -}}
+{{- $degrees := list }}
+{{- range $role := list "prefill" "decode" }}
+{{- $own := index $.model $role | default dict }}
+{{- $degrees = append $degrees (int ($own.tensorParallel | default (index $.root.Values $role "tensorParallel"))) }}
+{{- end }}
+{{- $one := first $degrees }}
+{{- $other := last $degrees }}
+{{- $found := 0 }}
+{{- range $parts := untilStep $one (int (add1 (mul $one $other))) $one }}
+{{- if and (not $found) (eq (mod $parts $other) 0) }}{{ $found = $parts }}{{ end }}
+{{- end }}
+{{- hasKey .root.Values.environment "DIPTYCH_SUM_PARTS" | ternary 1 $found }}
 {{- end }}
 
 {{- /* Roles of which some model has workers. */}}

@@ -85,7 +85,7 @@ def in_precision(name: str, tensor: torch.Tensor, precision: Precision, *, float
     """
     if float32 or name.rsplit(".", 1)[-1] in _FLOAT32:
         return tensor.to(torch.float32, copy=True)
-    if precision in ROUNDED and is_matrix(name) and name != "head" and ".experts." not in name:
+    if precision in ROUNDED and is_matrix(name) and name != "head":
         return quantise(tensor, ROUNDED[precision])
     if (plain := plain_dtype(precision)) is not None:
         return tensor.to(plain, copy=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from diptych.v1 import admin_pb2 as pb
 from gateway.adapters.adapter import Adapter
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
 
 
 class AdapterOperations:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import admin_pb2 as pb
 from gateway.model.aliases import BadAlias, ModelAlias, Share
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
-from gateway.model_service import ModelService
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
+from gateway.served_models.service import ModelService
 
 
 class ModelOperations:

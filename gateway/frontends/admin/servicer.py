@@ -28,9 +28,9 @@ from gateway.frontends.admin.live_load import add_load
 from gateway.frontends.admin.model_operations import ModelOperations, described
 from gateway.frontends.admin.worker_status import other_models, worker_status
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, plain
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
-from gateway.model_service import ModelService
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
+from gateway.served_models.service import ModelService
 from gateway.session.live_requests import LiveRequests
 from gateway.worker_pool.registry import Worker
 

@@ -9,7 +9,7 @@ import grpc
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, add_service
-from gateway.model_router import ModelRouter
+from gateway.served_models.router import ModelRouter
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE = DESCRIPTOR.full_name

@@ -32,9 +32,9 @@ from gateway.frontends.kserve.request import (
     read_request,
     with_client_field,
 )
-from gateway.model_core import ModelCore
-from gateway.model_router import ModelRouter
 from gateway.request.validation import parse_message
+from gateway.served_models.core import ModelCore
+from gateway.served_models.router import ModelRouter
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE = DESCRIPTOR.full_name

@@ -21,8 +21,8 @@ from diptych.runtime.errors import DiptychError, InvalidParameter, PermissionDen
 from gateway.call import Calls
 from gateway.frontends.openai.http_call import HttpCall
 from gateway.frontends.openai.json_request import read_json
-from gateway.model_directory import ModelDirectory
 from gateway.request.json_values import parse_body
+from gateway.served_models.directory import ModelDirectory
 
 LOAD: Final = "/v1/load_lora_adapter"
 UNLOAD: Final = "/v1/unload_lora_adapter"

@@ -17,9 +17,9 @@ from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.responses_answer import ResponsesAnswer
 from gateway.frontends.openai.responses_request import read_responses
-from gateway.model_core import ModelCore
-from gateway.model_router import ModelRouter
 from gateway.output.detokenizer import text_after
+from gateway.served_models.core import ModelCore
+from gateway.served_models.router import ModelRouter
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"

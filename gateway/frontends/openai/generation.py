@@ -11,8 +11,8 @@ from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import Calls
 from gateway.frontends.openai.http_call import BodyCall, PromptCall
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.model_router import ModelRouter
 from gateway.request.field_checks import request_id
+from gateway.served_models.router import ModelRouter
 
 
 class Generation:

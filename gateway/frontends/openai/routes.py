@@ -31,8 +31,8 @@ from gateway.frontends.openai.json_request import json_response, read_json, refu
 from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.tokenizer_calls import COUNT_TOKENS, DETOKENIZE, TOKENIZE, TokenizerCalls
-from gateway.model_router import ModelRouter
 from gateway.request.json_values import parse_body
+from gateway.served_models.router import ModelRouter
 
 _MODELS: Final = "/v1/models"
 

@@ -20,8 +20,8 @@ from gateway.frontends.openai.http_call import HttpCall, send_whole
 from gateway.frontends.openai.json_request import read_json
 from gateway.frontends.openai.request_builder import RequestBuilder
 from gateway.frontends.openai.tokenizer_bodies import DetokenizeBody, TokenizeBody
-from gateway.model_router import ModelRouter
 from gateway.request.json_values import parse_body
+from gateway.served_models.router import ModelRouter
 
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"

@@ -64,6 +64,20 @@ def test_a_token_passes_its_own_experts_and_the_shared_one() -> None:
     assert WorkArithmetic(shape, layout, 0).of([step]).operations == expected
 
 
+@pytest.mark.parametrize(("tokens", "share"), [(1, 2 / 8), (2, 7 / 16), (400, 1.0)])
+def test_experts_are_read_as_often_as_even_choices_want_them(tokens: int, share: float) -> None:
+    experts = ExpertsShape(8, 2, 30)
+    shape = shape_of(experts=experts, layers=(LayerShape(experts=True), LayerShape()))
+    layout = layout_of(shape, 16, torch.bfloat16)
+    backend = TritonBackend(shape, weights_of(shape, torch.bfloat16), "cpu", REFERENCE_OPERATORS)
+    assert backend.expert_bytes == 8 * 3 * 30 * shape.hidden_size * 2
+    steps = [SequenceStep(KVMemory(layout, 1), [0], 0, [1], False)] * tokens
+    of_keys = WorkArithmetic(shape, layout, 0).of(steps).read_bytes
+    found = WorkArithmetic(shape, layout, backend.weight_bytes, backend.expert_bytes).of(steps).read_bytes
+    common = backend.weight_bytes - backend.expert_bytes
+    assert found == of_keys + common + round(share * backend.expert_bytes)
+
+
 def test_a_worker_counts_the_steps_of_a_backend_that_knows_its_weights() -> None:
     """The Triton step in its meaning: bytes are those of its tensors, and each batch is counted once."""
     shape = shape_of(tied_embeddings=False)

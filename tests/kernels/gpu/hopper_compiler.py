@@ -99,6 +99,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+    from kernels.gpu.norm_round import norm_round
     from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
     from kernels.gpu.packed_linear import packed_linear, unpack
     from kernels.gpu.paged_decode import paged_decode
@@ -111,6 +112,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.scaled_linear import scaled_linear
     from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
     from kernels.gpu.swiglu import swiglu
+    from kernels.gpu.swiglu_round import swiglu_round
     from kernels.packed_matrix import from_blocks, pack
     from kernels.packed_stack import stack
     from kernels.quantised_linear import BlockMatrix
@@ -312,6 +314,19 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
             kind, wide = matrix.values.dtype, matrix.squares
             q, scales = torch.zeros(rows, 4096, dtype=kind), torch.zeros(rows, 32 if wide else 1)
             made.append((f"round to {name}", lambda k=kind, w=wide: round_rows(x, k, squares=w)))
+            made.append(
+                (
+                    f"norm and round to {name}",
+                    lambda k=kind, w=wide: norm_round(x, x[0], 1e-5, k, residual=x.clone(), squares=w),
+                )
+            )
+            gates = torch.zeros(rows, 28_672, dtype=dtype)
+            made.append(
+                (
+                    f"swiglu and round to {name}",
+                    lambda k=kind, w=wide, g=gates: swiglu_round(g, k, squares=w),
+                )
+            )
             made.append(
                 (
                     f"scaled {name} {rows} {dtype}",

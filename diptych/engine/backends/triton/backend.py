@@ -98,6 +98,11 @@ class TritonBackend:
         """See `WeighedBackend.weight_bytes`."""
         return self._layers.weights.read_bytes
 
+    @property
+    def expert_bytes(self) -> int:
+        """See `WeighedBackend.expert_bytes`."""
+        return self._layers.weights.expert_bytes
+
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
 

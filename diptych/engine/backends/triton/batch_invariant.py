@@ -29,6 +29,7 @@ from diptych.engine.backends.triton.products.joined import JoinedLinear
 from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.product import Product
 from diptych.engine.backends.triton.products.scaled import ScaledLinear
+from diptych.engine.backends.triton.rounded_inputs import Rows, gated_rows, multiply
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 
 NO_TREES = "a token of a tree has other bits than without its siblings (--batch-invariant)"
@@ -93,9 +94,10 @@ class InvariantProducts:
             row = matrix.new_zeros(1, matrix.shape[1])
             self._multiply(row, matrix[:1], None)
 
-    def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: Rows, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
         """See `Products.linear`."""
         if isinstance(by, Linear):
+            assert isinstance(x, torch.Tensor), "full numbers take no rounded rows"
             return self._multiply(x, by.weight, by.bias, out=out)
         if isinstance(by, JoinedLinear):
             begin = 0
@@ -105,14 +107,22 @@ class InvariantProducts:
             return out
         for begin in range(0, len(x), FEW_ROWS):
             rows = slice(begin, begin + FEW_ROWS)
-            by.multiply(self._operators, x[rows], None, out=out[rows])
+            multiply(self._operators, x[rows], by, None, out[rows])
         return out
 
-    def gated(
-        self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
+    def feed_forward(
+        self,
+        x: Rows,
+        gate_up: Linear | Product,
+        down: Linear | Product,
+        room: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Products.gated`."""
-        return self._operators.swiglu(self.linear(x, by, out=scratch), out=out, **self.activation)
+        """See `Products.feed_forward`."""
+        both, inner = room
+        self.linear(x, gate_up, out=both)
+        return self.linear(gated_rows(self._operators, both, down, inner, **self.activation), down, out=out)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """See `Products.head`."""

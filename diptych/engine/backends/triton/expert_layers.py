@@ -48,9 +48,10 @@ class ExpertLayers:
         layer.down.multiply(operators, own.inner, routed, out=own.parts)
         shared = switch = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
-            scratch, inner = buffers.feed_forward(layer.shared_down.inputs)
-            self._products.gated(x, layer.shared_gate_up, scratch, out=inner)
-            shared = self._products.linear(inner, layer.shared_down, out=buffers.added)
+            room = buffers.feed_forward(layer.shared_down.inputs)
+            shared = self._products.feed_forward(
+                x, layer.shared_gate_up, layer.shared_down, room, out=buffers.added
+            )
             if layer.shared_router is not None:
                 switch = operators.router_logits(x, layer.shared_router, out=own.switch)
         operators.sum_experts(own.parts, routed, shared, switch, out=buffers.added)

@@ -4,7 +4,8 @@ Ten launches a layer, of which four are products: norm (with the residual's addi
 write of keys and values, attention (two: of decode rows splits and their join, of chunks the gathering of
 their contexts and the rest), output, norm with addition, gate and up, their activation (in the same launch
 where rows are few), down. Norms of what a half adds, norms over the whole width of queries and keys, and
-scales are launches of their own in the models that have them; so are experts (expert_layers.py).
+scales are launches of their own in the models that have them; so are experts (expert_layers.py). Rounding to
+FP8 or int8 is in the launch of the norm or activation before (rounded_inputs.py), but for the output product.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.backends.triton.rounded_inputs import Norms, Rows
 from diptych.engine.batch import rows_after
 from diptych.engine.models.shape import ModelShape
 from kernels.paged_attention import paged_attention
@@ -54,6 +56,7 @@ class Layers:
         self.operators = operators
         self.rotary = RotaryTables(shape, weights.device)
         self._products = choose_products(weights, operators, shape)
+        self._norms = Norms(shape, operators)
         self._experts = ExpertLayers(shape, self._products, operators)
         self.adapters: DeviceAdapters | None = None
         """Adapters that rows may have; None: none may."""
@@ -93,17 +96,21 @@ class Layers:
             rows = given[1][:, : buffers.residual.shape[1]]
             buffers.residual[given[0].to(buffers.residual.device)] = rows.to(buffers.residual)
         self.rotary.gather(step.positions, buffers.angles)
-        x = self._normed(weights.layers[0].input_norm, buffers)
-        following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+        whole = step.adapters is not None  # adapters multiply what is not rounded
+        first, *others = [(one.input_norm, None if whole else one.qkv) for one in weights.layers]
+        x = self._norms.first(*first, buffers)
+        following = [*others, (weights.final_norm, None)]
+        for index, (layer, next_half) in enumerate(zip(weights.layers, following, strict=True)):
             if not wanted():
                 return None
             self._attention(index, layer, x, step, buffers, scratch, growth)
-            x = self._add(layer.attention_out_norm, layer.post_norm, buffers)
+            gate_up = None if whole else layer.gate_up
+            x = self._norms.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
             self._feed_forward(index, layer, x, step, buffers)
             if (deep := rows_after(given, index, buffers.residual.shape[1])) is not None:
                 buffers.added[deep[0].to(buffers.added.device)] += deep[1].to(buffers.added)
-            x = self._add(layer.feed_forward_out_norm, next_norm, buffers)
+            x = self._norms.add(layer.feed_forward_out_norm, *next_half, buffers)
+        assert isinstance(x, torch.Tensor)  # no product's alone
         return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,53 +132,32 @@ class Layers:
         factors = 1 + growth.beta * torch.log(1 + torch.floor(step.positions / growth.length))
         return factors.to(self.weights.dtype)[:, None, None]
 
-    def _normed(self, norm: torch.Tensor | None, buffers: Activations) -> torch.Tensor:
-        """Return the residual as a half of a layer reads it: normalised, or as it is without a norm."""
-        if norm is None:
-            return buffers.residual
-        return self.operators.rms_norm(buffers.residual, norm, self.shape.rms_eps, out=buffers.normed)
-
-    def _add(
-        self, own_norm: torch.Tensor | None, next_norm: torch.Tensor | None, buffers: Activations
-    ) -> torch.Tensor:
-        """Add `buffers.added` to the residual, normalised by `own_norm` if there is one.
-
-        Returns what the next half reads.
-        """
-        operators, eps = self.operators, self.shape.rms_eps
-        if own_norm is not None:
-            operators.rms_norm(buffers.added, own_norm, eps, out=buffers.added)
-        if self.shape.residual_scale != 1.0:
-            buffers.added.mul_(self.shape.residual_scale)
-        if next_norm is None:
-            return buffers.residual.add_(buffers.added)
-        return operators.add_rms_norm(buffers.added, buffers.residual, next_norm, eps, out=buffers.normed)
-
-    def _change(
-        self, index: int, product: Product, x: torch.Tensor, out: torch.Tensor, step: PackedStep
-    ) -> None:
+    def _change(self, index: int, product: Product, x: Rows, out: torch.Tensor, step: PackedStep) -> None:
         """Add what the rows' adapters change of a product of `x [T, in]`."""
         if step.adapters is not None:
+            assert isinstance(x, torch.Tensor)
             if self.adapters is None or step.adapter_scratch is None:
                 raise RuntimeError("adapters were not allowed")
             self.adapters.add(index, product, x, out, step.adapters, step.adapter_scratch)
 
     def _feed_forward(
-        self, index: int, layer: PackedLayer, x: torch.Tensor, step: PackedStep, buffers: Activations
+        self, index: int, layer: PackedLayer, x: Rows, step: PackedStep, buffers: Activations
     ) -> None:
         """Compute the second half of a layer of `x [T, hidden]`, into `buffers.added`."""
         if layer.experts is not None:
+            assert isinstance(x, torch.Tensor)
             self._experts.forward(layer.experts, x, buffers)
             return
         assert layer.gate_up is not None
         assert layer.down is not None
-        gate_up, inner = buffers.feed_forward(self.shape.intermediate_size)
+        gate_up, inner = room = buffers.feed_forward(self.shape.intermediate_size)
         if step.adapters is None:
-            self._products.gated(x, layer.gate_up, gate_up, out=inner)
-        else:  # between product and activation: the same bits in two launches
-            self._products.linear(x, layer.gate_up, out=gate_up)
-            self._change(index, "gate_up", x, gate_up, step)
-            self.operators.swiglu(gate_up, out=inner, **self._products.activation)
+            self._products.feed_forward(x, layer.gate_up, layer.down, room, out=buffers.added)
+            return
+        # Between product and activation: the same bits in more launches.
+        self._products.linear(x, layer.gate_up, out=gate_up)
+        self._change(index, "gate_up", x, gate_up, step)
+        self.operators.swiglu(gate_up, out=inner, **self._products.activation)
         self._products.linear(inner, layer.down, out=buffers.added)
         self._change(index, "down", inner, buffers.added, step)
 
@@ -179,7 +165,7 @@ class Layers:
         self,
         index: int,
         layer: PackedLayer,
-        x: torch.Tensor,
+        x: Rows,
         step: PackedStep,
         buffers: Activations,
         scratch: Any,

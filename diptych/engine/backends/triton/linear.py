@@ -16,6 +16,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import PackedWeights
 from diptych.engine.backends.triton.products.dense import Linear, library_product
 from diptych.engine.backends.triton.products.product import Product
+from diptych.engine.backends.triton.rounded_inputs import Rows, gated_rows, multiply
 from diptych.engine.models.shape import ModelShape
 
 FEW_ROWS = 16
@@ -30,17 +31,25 @@ class Products(Protocol):
     activation: dict[str, Any]
     """Function of gates, as the operators take it."""
 
-    def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
-        """Multiply `x [T, in]` with the weight and add the bias, into `out [T, out]`."""
+    def linear(self, x: Rows, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
+        """Multiply `x [T, in]` with the weight and add the bias, into `out [T, out]`.
+
+        Rows may be rounded where the matrix takes such.
+        """
         ...
 
-    def gated(
-        self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
+    def feed_forward(
+        self,
+        x: Rows,
+        gate_up: Linear | Product,
+        down: Linear | Product,
+        room: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """Write `act(gate) * up` into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 *
-        n]`.
+        """Multiply `x [T, in]` with gates and ups, and `act(gate) * up [T, n]` with `down`, into `out`.
 
-        `scratch [T, 2 * n]` has the latter afterwards, or nothing.
+        `room` is for what lies between, `[T, 2 * n]` and `[T, n]`.
         """
         ...
 
@@ -64,23 +73,31 @@ class LinearOperators:
         room = max((product.room for product in weights.products()), default=0)
         self._room = torch.empty(room, dtype=weights.dtype, device=weights.device) if room else None
 
-    def linear(self, x: torch.Tensor, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: Rows, by: Linear | Product, *, out: torch.Tensor) -> torch.Tensor:
         """See `Products.linear`."""
         if not isinstance(by, Linear):
-            return by.multiply(self._operators, x, self._room, out=out)
+            return multiply(self._operators, x, by, self._room, out)
+        assert isinstance(x, torch.Tensor), "full numbers take no rounded rows"
         if self._few(x):
             return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
         return library_product(x, by, out)
 
-    def gated(
-        self, x: torch.Tensor, by: Linear | Product, scratch: torch.Tensor, *, out: torch.Tensor
+    def feed_forward(
+        self,
+        x: Rows,
+        gate_up: Linear | Product,
+        down: Linear | Product,
+        room: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Products.gated`."""
-        if not isinstance(by, Linear):
-            return self._operators.swiglu(self.linear(x, by, out=scratch), out=out, **self.activation)
-        if self._few(x):
-            return self._operators.skinny_swiglu(x, by.weight, by.bias, out=out, **self.activation)
-        return self._operators.swiglu(library_product(x, by, scratch), out=out, **self.activation)
+        """See `Products.feed_forward`."""
+        both, inner = room
+        if isinstance(gate_up, Linear) and isinstance(x, torch.Tensor) and self._few(x):
+            self._operators.skinny_swiglu(x, gate_up.weight, gate_up.bias, out=inner, **self.activation)
+            return self.linear(inner, down, out=out)
+        self.linear(x, gate_up, out=both)
+        return self.linear(gated_rows(self._operators, both, down, inner, **self.activation), down, out=out)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """See `Products.head`."""

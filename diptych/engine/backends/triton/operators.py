@@ -30,6 +30,8 @@ class Operators:
     packed_linear: Operator
     unpack: Operator
     round_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    norm_round: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    swiglu_round: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     scaled_linear: Operator
     router_logits: Operator
     route_experts: Callable[..., Any]
@@ -60,6 +62,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.adapted_linear import adapted_linear
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+        from kernels.gpu.norm_round import norm_round
         from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
         from kernels.gpu.packed_linear import packed_linear, unpack
         from kernels.gpu.paged_decode import paged_decode
@@ -73,6 +76,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.scaled_linear import scaled_linear
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
         from kernels.gpu.swiglu import swiglu
+        from kernels.gpu.swiglu_round import swiglu_round
     except ImportError as error:
         raise TritonUnavailable(f"no Triton kernels here: {error}") from error
     return Operators(
@@ -87,6 +91,8 @@ def triton_operators() -> Operators:
         packed_linear=packed_linear,
         unpack=unpack,
         round_rows=round_rows,
+        norm_round=norm_round,
+        swiglu_round=swiglu_round,
         scaled_linear=scaled_linear,
         router_logits=router_logits,
         route_experts=route_experts,

@@ -77,6 +77,15 @@ class PackedWeights:
         """Bytes that a step reads: all but the embedding."""
         return _bytes_of(self.layers) + self.final_norm.nbytes + _bytes_of(self.head)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of `read_bytes` that belong to experts among which rows choose."""
+        return sum(
+            _bytes_of((layer.experts.gate_up, layer.experts.down))
+            for layer in self.layers
+            if layer.experts is not None
+        )
+
     def products(self) -> Iterator[Product]:
         """Yield the matrices that are quantised."""
         for layer in self.layers:

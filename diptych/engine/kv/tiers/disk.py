@@ -36,6 +36,7 @@ class DiskTier:
     """Files of one kind of blocks; they leave as use_order.py says."""
 
     name = "disk"
+    at_once = 1
 
     def __init__(
         self, folder: Path, quota: int, fingerprint: bytes, clock: Callable[[], float] = time.time

@@ -14,6 +14,7 @@ class RamTier:
     """Entries in memory; they leave as use_order.py says."""
 
     name = "ram"
+    at_once = 1
 
     def __init__(self, quota: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Hold at most `quota` bytes of entries."""

@@ -56,12 +56,14 @@ class RemoteTier:
         *,
         name: str = "redis",
         quota: int | None = None,
+        at_once: int = 1,
     ) -> None:
         """Take a client, the exceptions that it raises, and what names and sizes the entries.
 
-        `quota` are the most bytes of entries; None leaves that to the server.
+        `quota` are the most bytes of entries; None leaves that to the server. `at_once` reads are made at a
+        time.
         """
-        self.name = name
+        self.name, self.at_once = name, at_once
         self._store = store
         self._failures = failures
         self._prefix = f"diptych:kv:{fingerprint.hex()}:".encode()

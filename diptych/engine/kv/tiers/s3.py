@@ -4,8 +4,10 @@
 
 Objects are PREFIX/NAME, where NAME is the tier's. Paths begin with the bucket ("path style"), which all such
 servers understand. Requests are signed (sigv4.py), with the credentials that the environment has under AWS'
-own names. Connections are kept and used by one thread at a time. One that the server closed meanwhile is
-made anew once; whatever else fails is told at once, and the tier leaves the server alone for a while.
+own names. Connections are kept and used by one thread at a time. One that the server ended while it was idle
+is made anew once; whatever else fails is told at once, and the tier leaves the server alone for a while. An
+answer has a greatest size and a longest time: a server that sends without end costs neither memory nor a
+thread.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import http.client
 import re
 import ssl
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +29,13 @@ TIMEOUT_S = 1.0
 """Longest wait for a connection, and for each part of an answer. A load that takes longer than half a second
 is a miss for the request that waits for it.
 """
+ANSWER_S = 5.0
+"""Longest time of a whole answer, whose parts may each be in time; looked at after each `_PART_BYTES`."""
+LIST_BYTES = 4 << 20
+"""Most bytes of a list of a thousand names, or of an error."""
+_PART_BYTES = 1 << 17
+_ENDED = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""Errors of a request on a connection that the server ended while it was idle."""
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
 _PARAMETERS = frozenset({"endpoint", "region", "size"})
@@ -92,11 +102,14 @@ class S3Store:
         self,
         place: S3Place,
         credentials: Credentials,
+        object_bytes: int,
         *,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """Take where objects lie, and the bytes of one: of a larger one no more is read than shows it."""
         self._place, self._credentials = place, credentials
+        self._object_bytes = object_bytes
         self._timeout_s, self._clock = timeout_s, clock
         self._context = ssl.create_default_context() if place.secure else None
         self._idle: list[http.client.HTTPConnection] = []
@@ -104,8 +117,8 @@ class S3Store:
         self._closed = False
 
     def get(self, name: bytes) -> bytes | None:
-        """Return an object; None where there is none."""
-        status, body = self._request("GET", self._path(name))
+        """Return an object; None where there is none. One that is too large is cut after a byte too many."""
+        status, body = self._request("GET", self._path(name), most=self._object_bytes + 1)
         if status == http.client.NOT_FOUND and b"NoSuchBucket" not in body:
             return None
         _check(status, body, http.client.OK)
@@ -146,8 +159,10 @@ class S3Store:
     def _path(self, name: bytes) -> str:
         return canonical_path(f"/{self._place.bucket}/{self._place.prefix}{name.decode()}")
 
-    def _request(self, method: str, path: str, query: str = "", payload: bytes = b"") -> tuple[int, bytes]:
-        """Return status and body of an answer."""
+    def _request(
+        self, method: str, path: str, query: str = "", payload: bytes = b"", most: int = LIST_BYTES
+    ) -> tuple[int, bytes]:
+        """Return status and body of an answer, of the body `most` bytes at most."""
         headers = signed_headers(
             method,
             path,
@@ -163,10 +178,10 @@ class S3Store:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
             try:
-                return self._send(connection, method, target, payload, headers)
-            except (http.client.RemoteDisconnected, ConnectionError):
-                pass  # the server closed it while it was idle
-        return self._send(self._connect(), method, target, payload, headers)
+                return self._send(connection, method, target, payload, headers, most)
+            except _ENDED:
+                pass
+        return self._send(self._connect(), method, target, payload, headers, most)
 
     def _send(
         self,
@@ -175,16 +190,18 @@ class S3Store:
         target: str,
         payload: bytes,
         headers: Mapping[str, str],
+        most: int,
     ) -> tuple[int, bytes]:
+        until = time.monotonic() + ANSWER_S
         try:
             connection.request(method, target, body=payload or None, headers=dict(headers))
             response = connection.getresponse()
-            answer = response.status, response.read()
+            answer = response.status, _body(response, most, until)
         except BaseException:
             connection.close()
             raise
         with self._lock:
-            kept = not self._closed and not response.will_close
+            kept = not self._closed and not response.will_close and response.isclosed()
             if kept:
                 self._idle.append(connection)
         if not kept:
@@ -210,6 +227,23 @@ def _endpoint(url: str) -> tuple[bool, str]:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     default = http.client.HTTPS_PORT if secure else http.client.HTTP_PORT
     return secure, host if parts.port in (None, default) else f"{host}:{parts.port}"
+
+
+def _body(response: http.client.HTTPResponse, most: int, until: float) -> bytes:
+    """Return a body, of a longer one its first `most` bytes.
+
+    Raises TimeoutError after `until`, IncompleteRead for a body that ends early.
+    """
+    parts: list[bytes] = []
+    left = most
+    while left and (part := response.read(min(left, _PART_BYTES))):
+        parts.append(part)
+        left -= len(part)
+        if time.monotonic() > until:
+            raise TimeoutError("the answer takes too long")
+    if left and response.length:  # as `read` with a size does not say
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(parts)
 
 
 def _check(status: int, body: bytes, *expected: int) -> None:

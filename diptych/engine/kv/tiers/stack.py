@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 from diptych.engine.kv.tiers.entry import DamagedEntry, EntryFormat
@@ -28,6 +28,10 @@ class StoredBlock:
     parent: bytes
     payload: memoryview
     tier: str
+    entry: bytes = field(default=b"", repr=False)
+    """The entry that the payload is part of."""
+    epoch: int = 0
+    """Epoch in which it was read."""
 
 
 class TierStack:
@@ -85,24 +89,43 @@ class TierStack:
         if lacking:
             self._put(lacking, key, parent, self._format.pack(key, parent, payload), epoch)
 
+    def at_once(self, key: bytes) -> int:
+        """Return how many reads the first tier that holds `key` answers at a time; 1 where none holds it."""
+        return next((tier.at_once for tier in self.tiers if tier.parent_of(key) is not None), 1)
+
     def get(self, key: bytes, parent: bytes) -> StoredBlock | None:
-        """Return a block, checked, from the first tier that has it whole; None for a miss."""
+        """Return a block, checked, from the first tier that has it whole; None for a miss. It moves up."""
+        one = self.fetch(key, parent)
+        if one is not None:
+            self.move_up(one)
+        return one
+
+    def fetch(self, key: bytes, parent: bytes) -> StoredBlock | None:
+        """Return a block as `get` does, and leave it where it lies. Several threads may fetch at once."""
         epoch = self._epoch
-        for place, tier in enumerate(self.tiers):
+        for tier in self.tiers:
             entry = tier.get(key)
             if entry is None:
                 continue
             try:
                 payload = self._format.payload_of(entry, key, parent)
             except DamagedEntry as error:
-                self.damaged += 1
+                with self._lock:
+                    self.damaged += 1
                 _log.warning("an entry of the %s tier is damaged, and was removed: %s", tier.name, error)
                 tier.forget([key])
                 continue
-            faster = [one for one in self.tiers[:place] if one in self._stored_in]
-            self._put(faster, key, parent, entry, epoch)
-            return StoredBlock(key, parent, payload, tier.name)
+            return StoredBlock(key, parent, payload, tier.name, entry, epoch)
         return None
+
+    def move_up(self, one: StoredBlock) -> None:
+        """Store a block that was fetched in the tiers that are faster than its own.
+
+        Of a prefix the blocks before it are stored first: a tier counts how deep each lies.
+        """
+        place = next(place for place, tier in enumerate(self.tiers) if tier.name == one.tier)
+        faster = [tier for tier in self.tiers[:place] if tier in self._stored_in]
+        self._put(faster, one.key, one.parent, one.entry, one.epoch)
 
     def rescan(self) -> None:
         """Take notice of what other workers stored and removed. May block."""

@@ -22,6 +22,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def at_once(self) -> int:
+        """Reads that it answers at a time; 1 where the next one would only wait for the one before."""
+        ...
+
+    @property
     def used(self) -> int:
         """Bytes of the entries that it holds."""
         ...

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +29,14 @@ class PackedLinear:
 
     weight: PackedMatrix
     bias: torch.Tensor | None
+    _order: torch.Tensor | None = field(init=False, repr=False)
+    """int64 `[inputs]`: the order of the columns, where they are reordered. Made here, since steps of two
+    streams may want it first.
+    """
+
+    def __post_init__(self) -> None:
+        order = self.weight.order
+        object.__setattr__(self, "_order", None if order is None else order.long())
 
     @property
     def outputs(self) -> int:
@@ -52,19 +59,9 @@ class PackedLinear:
     ) -> torch.Tensor:
         """See `Product.multiply`."""
         weight = self.weight
-        if weight.order is not None and len(x) > FEW_ROWS:
-            x, weight = x[:, self._order], self._in_order
+        if self._order is not None and len(x) > FEW_ROWS:
+            x, weight = x[:, self._order], replace(weight, order=None)
         if room is None or len(x) < LIBRARY_ROWS or out.dtype != x.dtype:
             return operators.packed_linear(x, weight, self.bias, out=out)
         dense = operators.unpack(weight, room[: self.room].view(self.outputs, self.inputs))
         return library_product(x, Linear(dense, self.bias), out)
-
-    @cached_property
-    def _order(self) -> torch.Tensor:
-        assert self.weight.order is not None
-        return self.weight.order.long()
-
-    @cached_property
-    def _in_order(self) -> PackedMatrix:
-        """Return the matrix of inputs that are in the order of its columns."""
-        return replace(self.weight, order=None)

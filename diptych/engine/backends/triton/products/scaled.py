@@ -1,13 +1,15 @@
 """Matrices of FP8 or int8 that take inputs of their own format (kernels/scaled_matrix.py).
 
 Few rows and int8 are our own kernel's, other FP8 products the library's where it has them. Rounded inputs
-are memory of their own, which a recorded step has from its graph's pool.
+are memory of their own, which a recorded step has from its graph's pool. Norms and activations round what
+they make in the same launch where one such matrix alone multiplies it (rounded_inputs.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,11 +27,32 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
+class RoundedRows:
+    """Rows of inputs as `ScaledLinear.round` makes them."""
+
+    values: torch.Tensor
+    """FP8 or int8 `[T, inputs]`."""
+    scales: torch.Tensor
+    """float32 `[T, groups]` in the layout of kernels/gpu/round_rows.py."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> RoundedRows:
+        return RoundedRows(self.values[rows], self.scales[rows])
+
+
+@dataclass(frozen=True)
 class ScaledLinear:
     """A matrix with scales and a bias."""
 
     weight: ScaledMatrix
     bias: torch.Tensor | None
+    _library_scales: torch.Tensor = field(init=False, repr=False)
+    """Scales as the library takes them: made here, since steps of two streams may want them first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_library_scales", library_scales(self.weight))
 
     @property
     def outputs(self) -> int:
@@ -51,16 +74,28 @@ class ScaledLinear:
         self, operators: Operators, x: torch.Tensor, room: torch.Tensor | None, *, out: torch.Tensor
     ) -> torch.Tensor:
         """See `Product.multiply`."""
+        return self.multiply_rounded(operators, self.round(operators.round_rows, x), out=out)
+
+    def round(
+        self, operator: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: Any, **more: Any
+    ) -> RoundedRows:
+        """Return the rows `[T, inputs]` that an operator makes of `given` and rounds as this matrix takes
+        them.
+        """
         weight = self.weight
-        rounded, scales = operators.round_rows(
-            x, weight.values.dtype, squares=weight.squares, static=weight.static
+        values, scales = operator(
+            *given, dtype=weight.values.dtype, squares=weight.squares, static=weight.static, **more
         )
-        product = self._library(x)
+        return RoundedRows(values, scales)
+
+    def multiply_rounded(self, operators: Operators, x: RoundedRows, *, out: torch.Tensor) -> torch.Tensor:
+        """Do what `multiply` does, of rows that `round` made."""
+        weight, product = self.weight, self._library(x.values)
         if product is None:
-            return operators.scaled_linear(rounded, scales, weight, self.bias, out=out)
+            return operators.scaled_linear(x.values, x.scales, weight, self.bias, out=out)
         direct = out.dtype == torch.bfloat16 and out.is_contiguous()
         into = out if direct else out.new_empty(out.shape, dtype=torch.bfloat16)
-        product(rounded, scales, weight.values, self._library_scales, out=into)
+        product(x.values, x.scales, weight.values, self._library_scales, out=into)
         if not direct:
             out.copy_(into)
         return out if self.bias is None else out.add_(self.bias)
@@ -70,7 +105,3 @@ class ScaledLinear:
         if len(x) <= FEW_ROWS or self.weight.values.dtype == INT8 or not fits(self.weight):
             return None
         return find_product(x.device, self.weight.squares)
-
-    @cached_property
-    def _library_scales(self) -> torch.Tensor:
-        return library_scales(self.weight)

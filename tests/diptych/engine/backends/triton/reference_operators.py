@@ -353,6 +353,27 @@ def _scaled_linear(
     return out.copy_(scaled_matrix.product_of_rounded(x, x_scales, weight, bias))
 
 
+def _norm_round(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    **how: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if residual is not None:
+        residual += x
+        x = residual
+    return scaled_matrix.round_rows(rms_norm.rms_norm(x, weight, eps), dtype, **how)
+
+
+def _swiglu_round(
+    gate_up: torch.Tensor, dtype: torch.dtype, *, activation: Activation, limit: float | None, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return scaled_matrix.round_rows(gated(activation, gate_up, limit), dtype, **how)
+
+
 REFERENCE_OPERATORS = Operators(
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
@@ -364,6 +385,8 @@ REFERENCE_OPERATORS = Operators(
     swiglu=_swiglu,
     packed_linear=_packed_linear,
     round_rows=scaled_matrix.round_rows,
+    norm_round=_norm_round,
+    swiglu_round=_swiglu_round,
     scaled_linear=_scaled_linear,
     unpack=lambda weight, out: out.copy_(packed_matrix.dequantise(weight)),
     router_logits=_router_logits,

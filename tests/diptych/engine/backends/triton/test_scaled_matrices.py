@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,17 @@ import torch
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.products import scaled_mm
+from diptych.engine.backends.triton.products.experts import PackedExpertProduct
 from diptych.engine.backends.triton.products.make import quantised_product
 from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.scaled import ScaledLinear
+from diptych.engine.dtype import Precision
 from diptych.engine.gpu_precision import describe_matrices, packs_on_gpu
-from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.models.shape import ExpertsShape, LayerShape, UnsupportedModel
 from diptych.engine.weights import BadModelFile
+from diptych.engine.weights.block_quantised import in_precision
 from diptych.engine.weights.checkpoint import read_checkpoint
 from kernels import packed_matrix, scaled_matrix
 from kernels.packed_matrix import PackedMatrix
@@ -268,12 +273,61 @@ def test_steps_with_the_kernels_are_those_of_the_meaning(tmp_path: Path) -> None
     assert tokens_by(tmp_path, "fp8", None, 2) == tokens_by(tmp_path, "fp8", REFERENCE_OPERATORS, 2)
 
 
-def test_experts_and_the_output_matrix_stay_full_numbers() -> None:
-    from diptych.engine.weights.block_quantised import in_precision
-
+def test_the_output_matrix_stays_full_numbers() -> None:
     numbers = torch.randn(8, 16)
-    for name in ("head", "layers.0.experts.3.gate", "embed"):
+    for name in ("head", "embed"):
         found = in_precision(name, numbers, "fp8")
         assert isinstance(found, torch.Tensor)
         assert found.dtype == torch.bfloat16
     assert isinstance(in_precision("layers.0.shared.gate", numbers, "fp8"), ScaledMatrix)
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("fp8", "FP8"), ("w8a8", "8-bit codes")])
+def test_experts_of_full_numbers_are_rounded_and_kept_in_codes(precision: Precision, kind: str) -> None:
+    experts = ExpertsShape(5, 2, 64)
+    shape = shape_of(hidden_size=64, experts=experts, layers=(LayerShape(experts=True),) * 2)
+    full = weights_of(shape, torch.bfloat16)
+    rounded = with_matrices(full, lambda _, one: in_precision("layers.0.experts.3.gate", one, precision))
+    assert f"30 of experts in {kind}, a scale for each output" in describe_matrices(rounded, CPU)
+    packed = pack(rounded, CPU).layers[1].experts
+    assert packed is not None
+    assert isinstance(packed.down, PackedExpertProduct)
+    assert packed.down.nbytes < 5 * 64 * 64 * 1.1
+    layout, tokens = layout_of(shape, 16, torch.bfloat16), tokens_of(20)
+    got, expected, other = (
+        TritonBackend(shape, weights, "cpu", REFERENCE_OPERATORS)
+        .forward([Pool(layout, 3).sequence(20).step(tokens)], None)
+        .log_softmax(-1)
+        for weights in (rounded, full, weights_of(shape, torch.bfloat16, seed=6))
+    )
+    assert 0 < (got - expected).norm() < 0.3 * (other - expected).norm()
+
+
+def test_norms_and_activations_round_what_no_adapter_reads() -> None:
+    """Of a layer without adapters only the output product's inputs are rounded alone; no bit changes."""
+    shape = shape_of()
+    weights = with_matrices(weights_of(shape, torch.bfloat16), lambda _, matrix: quantise(matrix, FP8))
+    launched: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        def run(*given: Any, **how: Any) -> Any:
+            launched[name] += 1
+            return getattr(REFERENCE_OPERATORS, name)(*given, **how)
+
+        return run
+
+    names, layers = ("round_rows", "norm_round", "swiglu_round"), shape.num_layers
+    operators = replace(REFERENCE_OPERATORS, **{name: counting(name) for name in names})
+    backend = TritonBackend(shape, weights, "cpu", operators)
+    backend.allow_adapters(1, 4)
+    backend.set_adapter(0, None)
+    layout, tokens, logits = layout_of(shape, 16, torch.bfloat16), tokens_of(20), []
+    for slot, expected in (
+        (None, {"round_rows": layers, "norm_round": 2 * layers, "swiglu_round": layers}),
+        (0, {"round_rows": 4 * layers}),  # a slot without an adapter changes no number
+    ):
+        launched.clear()
+        step = replace(Pool(layout, 3).sequence(20).step(tokens), adapter=slot)
+        logits.append(backend.forward([step], None))
+        assert launched == expected
+    assert torch.equal(*logits)

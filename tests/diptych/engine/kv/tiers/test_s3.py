@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import trustme
 
 from diptych.engine.kv.tiers.remote import AWAY_S, RESCAN_S, RemoteTier
 from diptych.engine.kv.tiers.s3 import FAILURES, S3Place, S3Store, credentials_of
@@ -25,7 +28,7 @@ class Workers:
     def tier(self, quota: int | None = None, url: str = "", secret: str = "") -> RemoteTier:
         environment = {**ENVIRONMENT, **({"AWS_SECRET_ACCESS_KEY": secret} if secret else {})}
         place = S3Place.parse(url or self.server.url, environment)
-        store = S3Store(place, credentials_of(environment), timeout_s=0.3)
+        store = S3Store(place, credentials_of(environment), len(ENTRY), timeout_s=0.3)
         self._stores.append(store)
         return RemoteTier(store, FAILURES, b"f" * 16, len(ENTRY), lambda: self.now, name="s3", quota=quota)
 
@@ -90,6 +93,42 @@ def test_connection_that_the_server_closed_is_made_anew(workers: Workers) -> Non
     workers.server.close_after = True
     chain(held, KEYS[:3])
     assert [held.get(key) for key in KEYS[:3]] == [ENTRY] * 3
+
+
+def test_tls_connection_that_the_server_closed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    with S3Server(context) as server:
+        over_tls = Workers(server)
+        server.close_after = True
+        held = over_tls.tier()
+        chain(held, KEYS[:3])
+        assert [held.get(key) for key in KEYS[:3]] == [ENTRY] * 3
+        over_tls.close()
+
+
+def test_answer_that_ends_early_is_no_damaged_entry(workers: Workers) -> None:
+    held = workers.tier()
+    held.put(KEYS[0], b"", ENTRY)
+    workers.server.cut = 7
+    assert held.get(KEYS[0]) is None
+    workers.server.cut = 0
+    workers.now += AWAY_S
+    assert held.get(KEYS[0]) == ENTRY
+
+
+def test_object_that_is_too_large_is_cut_and_its_connection_closed(workers: Workers) -> None:
+    held = workers.tier()
+    held.put(KEYS[0], b"", ENTRY)
+    (name,) = workers.server.objects
+    workers.server.objects[name] = ENTRY * 100_000
+    assert held.get(KEYS[0]) == ENTRY + ENTRY[:1], "the stack sees by the length that it is no entry"
+    held.put(KEYS[0], b"", ENTRY)
+    assert held.get(KEYS[0]) == ENTRY
 
 
 @pytest.mark.parametrize("fault", ["freeze", "status"])

@@ -11,8 +11,8 @@ from diptych.runtime.errors import InvalidParameter, UnknownModel
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.model.small_requests import prompt_bytes
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
 from gateway.tokenizer_service import check_list_models
 
 Named = TypeVar("Named", pb.TokenizeRequest, pb.DetokenizeRequest, pb.GetModelRequest)

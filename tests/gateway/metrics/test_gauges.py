@@ -8,8 +8,8 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.metrics import GatewayMetrics
-from gateway.adapter_metrics import VllmLoraMetrics
-from gateway.gauges import bind_gauges
+from gateway.metrics.adapters import VllmLoraMetrics
+from gateway.metrics.gauges import bind_gauges
 from gateway.worker_pool.codec import Load
 from tests.gateway.worker_pool.test_encoder_routes import Pool
 

@@ -11,8 +11,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.runtime.metrics import GatewayMetrics, new_registry
+from gateway.metrics.vllm import VllmMetrics, kv_cache_usage
 from gateway.model.served_model import ServedModel
-from gateway.vllm_metrics import VllmMetrics, kv_cache_usage
 from tests.gateway.running_gateway import collect, running, valkey
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 

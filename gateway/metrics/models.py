@@ -12,8 +12,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.attempt.types import TEXT_ROLES, Role
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
 
 _INFO = "Always 1; the digest is the version of the model's files"
 _RUNNING = "Requests of a model that workers have"

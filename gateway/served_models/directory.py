@@ -16,10 +16,10 @@ from functools import partial
 
 from diptych.runtime.errors import InvalidParameter, UnknownAdapter, UnknownModel
 from gateway.access.access import Caller
-from gateway.load_models import LoadedModel
 from gateway.model.aliases import BadAlias, ModelAlias, Share, check_targets, sticky_point
 from gateway.model.small_requests import SmallRequests
-from gateway.model_core import ModelCore, Neighbours
+from gateway.served_models.core import ModelCore, Neighbours
+from gateway.served_models.loading import LoadedModel
 
 MakeCore = Callable[[LoadedModel, Neighbours], ModelCore]
 _log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A new name is served at once. A model that takes the place of another content under its name does so when it
 has workers of both roles, so that no request finds it without. What is replaced or unloaded serves the
-requests that it has. What one gateway is told the others do as well: `gateway.shared_models`.
+requests that it has. What one gateway is told the others do as well: `gateway.served_models.shared`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownModel
 from diptych.runtime.settings import StartupError
 from gateway.config import GatewaySettings
-from gateway.load_models import LoadedModel, load_model
 from gateway.model.aliases import BadAlias, ModelAlias
 from gateway.model.name_rule import NAME_RULE, valid_name
 from gateway.model.named_models import NamedModel
 from gateway.model.shared_record import Kind, SharedRecord
-from gateway.model_core import ModelCore
-from gateway.model_directory import ModelDirectory
+from gateway.served_models.core import ModelCore
+from gateway.served_models.directory import ModelDirectory
+from gateway.served_models.loading import LoadedModel, load_model
 
 MAX_MODELS: Final = 256
 READY_S: Final = 60.0

@@ -31,10 +31,10 @@ from gateway.admission.wait import MaxQueueDelay
 from gateway.config import GatewaySettings
 from gateway.generate import Generator
 from gateway.images.fetcher import ImageFetcher
-from gateway.load_models import LoadedModel, image_intake
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
+from gateway.served_models.loading import LoadedModel, image_intake
 from gateway.session.live_requests import LiveRequests
 from gateway.session.retry_policy import RetryBudget, RetryLimits
 from gateway.slow_readers import UnreadOutput

@@ -21,7 +21,7 @@ from diptych.runtime.discovery.store import STORE_ERRORS
 from diptych.runtime.errors import DiptychError
 from diptych.runtime.task_cancellation import end_task
 from gateway.model.shared_record import Kind, SharedRecord, differences, parse_records
-from gateway.model_service import ModelService
+from gateway.served_models.service import ModelService
 
 SCOPE: Final = "models"
 RETRY_S: Final = 10.0

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.metrics import GatewayMetrics
-from gateway.adapter_metrics import AdapterMetrics, VllmLoraMetrics
 from gateway.attempt.types import Role
-from gateway.model_directory import ModelDirectory
-from gateway.model_metrics import ModelMetrics
+from gateway.metrics.adapters import AdapterMetrics, VllmLoraMetrics
+from gateway.metrics.models import ModelMetrics
+from gateway.metrics.vllm import VllmMetrics
+from gateway.served_models.directory import ModelDirectory
 from gateway.session.live_requests import LiveRequests
-from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.registry import Worker
 

@@ -1,0 +1,1 @@
+"""The models that a gateway serves: how they are read, named, asked, changed in service and shared."""
