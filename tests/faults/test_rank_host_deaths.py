@@ -109,7 +109,7 @@ def test_streams_outlive_a_rank_between_two_shares(hosts: Hosts, how: str, after
         assert stopped in ranks
         if how == "killed":
             kill(stopped)
-        eventually(lambda: ranks[0] not in processes(hosts.stack, "prefill"), 90, "the group is over")
+        eventually(lambda: not alive(ranks[:1]), 90, "the group is over")
         with contextlib.suppress(ProcessLookupError):
             kill(stopped)
         answers = asked.result()
