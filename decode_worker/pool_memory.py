@@ -24,7 +24,7 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     so that the free memory is known. Raises DeviceUnavailable where no block fits, PoolTooLarge where more
     are configured than fit.
     """
-    graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
+    graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size, engine.layout.windows)
     engine.memory.took("decode steps")
     pool = _allocate(settings, engine, graphs + engine.runner.recorded_prompts)
     engine.memory.took("KV pool")

@@ -168,6 +168,7 @@ class AttemptBlocks:
             unread = self._windows.adopt(window, num_tokens)
             if self._trusted:
                 self._windows.publish_prompt(self._prompt_keys)
+                self._windows.publish_shared(window, self._prompt, self._prompt_keys)
             self._give_back(unread)
 
     def start(self, sequence: DecodeSequence) -> None:

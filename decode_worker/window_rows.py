@@ -45,6 +45,10 @@ class WindowRows:
         if self._prompt is not None:
             self._insert(self._prompt, keys)
 
+    def publish_shared(self, window: PromptWindow, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Enter those before the place where the prompt parts from others; `blocks` are its full ones."""
+        self._prefix.insert_shared(window, blocks, keys)
+
     def publish(self, sequence: DecodeSequence) -> None:
         """Enter the full ones of a sequence that ends into the prefix cache."""
         if sequence.window is not None:

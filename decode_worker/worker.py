@@ -26,6 +26,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.device_copies import DeviceCopies, page_lock
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
@@ -133,7 +134,12 @@ class DecodeWorker:
                 await asyncio.to_thread(self._events.close)
 
     def _make_tiers(self, settings: DecodeSettings, engine: LoadedEngine, memory: KVMemory) -> KvTiers | None:
-        stack = make_stack(parse_tiers(settings.kv_tier), engine.fingerprint, memory.layout.bytes_per_block)
+        stack = make_stack(
+            parse_tiers(settings.kv_tier),
+            engine.fingerprint,
+            memory.layout.bytes_per_block,
+            lock=page_lock(memory.device),
+        )
         if stack is None:
             return None
         requests = self._loop.requests
@@ -143,6 +149,7 @@ class DecodeWorker:
             stack,
             changed=requests.blocks_changed,
             moved=self._tiers_changed,
+            device=DeviceCopies.of(memory, stack.slots),
         )
         requests.tiers = tiers
         watch_stack(stack, self._metrics)

@@ -244,7 +244,9 @@ class GatewaySettings(ProgramSettings):
         36_000_000, "Pixels of the largest image that is decoded.", section="Images"
     )
     image_memory_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
-        512, "MiB of pixels of running requests that the gateway holds.", section="Images"
+        512,
+        "MiB of running requests' images that the gateway holds: their pixels, and files that it fetched.",
+        section="Images",
     )
     allow_image_urls: str = setting(
         "",

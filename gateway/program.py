@@ -29,6 +29,7 @@ from gateway.call import Calls
 from gateway.config import GatewaySettings, listed
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
 from gateway.images.fetcher import ImageFetcher
+from gateway.images.memory import HeldMemory
 from gateway.images.url_rules import UrlRules
 from gateway.listeners import Listeners, ServedParts
 from gateway.metrics.gauges import bind_gauges
@@ -97,6 +98,7 @@ class Gateway:
             self.unread_output,
             self.tokenizer_pool,
             self._grammars,
+            HeldMemory(settings.image_memory_mib << 20),
             self.image_fetcher,
             self._access.tenants,
             WorkerFileReader(settings.workers_fd).workers,

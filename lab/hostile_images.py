@@ -4,7 +4,9 @@
    fuzzed headers of PNG, JPEG, WebP and GIF. By turns, until all files were sent: ITL p99, the slowest
    answer, the most memory that a decoder took, how many decoders there were, and whether a program ended.
 2. Remote addresses of images, private ones in many spellings and some that would lead there. A listener on
-   this host counts the connections that come of it.
+   this host counts the connections that come of it. `--allow-image-urls '*'` lets the system fetch images.
+
+With `--tenants N` the files come from N tenants at once, the stream from one more.
 
 The machine should do nothing else.
 """
@@ -25,6 +27,7 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from PIL import Image
 
 from diptych.bench.figures import percentile
 from diptych.client import AsyncClient, chat
+from gateway.access.key_file import digest_of, fresh_key
 from lab.images import APART, first_token_s, gaps_s, hostile, picture, server
 from lab.peers.process import RunningServer
 
@@ -81,12 +85,24 @@ def decoders(pids: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def ask(root: str, url: str) -> int:
+def write_keys(file: Path, count: int) -> list[str]:
+    """Write a file of API keys of `count` tenants; return the keys."""
+    keys = [fresh_key() for _ in range(count)]
+    file.touch(0o600)
+    lines = (
+        {"name": f"k{n}", "tenant": f"t{n}", "sha256": digest_of(key).hex(), "scopes": ["inference"]}
+        for n, key in enumerate(keys)
+    )
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return keys
+
+
+def ask(root: str, url: str, key: str | None = None) -> int:
     """Ask about the image at an address; return the status."""
     image = {"type": "image_url", "image_url": {"url": url}}
     content = [{"type": "text", "text": "What is this?"}, image]
     body = {"model": "model", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
-    head = {"content-type": "application/json"}
+    head = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{root}/v1/chat/completions", json.dumps(body).encode(), head)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -140,20 +156,38 @@ def _is_image(file: bytes) -> bool:
     return True
 
 
-async def attack(
-    running: RunningServer, files: Iterator[bytes], options: argparse.Namespace, count: Count
-) -> None:
-    """Send hostile files one after the other until cancelled or all were sent."""
-    due = time.perf_counter()
-    while count.sent < options.files:
-        url = data_url(next(files))
-        due += 1 / options.rate if options.rate else 0.0
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        began = time.perf_counter()
-        status = await asyncio.to_thread(ask, root_of(running), url)
-        count.add(status, time.perf_counter() - began)
-        if count.sent % 10 == 0:
-            count.decoders |= await asyncio.to_thread(decoders, list(children(running.pid)))
+class Attack:
+    """Hostile files, which tenants send one after the other each; without tenants one caller does."""
+
+    def __init__(self, running: RunningServer, options: argparse.Namespace, tenants: Sequence[str]) -> None:
+        self._running, self._options = running, options
+        self._keys: Sequence[str | None] = tenants or (None,)
+        self._files = itertools.cycle(broken(options.files))
+        self._threads = ThreadPoolExecutor(len(self._keys) + 1, "attack")
+        self.count = Count()
+
+    @property
+    def done(self) -> bool:
+        """True once all files were sent."""
+        return bool(self.count.sent >= self._options.files)
+
+    async def run(self) -> None:
+        """Send files until cancelled, or all were sent."""
+        await asyncio.gather(*(self._send(key) for key in self._keys))
+
+    async def _send(self, key: str | None) -> None:
+        loop, root, rate = asyncio.get_running_loop(), root_of(self._running), self._options.rate
+        due = time.perf_counter()
+        while not self.done:
+            url = data_url(next(self._files))
+            due += len(self._keys) / rate if rate else 0.0
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            began = time.perf_counter()
+            status = await loop.run_in_executor(self._threads, ask, root, url, key)
+            self.count.add(status, time.perf_counter() - began)
+            if self.count.sent % 10 == 0:
+                pids = list(children(self._running.pid))
+                self.count.decoders |= await loop.run_in_executor(self._threads, decoders, pids)
 
 
 def root_of(running: RunningServer) -> str:
@@ -161,29 +195,34 @@ def root_of(running: RunningServer) -> str:
     return f"http://127.0.0.1:{running.http_port}"
 
 
-async def streams(running: RunningServer, options: argparse.Namespace, count: Count) -> list[float]:
-    """Return the ratios of ITL p99, stream by stream in turn with and without hostile files."""
+async def streams(address: str, attack: Attack, turns: int, key: str | None) -> list[float]:
+    """Return the ratios of ITL p99, stream by stream in turn with and without hostile files.
+
+    Files that are left after so many turns come without a stream.
+    """
     ratios = []
-    files = itertools.cycle(broken(options.files))
-    async with AsyncClient(running.address, retries=0) as client:
+    async with AsyncClient(address, retries=0, api_key=key) as client:
         await first_token_s(client, chat("warm up", images=[picture(-1)]))
         turn = 0
-        while count.sent < options.files:
+        while not attack.done:
             turn += 1
             calm = await gaps_s(client, 2 * turn)
-            attacker = asyncio.create_task(attack(running, files, options, count))
+            attacker = asyncio.create_task(attack.run())
             beside = await gaps_s(client, 2 * turn + 1)
-            if turn >= options.turns:
-                await attacker  # the rest of the files, without a stream
+            if turn >= turns:
+                await attacker
             attacker.cancel()
             await asyncio.gather(attacker, return_exceptions=True)
             alone_ms, beside_ms = (1000 * percentile(sorted(gaps), 99) for gaps in (calm, beside))
             ratios.append(beside_ms / alone_ms)
-            print(f"turn {turn}: {count.sent} files, {alone_ms:.1f} and {beside_ms:.1f} ms", file=sys.stderr)
+            print(
+                f"turn {turn}: {attack.count.sent} files, {alone_ms:.1f} and {beside_ms:.1f} ms",
+                file=sys.stderr,
+            )
     return ratios
 
 
-async def fetched(root: str, count: int) -> tuple[dict[int, int], int]:
+async def fetched(root: str, count: int, key: str | None) -> tuple[dict[int, int], int]:
     """Return the statuses of requests with remote addresses, and the connections that came of them."""
     connections = 0
 
@@ -197,7 +236,7 @@ async def fetched(root: str, count: int) -> tuple[dict[int, int], int]:
     statuses: dict[int, int] = {}
     async with listener:
         for url in addresses(port, count):
-            status = await asyncio.to_thread(ask, root, url)
+            status = await asyncio.to_thread(ask, root, url, key)
             statuses[status] = statuses.get(status, 0) + 1
         refused = connections
         _, writer = await asyncio.open_connection("127.0.0.1", port)  # the listener does count
@@ -218,18 +257,25 @@ def main(argv: Sequence[str]) -> int:
     add("--rate", type=float, default=50.0, help="files a second; 0: the next one when one is answered")
     add("--turns", type=int, default=12, help="streams of text beside the files, at most")
     add("--urls", type=int, default=200)
+    add("--tenants", type=int, default=0, help="that send the files at once; 0: there are no keys")
+    add("--allow-image-urls", default="", help="hosts whose images the gateway fetches")
     options = parser.parse_args(argv)
-    count = Count()
-    with (
-        tempfile.TemporaryDirectory(prefix="diptych-hostile-") as folder,
-        RunningServer(server(APART, options), Path(folder)) as running,
-    ):
-        before = set(children(running.pid))
-        ratios = asyncio.run(streams(running, options, count))
-        after = list(children(running.pid))
-        statuses, connections = asyncio.run(fetched(root_of(running), options.urls))
-        most = max(count.decoders.values(), default=0)
-        gone = before - set(after)
+    flags = ["--set", f"gateway.allow-image-urls={options.allow_image_urls}"]
+    with tempfile.TemporaryDirectory(prefix="diptych-hostile-") as folder:
+        keys: list[str | None] = [None]
+        if options.tenants:
+            file = Path(folder) / "keys.jsonl"
+            keys = [*write_keys(file, options.tenants + 1)]
+            flags += ["--api-keys-file", str(file)]
+        with RunningServer(server(APART, options, flags), Path(folder)) as running:
+            attack = Attack(running, options, [key for key in keys[1:] if key])
+            before = set(children(running.pid))
+            ratios = asyncio.run(streams(running.address, attack, options.turns, keys[0]))
+            after = list(children(running.pid))
+            statuses, connections = asyncio.run(fetched(root_of(running), options.urls, keys[0]))
+    count = attack.count
+    most = max(count.decoders.values(), default=0)
+    gone = before - set(after)
     print(
         f"{count.sent} hostile files: {dict(sorted(count.statuses.items()))}, slowest {count.slowest_s:.2f} s"
     )

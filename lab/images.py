@@ -43,8 +43,8 @@ _WORDS = "The quick brown fox jumps over the lazy dog and finds another story to
 Figures = dict[str, float]
 
 
-def server(mode: str, options: argparse.Namespace) -> Server:
-    """Describe a system."""
+def server(mode: str, options: argparse.Namespace, flags: Sequence[str] = ()) -> Server:
+    """Describe a system, with more `flags` of `diptych up`."""
     encoders = ("--encode-workers", "1") if mode == APART else ()
     return Server(
         name=mode,
@@ -55,6 +55,7 @@ def server(mode: str, options: argparse.Namespace) -> Server:
             *module_command("diptych"),
             *("up", "--dtype", options.dtype, "--model", options.model, *encoders),
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
+            *flags,
         ),
     )
 

@@ -18,6 +18,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.device_copies import DeviceCopies, page_lock
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
@@ -37,6 +38,7 @@ from kvtransfer.drivers.puller import DECLINED, OUTCOMES
 from kvtransfer.drivers.scratch import Scratch
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import in_process, registry
+from kvtransfer.transports.row_channels import STREAM, row_ways
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
@@ -72,13 +74,14 @@ class PrefillWorker:
         chunk = settings.chunk_tokens(device_type)
         if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
             chunk = min(chunk, engine.model.shape.vocab_size)
+        most = max(chunk, engine.unbroken_rows)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,
             transports,
             engine.layout,
             engine.model.shape.max_context,
             Memory.of(device, engine.runner.recorded_prompts, plan_steps(engine, chunk)),
-            chunk,
+            most,
         )
         log_plan(engine, self._scratch_plan.blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
@@ -103,7 +106,7 @@ class PrefillWorker:
         )
         self._tiers: KvTiers | None = None
         self._tier_stack = self._make_tier_stack()
-        self._handoff = self._make_handoff(chunk)
+        self._handoff = self._make_handoff(most)
         self._loop.requests.handoff = self._handoff
         self._encoders = self._fetch_rows()
         self._metrics.pull_cost.set_function(lambda: self._handoff.pull_rates.cost)
@@ -140,6 +143,7 @@ class PrefillWorker:
             self._engine.fingerprint,
             self._engine.layout.bytes_per_block,
             reads_shared=True,
+            lock=page_lock(self._engine.model.device),
         )
 
     def _make_handoff(self, chunk: int) -> HandoffClient:
@@ -208,15 +212,20 @@ class PrefillWorker:
         )
         for outcome in EMBEDDING_OUTCOMES:
             metrics.embedding_fetches.labels(outcome)
+        ways = row_ways(self._scratch_plan.transports)
+        for way in (*ways, STREAM):
+            metrics.embedding_bytes.labels(way)
         requests.fetching.source = client = EmbeddingClient(
             WriterId(self._settings.worker_id, incarnation()),
             fingerprint,
             on_rows=requests.fetching.arrived,
             on_failed=requests.fetching.failed,
             on_outcome=lambda outcome: metrics.embedding_fetches.labels(outcome).inc(),
+            on_bytes=lambda way, count: metrics.embedding_bytes.labels(way).inc(count),
             heartbeat=lambda: engine_heartbeat(self._loop),
             device=self._engine.model.device,
             tls=self._settings.link_tls,
+            transports=ways,
         )
         return client
 
@@ -236,6 +245,7 @@ class PrefillWorker:
             stack,
             changed=lambda: None,
             moved=lambda tiered, gone: self._server.prefix_changed((), gone, tiered),
+            device=DeviceCopies.of(scratch.memory, stack.slots),
         )
         self._tiers.start()
         watch_stack(stack, self._metrics)

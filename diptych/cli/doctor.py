@@ -6,6 +6,7 @@ A check returns a Finding. The state `missing` makes the exit status 1; `note` i
 import ctypes
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def run_doctor(
         ("CUDA", cuda),
         ("GPU sharing", gpu_sharing),
         ("memory", memory),
+        ("locked memory", locked_memory),
         ("memfd", memfd),
         ("pidfd", pidfd),
         ("kernels package", kernels_package),
@@ -239,6 +241,18 @@ def memory() -> Finding:
     if free < _WANTED_MEMORY_GIB:
         return Finding("note", f"{text}; {_WANTED_MEMORY_GIB:.0f} GiB are comfortable")
     return Finding("ok", f"{text} (/dev/shm is not used)")
+
+
+def locked_memory() -> Finding:
+    """Find how much memory a GPU worker may page-lock for its RAM tier."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Finding("ok", "no limit: a GPU worker locks the memory of --kv-tier ram:SIZE")
+    return Finding(
+        "note",
+        f"at most {limit / 2**20:,.1f} MiB (ulimit -l): where the GPU's driver keeps to it, a larger "
+        "--kv-tier ram:SIZE is not locked, and copied more slowly; a CPU worker locks none",
+    )
 
 
 def memfd() -> Finding:

@@ -15,6 +15,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import SampleRow
 
 
@@ -212,9 +213,9 @@ class CompletionFdBackend(LaunchingBackend, Protocol):
 class GraphBackend(LaunchingBackend, Protocol):
     """A backend that can launch only what it has recorded before."""
 
-    def plan_decode(self, max_batch: int, block_size: int) -> int:
+    def plan_decode(self, max_batch: int, block_size: int, *, windows: WindowGroups | None = None) -> int:
         """Allocate the buffers that decode steps of up to `max_batch` rows need beside weights and blocks,
-        without the graphs themselves; return how many graphs there will be.
+        without the graphs themselves; return how many graphs there will be. `windows` as in `KVLayout`.
         """
         ...
 

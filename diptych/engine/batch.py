@@ -95,10 +95,20 @@ class SequenceStep:
 
 def cut_to_window(step: SequenceStep, table: int) -> SequenceStep:
     """Return a step as the layers of windowed table `table` (from 1 on) see it: one of a sequence that begins
-    at the place `window_first`, as nothing before it is read.
+    at the first place that is read. Its rotary positions mean nothing.
     """
-    begin = step.window_first * step.memory.layout.block_size
-    return replace(step, block_table=step.window_tables[table - 1], start=step.start - begin)
+    layout = step.memory.layout
+    assert layout.windows is not None
+    first = layout.windows.first_read(step.start, layout.block_size)
+    blocks = step.window_tables[table - 1][first - step.window_first :]
+    return replace(step, block_table=blocks, start=step.start - first * layout.block_size)
+
+
+def window_cuts(sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
+    """Return the step as the layers of each windowed table see it; its sequences have equal layouts."""
+    windows = sequences[0].memory.layout.windows
+    cuts = () if windows is None else range(1, windows.tables + 1)
+    return [[cut_to_window(step, table) for step in sequences] for table in cuts]
 
 
 def depths(parents: Sequence[int]) -> list[int]:

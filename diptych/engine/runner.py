@@ -26,6 +26,7 @@ from diptych.engine.backend import (
 from diptych.engine.batch import AbortWords, BatchError, Launched, SequenceStep, StepOutput, check_batch
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.loaded_model import Model
 from diptych.engine.sampling import SampleRow
 
@@ -130,11 +131,11 @@ class Runner:
             None if launched is None else _TimedStep(launched, partial(self._launched_ended, tokens, share))
         )
 
-    def plan_decode(self, max_batch: int, block_size: int) -> int:
+    def plan_decode(self, max_batch: int, block_size: int, windows: WindowGroups | None = None) -> int:
         """Allocate the buffers of decode steps of up to `max_batch` rows; return how many graphs there will
-        be, 0 on a backend without graphs.
+        be, 0 on a backend without graphs. `windows` as in `KVLayout`.
         """
-        return 0 if self._graphs is None else self._graphs.plan_decode(max_batch, block_size)
+        return 0 if self._graphs is None else self._graphs.plan_decode(max_batch, block_size, windows=windows)
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """Record the graphs of decode steps over `memory`, where the backend has graphs: takes seconds."""

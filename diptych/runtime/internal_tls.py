@@ -2,9 +2,9 @@
 
 The folder has the names of a Kubernetes TLS secret, as cert-manager writes it: `tls.crt`, `tls.key` and
 `ca.crt`, the roots that sign every program's certificate. A certificate says by a DNS name what its owner is:
-`gateway.diptych.internal`, `prefill.diptych.internal` or `decode.diptych.internal`. Addresses do not count:
-those of pods are not known when a certificate is signed. The connecting end demands the role that serves the
-method, the serving end the role that may call it.
+`gateway.diptych.internal`, `prefill.diptych.internal`, `decode.diptych.internal` or
+`encode.diptych.internal`. Addresses do not count: those of pods are not known when a certificate is signed.
+The connecting end demands the role that serves the method, the serving end the role that may call it.
 
 Files are looked at for each new connection. Connections that stand stay: they are as old as their streams.
 """
@@ -87,7 +87,7 @@ class InternalTls:
 
     Args:
         folder: has tls.crt, tls.key and ca.crt.
-        role: of this program: gateway, prefill or decode.
+        role: of this program: gateway, prefill, decode or encode.
         plain_groups: whether nccl and gloo, which do not encrypt, may carry keys and values to other hosts.
     """
 

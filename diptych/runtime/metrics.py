@@ -368,6 +368,12 @@ class PrefillMetrics(WorkerMetrics):
             ["outcome"],
             registry=registry,
         )
+        self.embedding_bytes = Counter(
+            "diptych_embedding_bytes",
+            "Bytes of images' rows from encode workers, by shared_memory, tcp or the workers' stream",
+            ["transport"],
+            registry=registry,
+        )
         self.pull_cost = Gauge(
             "diptych_kv_pull_cost",
             "Cost of pulling a token, in tokens that are computed in the same time",

@@ -95,7 +95,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
     engine = LoadedEngine(
         model,
         runner,
-        _layout(settings, model, drafting, images=files.images is not None),
+        _layout(settings, model, drafting),
         model_digest(files.path, None if files.images is None else files.images.mmproj),
         dtype,
         parts=settings.parts,
@@ -216,31 +216,28 @@ def _encoder(settings: WorkerSettings, files: _Files, model: Model, dtype: Preci
     )
 
 
-def _layout(settings: WorkerSettings, model: Model, drafting: Drafting, *, images: bool) -> KVLayout:
+def _layout(settings: WorkerSettings, model: Model, drafting: Drafting) -> KVLayout:
     """Return the layout of a block: the model's, with a draft's segment and groups of layers in it."""
     layout = model.kv_layout(settings.block_size)
     second = drafting.kv_layout(settings.block_size)
     if second is not None:
         layout = replace(layout, draft=second)
-    groups = _window_groups(settings, model, images=images)
+    groups = _window_groups(settings, model)
     return layout if groups is None else replace(layout, windows=groups)
 
 
-def _window_groups(settings: WorkerSettings, model: Model, *, images: bool) -> WindowGroups | None:
+def _window_groups(settings: WorkerSettings, model: Model) -> WindowGroups | None:
     """Return the groups of layers that get blocks of their own; None where one block has all layers.
 
     What it depends on is the same for all workers of a system, or refused when they link.
     """
     groups = window_groups(model.shape.windows)
-    if groups is None or settings.window_blocks == "off":
+    if groups is None:
         return None
     whole = {
+        "--window-blocks off": settings.window_blocks == "off",
         settings.group_flags: settings.in_parts,
         f"--speculative-model {settings.speculative_model}": settings.speculative_model is not None,
-        f"--kv-cache-dtype {settings.kv_cache_dtype}": settings.kv_cache_dtype != "auto",
-        f"the {model.backend_name} step": model.backend_name not in ("native", "torch"),
-        f"blocks on {model.device}": model.device.type != "cpu",
-        "a model that reads images": images,
     }
     if (why := next((name for name, holds in whole.items() if holds), None)) is not None:
         log.info("blocks behind the window of %d tokens are kept: %s", groups.window, why)

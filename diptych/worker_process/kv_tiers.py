@@ -9,7 +9,8 @@ so that no sequence has to make way for it. Where tiers are slower than blocks c
 does, the announcement waits while another thread reads these blocks into memory of its own, where they are
 checked. Then the event loop takes a block of the pool, copies, and enters it into the prefix cache, one after
 the other: between two of them nothing is held. The attempt's grant finds them there as it finds computed
-blocks. What has not come within `LOAD_S` is a miss; until a read that was too slow returns, no other begins.
+blocks. On a GPU the blocks of a batch are copied together, beside the steps (device_copies.py). What has not
+come within `LOAD_S` is a miss; until a read that was too slow returns, no other begins.
 
 **In, at a prefill worker that copies.** It holds blocks of scratch for a whole prompt before it asks for a
 grant, and what tiers have of the prompt is copied into these.
@@ -31,12 +32,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
+from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.tiers.pinned import PinnedEntry
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
+from diptych.worker_process.device_copies import DeviceCopies, Mark
 from diptych.worker_process.tier_loads import MOST_LOADS, TierLoads
-from kvtransfer.transports.host_blocks import host_view, read_block, write_block
+from diptych.worker_process.tier_writes import Fresh, TierWrites
+from kvtransfer.transports.host_blocks import host_view
 
 MOST_QUEUED = 4096
 """Most blocks that wait to be copied out."""
@@ -60,8 +64,9 @@ class KvTiers:
         *,
         changed: Callable[[], None],
         moved: Callable[[Sequence[bytes], Sequence[bytes]], None],
+        device: DeviceCopies | None = None,
     ) -> None:
-        """Take two callbacks.
+        """Take two callbacks, and what copies to and from a memory that is a device's.
 
         `changed` is called when blocks were released or the prefix cache has changed, `moved` with keys that
         are in a tier and not in the pool, as others stored them, and with keys that are in neither any more.
@@ -73,11 +78,14 @@ class KvTiers:
         self._moved = moved
         stack.on_dropped = lambda keys: self._on_loop(self._dropped, keys)
         stack.on_found = lambda keys: self._on_loop(self._found, keys)
-        self._queue: dict[bytes, tuple[int, bytes]] = {}
+        self._device = device
+        self._writes = TierWrites(memory, pool, device, changed)
+        self._queue: dict[bytes, tuple[int, bytes, Mark | None]] = {}
         self._copying: bytes | None = None
         self._copied = threading.Event()
         self._storing = 0
-        self.loads = TierLoads(memory, stack)
+        stage = None if device is None else device.stage
+        self.loads = TierLoads(memory.layout.block_size, stack, stage)
         self._tasks: set[asyncio.Task[None]] = set()
         self._rescanning: Future[None] | None = None
         self._closed = False
@@ -133,9 +141,10 @@ class KvTiers:
         """Take the keys that entered the prefix cache."""
         if not self.stack.stores:
             return
+        computed = None if self._device is None else self._device.mark()
         for key in keys:
             if key not in self.stack and (place := self._pool.place_of(key)) is not None:
-                self._queue[key] = place
+                self._queue[key] = (*place, computed)
         while len(self._queue) > MOST_QUEUED:
             del self._queue[next(iter(self._queue))]
         self._copy_next()
@@ -145,18 +154,22 @@ class KvTiers:
             return
         self._loop = self._loop or asyncio.get_running_loop()
         key = next(iter(self._queue))
-        block, parent = self._queue.pop(key)
+        block, parent, computed = self._queue.pop(key)
         self._copying, epoch = key, self.stack.epoch
         self._copied.clear()
-        copy = self._copier.submit(self._copy, block)
+        copy = self._copier.submit(self._copy, block, computed)
         copy.add_done_callback(lambda _: self._copied.set())  # also of a copy that is cancelled
         copy.add_done_callback(lambda done: self._on_loop(self._copy_done, key, parent, done, epoch))
 
-    def _copy(self, block: int) -> memoryview:
+    def _copy(self, block: int, computed: Mark | None) -> memoryview | PinnedEntry:
         """Return a copy of a block that nothing writes. Runs on the copier's thread."""
+        if self._device is not None and computed is not None:
+            return self._device.read(block, computed)
         return _copy_of(self._memory, block)
 
-    def _copy_done(self, key: bytes, parent: bytes, done: Future[memoryview], epoch: int) -> None:
+    def _copy_done(
+        self, key: bytes, parent: bytes, done: Future[memoryview | PinnedEntry], epoch: int
+    ) -> None:
         self._copying = None
         if not done.cancelled():
             self._store(key, parent, done.result(), epoch)
@@ -169,10 +182,10 @@ class KvTiers:
             return
         place = self._queue.pop(key, None)
         # A device has to be waited for, which an event loop does not.
-        if place is not None and self._storing < MOST_COPIES and self._memory.device.type == "cpu":
+        if place is not None and self._storing < MOST_COPIES and self._device is None:
             self._store(key, place[1], _copy_of(self._memory, block), self.stack.epoch)
 
-    def _store(self, key: bytes, parent: bytes, payload: memoryview, epoch: int) -> None:
+    def _store(self, key: bytes, parent: bytes, payload: memoryview | PinnedEntry, epoch: int) -> None:
         self._storing += 1
         future = self._out.submit(self.stack.put, key, parent, payload, epoch)
         future.add_done_callback(lambda done: self._on_loop(self._stored, done))
@@ -222,40 +235,20 @@ class KvTiers:
         """
         count = self.loads.leading(keys[first:])
 
-        def take(place: int, one: StoredBlock) -> bool:
-            write_block(self._memory, blocks[place - first], one.payload)
-            return True
+        async def take(place: int, batch: Sequence[StoredBlock], fresh: Fresh) -> int:
+            begin = place - first
+            return await self._writes.fill(blocks[begin : begin + len(batch)], batch, fresh)
 
         return await self.loads.load(keys[: first + count], first, take) if count else Loaded()
 
     async def _load(self, keys: Sequence[bytes], first: int, then: Callable[[Loaded], None]) -> None:
-        loaded = await self.loads.load(keys, first, lambda _, one: self._cache(one))
+        async def take(_: int, batch: Sequence[StoredBlock], fresh: Fresh) -> int:
+            return await self._writes.cache(batch, fresh)
+
+        loaded = await self.loads.load(keys, first, take)
         if loaded.blocks:
             self._changed()
         then(loaded)
-
-    def _cache(self, one: StoredBlock) -> bool:
-        """Copy a block into the pool and the prefix cache.
-
-        False if the pool has no room, or if the block before it was evicted meanwhile.
-        """
-        pool = self._pool
-        if pool.match([one.key]):
-            return True  # another attempt was faster
-        before = pool.acquire_prefix([one.parent]) if one.parent else []  # else it may make room for this one
-        try:
-            if one.parent and not before:
-                return False
-            try:
-                (block,) = pool.allocate(1)
-            except OutOfBlocks:
-                return False
-            write_block(self._memory, block, one.payload)
-            cached = pool.insert(block, one.key, one.parent)
-            pool.release([block])
-            return cached
-        finally:
-            pool.release(before)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         """Forget keys and what continues them, or everything where none is named."""
@@ -277,9 +270,7 @@ class KvTiers:
 
 
 def _copy_of(memory: KVMemory, block: int) -> memoryview:
-    """Return a copy of a block in host memory."""
-    if memory.device.type != "cpu":
-        return read_block(memory, block)
+    """Return a copy of a block of host memory."""
     size = memory.layout.bytes_per_block
     copy = torch.empty(size, dtype=torch.uint8)
     # Neither a slice, which keeps the interpreter's lock, nor torch, which takes several threads for it.

@@ -73,6 +73,11 @@ class LoadedEngine:
         return EmbeddingFingerprint(self.digest, self.images.family, _dtype_name(rows_dtype(self.dtype)))
 
     @property
+    def unbroken_rows(self) -> int:
+        """Most tokens of an image that a chunk takes whole, beyond its budget; 0 where images are divided."""
+        return self.images.rows_per_tile if self.images is not None and self.images.whole else 0
+
+    @property
     def record(self) -> EngineRecord:
         """See `ServedEngine.record`."""
         fingerprint, rows = self.fingerprint, self.embedding_fingerprint

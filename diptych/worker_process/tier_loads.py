@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.chain_reader import ChainReader
 from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
@@ -29,8 +28,10 @@ MARGIN_S = 0.02
 """Time before its end at which a reading thread stops, so that what it has is taken."""
 MOST_LOADS = 8
 """Loads at a time; further attempts do without."""
-Take = Callable[[int, StoredBlock], bool]
-"""Called with the place of a verified block in its prefix and the block: False if it is not wanted."""
+Take = Callable[[int, Sequence[StoredBlock], Callable[[], bool]], Awaitable[int]]
+"""Called with the place of a verified block in its prefix, this block and some that follow, and a function
+that says whether they may still be used. Returns how many of them were taken.
+"""
 _KEEP = 0.8
 """Weight of earlier loads in the time a token."""
 _log = logging.getLogger(__name__)
@@ -39,10 +40,13 @@ _log = logging.getLogger(__name__)
 class TierLoads:
     """Reader of one worker's tiers. All calls are made on the event loop."""
 
-    def __init__(self, memory: KVMemory, stack: TierStack) -> None:
-        """Take the memory that the blocks are for: its device and its block size count."""
-        self._memory = memory
+    def __init__(
+        self, block_size: int, stack: TierStack, stage: Callable[[memoryview], memoryview] | None = None
+    ) -> None:
+        """Take the tokens of a block, the tiers, and what brings a block to where it is copied from."""
+        self._block_size = block_size
         self._stack = stack
+        self._stage = stage
         self._reader = ChainReader(stack)
         self._running = 0
         self.held_up = 0
@@ -78,7 +82,7 @@ class TierLoads:
             self._running -= 1
         loaded.seconds = time.monotonic() - started
         if loaded.blocks:
-            now = loaded.seconds / (loaded.blocks.total() * self._memory.layout.block_size)
+            now = loaded.seconds / (loaded.blocks.total() * self._block_size)
             self.token_s = now if self.token_s is None else _KEEP * self.token_s + (1 - _KEEP) * now
         return loaded
 
@@ -91,12 +95,9 @@ class TierLoads:
             batch = keys[start : start + max(BATCH, self._reader.at_once(keys[start]))]
             parents = [keys[place - 1] if place else b"" for place in range(start, start + len(batch))]
             found = await self._in_time(until, batch, parents)
-            for place, one in enumerate(found, start):
-                if self._stack.epoch != epoch or not take(place, one):
-                    return
-                loaded.blocks[one.tier] += 1
-                await asyncio.sleep(0)  # streams go on between two copies
-            if len(found) < len(batch):
+            taken = await take(start, found, lambda: self._stack.epoch == epoch) if found else 0
+            loaded.blocks.update(one.tier for one in found[:taken])
+            if taken < len(batch):
                 return
             start += len(batch)
 
@@ -116,6 +117,6 @@ class TierLoads:
     def _read(self, keys: Sequence[bytes], parents: Sequence[bytes], until: float) -> list[StoredBlock]:
         """Read leading blocks into memory of their own, checked, until a miss or the time. On a thread."""
         found = self._reader.read(keys, parents, until - MARGIN_S)
-        if self._memory.device.type == "cpu":
+        if self._stage is None:
             return found
-        return [replace(one, payload=memoryview(bytearray(one.payload))) for one in found]  # torch writes
+        return [replace(one, payload=self._stage(one.payload)) for one in found]

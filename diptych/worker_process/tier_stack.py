@@ -15,6 +15,7 @@ from redis.retry import Retry
 from diptych.engine.kv.tiers.disk import DiskTier
 from diptych.engine.kv.tiers.entry import FINGERPRINT_BYTES, EntryFormat
 from diptych.engine.kv.tiers.loaded import Loaded
+from diptych.engine.kv.tiers.pinned import NotPinned, PageLock, PinnedSlots
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.remote import RemoteTier
 from diptych.engine.kv.tiers.s3 import FAILURES, S3Place, S3Store, credentials_of
@@ -38,24 +39,33 @@ class TierUnusable(StartupError):
 
 
 def make_stack(
-    specs: Sequence[TierSpec], fingerprint: Fingerprint, block_bytes: int, *, reads_shared: bool = False
+    specs: Sequence[TierSpec],
+    fingerprint: Fingerprint,
+    block_bytes: int,
+    *,
+    reads_shared: bool = False,
+    lock: PageLock | None = None,
 ) -> TierStack | None:
     """Return the tiers that are configured, None without any. Raises TierUnusable.
 
     Blocks are stored under what two workers must share to exchange them: no other block is ever read. With
     `reads_shared` nothing is stored in tiers that workers share: those that the blocks are handed to do that.
+    Memory is page-locked where `lock` is given, if it can be.
     """
     if not specs:
         return None
     name = hashlib.blake2b(repr(fingerprint).encode(), digest_size=FINGERPRINT_BYTES).digest()
     form = EntryFormat(name, block_bytes)
     try:
-        tiers = [_MAKERS[spec.kind](spec, form) for spec in specs]
+        tiers = [
+            _ram(spec, form, lock) if spec.kind == RAM else _MAKERS[spec.kind](spec, form) for spec in specs
+        ]
         stack = TierStack(tiers, form, SHARED if reads_shared else ())
     except OSError as error:
         raise TierUnusable(f"--kv-tier: {error.strerror}: {error.filename}") from error
     for spec, tier in zip(specs, stack.tiers, strict=True):
-        blocks = spec.quota // form.entry_bytes
+        slots = tier.slots if isinstance(tier, RamTier) else None
+        blocks = spec.quota // form.entry_bytes if slots is None else slots.entries
         if not blocks and spec.quota:
             raise TierUnusable(f"--kv-tier {spec.kind}: one block takes {form.entry_bytes} bytes")
         room = str(blocks) if blocks else "the server's limit of"
@@ -75,6 +85,23 @@ def count_loaded(loaded: Loaded, metrics: WorkerMetrics) -> None:
     """Count blocks that came from tiers."""
     for tier, blocks in loaded.blocks.items():
         metrics.tier_blocks_loaded.labels(tier).inc(blocks)
+
+
+def _ram(spec: TierSpec, form: EntryFormat, lock: PageLock | None) -> Tier:
+    """Return a tier in memory: page-locked for copies of a GPU, or else as it is, which the log says."""
+    if lock is not None:
+        try:
+            slots = PinnedSlots(spec.quota, form.entry_bytes, lock)
+        except NotPinned as error:
+            _log.warning(
+                "the ram tier is not page-locked, and copied more slowly: %s; raise the limit of locked "
+                "memory (ulimit -l, LimitMEMLOCK=, a container's memlock), or make the tier smaller",
+                error,
+            )
+        else:
+            _log.info("the ram tier has %d MiB of page-locked memory", spec.quota >> 20)
+            return RamTier(slots.entries * form.entry_bytes, slots=slots)
+    return RamTier(spec.quota)
 
 
 def _disk(spec: TierSpec, form: EntryFormat) -> Tier:
@@ -114,7 +141,6 @@ def _s3(spec: TierSpec, form: EntryFormat) -> Tier:
 
 
 _MAKERS: dict[str, Callable[[TierSpec, EntryFormat], Tier]] = {
-    RAM: lambda spec, form: RamTier(spec.quota),
     DISK: _disk,
     REDIS: _redis,
     S3: _s3,

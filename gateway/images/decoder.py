@@ -18,6 +18,7 @@ from diptych.runtime.bounded_child import frame
 from diptych.runtime.errors import Draining, QueueFull
 from diptych.runtime.image_rows import pixels_digest
 from gateway.answering_child import AnsweringChild, ChildLost, OutOfTime, read_frame
+from gateway.images.suspects import Suspects
 from gateway.model.images import PreparedImage
 
 MAX_WAITING: Final = 64
@@ -26,6 +27,8 @@ MAX_WAITING: Final = 64
 
 REFUSED_S: Final = 0.05
 """Time after a refused file before its tenant's next one, so that a flood of them costs others little."""
+SUSPECTS_S: Final = 0.025
+"""Time after a file of a tenant whose last one was refused, before that of another such tenant."""
 
 
 class RefusedImage(Exception):
@@ -49,6 +52,7 @@ class ImageDecoder:
         self._child = AnsweringChild("diptych.runtime.images.decode", "decodes images")
         self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
         self._next = asyncio.Lock()  # of the tenants' first images
+        self._suspects = Suspects()
         self._closed = False
 
     @property
@@ -67,13 +71,16 @@ class ImageDecoder:
         try:
             async with turn.lock:
                 try:
-                    async with self._next:
+                    async with self._suspects.turn(tenant, SUSPECTS_S), self._next:
                         if self._closed:
                             raise Draining()
-                        return await self._ask(data, media_type)
+                        found = await self._ask(data, media_type)
                 except RefusedImage:
+                    self._suspects.refuse(tenant)
                     await asyncio.sleep(REFUSED_S)
                     raise
+                self._suspects.accept(tenant)
+                return found
         finally:
             turn.waiting -= 1
 

@@ -18,6 +18,7 @@ from functools import cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final, TypeVar
 
+from gateway.images.memory import ByteBudget
 from gateway.images.url_rules import RefusedUrl, Target, UrlRules, is_public
 
 MOST_REDIRECTS: Final = 3
@@ -42,20 +43,6 @@ def resolve(host: str, port: int) -> list[str]:
     """Return a host's addresses. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
-
-
-class ByteBudget:
-    """Bytes that the downloads of a request may have together; used by several threads."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> bool:
-        """Take so many bytes; False where there are not so many."""
-        with self._lock:
-            self._left -= num_bytes
-            return self._left >= 0
 
 
 class Download:
@@ -84,7 +71,7 @@ class Download:
         self._stopped = False
 
     def run(self) -> bytes:
-        """Return the file. Raises RefusedUrl, and TimeoutError at its end of time."""
+        """Return the file. Raises RefusedUrl, ImageMemory, and TimeoutError at its end of time."""
         target = self._target
         try:
             for _ in range(MOST_REDIRECTS + 1):

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
 
-from diptych.runtime.errors import QueueFull
-from gateway.images.download import ByteBudget, Download, Judge, Resolve, resolve
+from diptych.runtime.errors import ImageMemory, QueueFull
+from gateway.images.download import Download, Judge, Resolve, resolve
+from gateway.images.memory import ByteBudget
 from gateway.images.url_rules import RefusedUrl, UrlRules, is_public
 
 MOST_AT_ONCE: Final = 32
@@ -69,7 +70,10 @@ class ImageFetcher:
         self._shares: WeakValueDictionary[str, _Share] = WeakValueDictionary()
 
     async def fetch(self, url: str, budget: ByteBudget, tenant: str) -> bytes:
-        """Return the file at a URL, whose bytes are taken from `budget`. Raises RefusedUrl, QueueFull."""
+        """Return the file at a URL, whose bytes are taken from `budget`.
+
+        Raises RefusedUrl, QueueFull, ImageMemory.
+        """
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = _Share()
@@ -78,7 +82,7 @@ class ImageFetcher:
         share.waiting += 1
         try:
             data = await self._fetch(url, budget, share)
-        except RefusedUrl:
+        except (RefusedUrl, ImageMemory):
             self._count(REFUSED)
             raise
         finally:

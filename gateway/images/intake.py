@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from diptych.runtime.errors import ImageMemory, InvalidParameter, UnsupportedFeature
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.runtime.images.media_types import MEDIA_TYPES
 from diptych.v1 import inference_pb2 as pb
 from gateway.images.decoder import ImageDecoder, RefusedImage
-from gateway.images.download import ByteBudget
 from gateway.images.fetcher import ImageFetcher
+from gateway.images.memory import ByteBudget, HeldMemory
 from gateway.images.url_rules import RefusedUrl
 from gateway.model.images import PreparedImage
 
@@ -28,34 +28,30 @@ class ImageLimits:
     """Images of a request."""
     file_bytes: int
     """Bytes of the files of a request's images together."""
-    memory_bytes: int
-    """Bytes of the pixels of all running requests."""
 
 
 class ImageIntake:
-    """Takes the images of all requests of a gateway."""
+    """Takes the images of all requests for a model."""
 
     def __init__(
         self,
         decoder: ImageDecoder | None,
         limits: ImageLimits,
+        memory: HeldMemory,
         why_none: str = TEXT_ONLY,
         fetcher: ImageFetcher | None = None,
     ) -> None:
         """Take images with ``decoder``; without one all are refused, with the words ``why_none``.
 
-        Remote ones are fetched with ``fetcher``; without one they are refused.
+        Args:
+            memory: holds their pixels, and files that are fetched.
+            fetcher: fetches remote ones; without it they are refused.
         """
         self._decoder = decoder
         self._fetcher = fetcher
         self._limits = limits
         self._why_none = why_none
-        self._held_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of the pixels of running requests."""
-        return self._held_bytes
+        self._memory = memory
 
     async def close(self) -> None:
         """End the process that decodes."""
@@ -73,9 +69,18 @@ class ImageIntake:
         decoder = self._decoder
         if decoder is None:
             raise UnsupportedFeature(found[0][0], self._why_none)
+        budget = ByteBudget(self._check(found), self._memory)
+        try:
+            return await self._decoded(decoder, await self._files(found, budget, tenant), tenant)
+        finally:
+            budget.close()
+
+    async def _decoded(
+        self, decoder: ImageDecoder, files: list[tuple[str, bytes, str]], tenant: str
+    ) -> tuple[PreparedImage, ...]:
         made: dict[tuple[bytes, str], PreparedImage] = {}
         order = []
-        for field, data, media_type in await self._files(found, self._check(found), tenant):
+        for field, data, media_type in files:
             key = data, media_type
             order.append(key)
             if key in made:
@@ -112,11 +117,10 @@ class ImageIntake:
         return left
 
     async def _files(
-        self, found: list[tuple[str, pb.Image]], num_bytes: int, tenant: str
+        self, found: list[tuple[str, pb.Image]], budget: ByteBudget, tenant: str
     ) -> list[tuple[str, bytes, str]]:
-        """Return field, file and media type of each image; those at URLs, `num_bytes` together, fetched."""
+        """Return field, file and media type of each image; those at URLs are fetched within `budget`."""
         remote = {image.url: f"{field}.url" for field, image in reversed(found) if image.url}
-        budget = ByteBudget(num_bytes)
         tasks = {
             url: asyncio.create_task(self._fetched(url, field, budget, tenant), name="image url")
             for url, field in remote.items()
@@ -141,13 +145,8 @@ class ImageIntake:
 
     def _hold(self, image: PreparedImage) -> None:
         """Count an image's pixels for as long as it lives."""
-        if self._held_bytes + len(image.data) > self._limits.memory_bytes:
-            raise ImageMemory()
-        self._held_bytes += len(image.data)
-        weakref.finalize(image, self._release, len(image.data))
-
-    def _release(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
+        self._memory.take(len(image.data))
+        weakref.finalize(image, self._memory.release, len(image.data))
 
 
 def _images_of(chat: pb.ChatPrompt) -> Iterator[tuple[str, pb.Image]]:

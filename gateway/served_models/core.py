@@ -31,6 +31,7 @@ from gateway.admission.wait import MaxQueueDelay
 from gateway.config import GatewaySettings
 from gateway.generate import Generator
 from gateway.images.fetcher import ImageFetcher
+from gateway.images.memory import HeldMemory
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
@@ -53,6 +54,7 @@ class SharedParts:
     """Parts of a gateway that all its models use.
 
     Args:
+        image_memory: bounds what images of running requests take.
         image_fetcher: None where no remote images are fetched.
         tenants: returns how many there are.
         local_workers: returns the workers that the gateway's own supervisor knows to serve.
@@ -67,6 +69,7 @@ class SharedParts:
     unread_output: UnreadOutput
     tokenizer_pool: TokenizerPool
     grammars: GrammarCheck
+    image_memory: HeldMemory
     image_fetcher: ImageFetcher | None
     tenants: Callable[[], int]
     local_workers: Callable[[], list[WorkerRecord]]
@@ -120,7 +123,7 @@ class ModelCore:
         self.tokens = ResumeTokens(
             settings.secret_bytes, self.digest, wall_clock=time.time, several=neighbours.several
         )
-        images = image_intake(self.model, settings, shared.image_fetcher)
+        images = image_intake(self.model, settings, shared.image_memory, shared.image_fetcher)
         self.request_parser = RequestParser(
             self.model,
             shared.tokenizer_pool,

@@ -13,6 +13,7 @@ from gateway.config import GatewaySettings, listed
 from gateway.images.decoder import ImageDecoder
 from gateway.images.fetcher import ImageFetcher
 from gateway.images.intake import ImageIntake, ImageLimits
+from gateway.images.memory import HeldMemory
 from gateway.model.named_models import NamedModel
 from gateway.model.served_model import ServedModel
 from gateway.model.template_file import read_template
@@ -64,14 +65,15 @@ def load_model(settings: GatewaySettings, named: NamedModel) -> LoadedModel:
 
 
 def image_intake(
-    model: ServedModel, settings: GatewaySettings, fetcher: ImageFetcher | None = None
+    model: ServedModel, settings: GatewaySettings, memory: HeldMemory, fetcher: ImageFetcher | None = None
 ) -> ImageIntake:
     """Return what takes the images of requests for ``model``; of a model of text it refuses them."""
-    limits = ImageLimits(settings.max_images, settings.max_image_mib << 20, settings.image_memory_mib << 20)
+    limits = ImageLimits(settings.max_images, settings.max_image_mib << 20)
     if model.images is None:
-        return ImageIntake(None, limits)
+        return ImageIntake(None, limits, memory)
     if find_spec("PIL") is None:
         why = "images need the extra `vision`: pip install 'diptych[vision]'"
         _log.warning("requests with images are refused: %s", why)
-        return ImageIntake(None, limits, why)
-    return ImageIntake(ImageDecoder(model.images.spec, settings.max_image_pixels), limits, fetcher=fetcher)
+        return ImageIntake(None, limits, memory, why)
+    decoder = ImageDecoder(model.images.spec, settings.max_image_pixels)
+    return ImageIntake(decoder, limits, memory, fetcher=fetcher)

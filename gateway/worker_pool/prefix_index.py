@@ -50,7 +50,7 @@ class PrefixIndexReader:
         )
 
     def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, Held]:
-        """Return the leading cached blocks by worker, of whichever role.
+        """Return the leading cached blocks by worker, of whichever role; the last token is always computed.
 
         Key chains differ by what blocks keep (`WorkerRecord.kept`) and by block size, so each pair of them
         is looked up once.
@@ -61,7 +61,7 @@ class PrefixIndexReader:
         for kept, block_size in dict.fromkeys((w.record.kept, w.record.block_size) for w in workers):
             namespace, images = self.namespace(job, kept), job.request.images
             rows = () if images is None else images.image_rows(namespace)
-            keys = self._keys(namespace, block_size, token_ids, rows)
+            keys = self._keys(namespace, block_size, token_ids, rows)[: (len(token_ids) - 1) // block_size]
             if keys:
                 cached = self._index.prefix_hits(keys)
                 tiered = self._index.tier_hits(keys, cached)

@@ -238,7 +238,7 @@ class HandoffClient:
             hello.pull_endpoint,
             hello.pull_token,
             self._tls,
-            tuple(map(read_holder, hello.holders)),
+            holders=tuple(map(read_holder, hello.holders)),
         )
         try:
             if hello.transport in registry.IN_PLACE:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,9 @@ from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.lease import Lease, LeaseTimes, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.row_transfer import Arrival, RowAsks, Rows, RowsPart
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.row_channels import STREAM, RowReceiver, RowsAdmission
+from kvtransfer.transports.row_registry import open_row_receiver
 
 FETCHED, DAMAGED, STALE, LOST = OUTCOMES = ("fetched", "damaged", "stale", "lost")
 _LOST = work_pb2.FAILURE_REASON_ENCODER_LOST
@@ -50,6 +53,11 @@ class _Peer:
     """Messages before the link is up."""
     link: EmbeddingLink | None = None
     lease: Lease | None = None
+    way: str = STREAM
+    receiver: RowReceiver | None = None
+    """Receiver of its rows; None: they come over the link."""
+    read: int = 0
+    """Parts that were announced in a region, and are copied or dropped."""
 
     def send(self, request: Request) -> None:
         if self.link is None:
@@ -65,8 +73,10 @@ class EmbeddingClient:
         on_rows: `on_rows(key, digest, rows)` gets an image's embeddings `[rows, width]`, on `device`.
         on_failed: `on_failed(key, failure)`: an attempt does not get what it asked for.
         on_outcome: gets one of `OUTCOMES` for each image, or part of one, that came or did not.
+        on_bytes: `on_bytes(way, count)`: bytes of rows came by this way.
         heartbeat: state of this worker's engine.
         tls: certificates for the links; None: they are plain.
+        transports: ways of rows to offer, in order of preference (`row_ways`).
     """
 
     def __init__(
@@ -77,12 +87,15 @@ class EmbeddingClient:
         on_rows: Callable[[Key, bytes, torch.Tensor], None],
         on_failed: Callable[[Key, work_pb2.Failure], None],
         on_outcome: Callable[[str], None] = lambda outcome: None,
+        on_bytes: Callable[[str, int], None] = lambda way, count: None,
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
         device: torch.device | str = "cpu",
         times: LeaseTimes | None = None,
         tls: InternalTls | None = None,
+        transports: Sequence[str] = (),
     ) -> None:
         self._worker, self._fingerprint, self._tls = worker, fingerprint, tls
+        self._transports, self._on_bytes = tuple(transports), on_bytes
         self._on_rows, self._on_failed, self._on_outcome = on_rows, on_failed, on_outcome
         self._heartbeat = heartbeat
         self._device = device
@@ -125,6 +138,7 @@ class EmbeddingClient:
             peer.keys.clear()
             if peer.link is not None:
                 await peer.link.wait_closed()
+            _close_receiver(peer)
 
     def _peer(self, where: EncoderAddress) -> _Peer:
         """Return the link to a process, which is being opened if there was none."""
@@ -145,25 +159,59 @@ class EmbeddingClient:
 
     async def _connect(self, peer: _Peer) -> None:
         try:
-            link = await EmbeddingLink.connect(peer.where.address, self._worker, self._fingerprint, self._tls)
+            link = await EmbeddingLink.connect(
+                peer.where.address, self._worker, self._fingerprint, self._tls, self._transports
+            )
         except HandoffDenied as denied:
             self._lost(peer, str(denied))
             return
-        if link.welcome.incarnation != peer.where.incarnation:
+        try:
+            if link.welcome.incarnation != peer.where.incarnation:
+                await link.wait_closed()
+                self._lost(peer, "another encode process has this address now")
+                return
+            await self._open_way(peer, link)
+        except BaseException:
             await link.wait_closed()
-            self._lost(peer, "another encode process has this address now")
-            return
+            raise
+        _log.info("linked to encode worker %s, rows by %s", link.welcome.worker_id, peer.way)
         peer.link, peer.lease = link, Lease(time.monotonic(), self._times)
         for request in peer.unsent:
             link.put(request)
         peer.unsent.clear()
         link.start(lambda response: self._handle(peer, response), lambda: self._lost(peer, "the link broke"))
-        _log.info("linked to encode worker %s", link.welcome.worker_id)
+
+    async def _open_way(self, peer: _Peer, link: EmbeddingLink) -> None:
+        """Register with the way that the welcome names. Rows come over the link where that fails."""
+        channel = link.welcome.channel
+        if not channel.transport:
+            return
+        admission = RowsAdmission(peer.where.address, channel.endpoint, channel.token, self._tls)
+
+        def broken(why: str) -> None:
+            if self._peers.get(peer.where) is peer:
+                _log.warning("rows from the encode worker at %s: %s", peer.where.address, why)
+            link.close()
+
+        try:
+            peer.receiver = await open_row_receiver(
+                channel.transport,
+                admission,
+                self._dtype.itemsize,
+                lambda part: self._arrived(peer, part),
+                broken,
+            )
+        except TransportError as error:
+            _log.warning("rows from %s go over its link: %s", link.welcome.worker_id, error)
+            return
+        peer.way = channel.transport
+        link.put(Request(opened=encode_pb2.RowsChannelOpened()))
 
     def _lost(self, peer: _Peer, why: str) -> None:
         if self._peers.get(peer.where) is not peer:
             return  # closed
         del self._peers[peer.where]
+        _close_receiver(peer)
         _log.warning("the encode worker at %s: %s", peer.where.address, why)
         for key in list(peer.keys):
             self._fail(key, failure(_LOST, f"the encode worker at {peer.where.address}: {why}"))
@@ -182,20 +230,31 @@ class EmbeddingClient:
         elif peer.lease is not None:
             peer.lease.on_message(now)
         if kind == "part":
-            self._arrived(peer, response.part)
+            self._take_part(peer, response.part)
         elif kind == "denied" and (key := peer.asks.deny(response.denied.generation)) is not None:
             self._fail(key, failure(_LOST, "the encode worker does not have the attempt"))
 
-    def _arrived(self, peer: _Peer, sent: encode_pb2.RowsPart) -> None:
-        part = RowsPart(
-            sent.generation,
-            sent.first_row,
-            sent.rows,
-            sent.total_rows,
-            sent.width,
-            sent.data,
-            sent.checksum,
-        )
+    def _take_part(self, peer: _Peer, sent: encode_pb2.RowsPart) -> None:
+        """Take a part that came over the link, or was announced there; a place that is none ends the link."""
+        place = (sent.generation, sent.first_row, sent.rows, sent.total_rows, sent.width)
+        part = RowsPart(*place, sent.data, sent.checksum, sent.slot if sent.HasField("slot") else None)
+        if part.slot is None:
+            self._arrived(peer, part, STREAM)
+            return
+        try:
+            if peer.receiver is None:
+                raise TransportError("rows are announced in a region, and none is mapped")
+            self._arrived(peer, peer.receiver.locate(part))
+        except TransportError as error:
+            _log.error("rows from the encode worker at %s: %s", peer.where.address, error)
+            if peer.link is not None:
+                peer.link.close()
+            return
+        peer.read += 1
+        peer.send(Request(read=encode_pb2.RowsRead(parts=peer.read)))
+
+    def _arrived(self, peer: _Peer, part: RowsPart, way: str | None = None) -> None:
+        self._on_bytes(way or peer.way, len(part.data))
         arrival, rows = peer.asks.arrive(part)
         if arrival is Arrival.STALE:
             self._on_outcome(STALE)
@@ -230,3 +289,9 @@ class EmbeddingClient:
                     peer.link.close()
                 else:
                     peer.link.put(message)
+
+
+def _close_receiver(peer: _Peer) -> None:
+    if peer.receiver is not None:
+        peer.receiver.close()
+        peer.receiver = None

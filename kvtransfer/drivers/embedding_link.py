@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from diptych.runtime.internal_tls import InternalTls
@@ -12,6 +14,7 @@ from kvtransfer.drivers.client_link import INCOMPATIBLE, ClientLink, exchange_he
 from kvtransfer.drivers.handshake import incompatible_field
 from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports.base import host_id
 
 Request = encode_pb2.EmbeddingServiceLinkRequest
 Response = encode_pb2.EmbeddingServiceLinkResponse
@@ -59,13 +62,20 @@ class EmbeddingLink(ClientLink):
 
     @classmethod
     async def connect(
-        cls, address: str, worker: WriterId, fingerprint: EmbeddingFingerprint, tls: InternalTls | None
+        cls,
+        address: str,
+        worker: WriterId,
+        fingerprint: EmbeddingFingerprint,
+        tls: InternalTls | None,
+        transports: Sequence[str] = (),
     ) -> EmbeddingLink:
-        """Connect and exchange hello and welcome. Raises HandoffDenied."""
+        """Connect and exchange hello and welcome; offer these ways of rows. Raises HandoffDenied."""
         stream = await open_stream(address, EMBEDDING, tls, _ENCODE)
         try:
-            hello = Request(hello=hello_of(worker, fingerprint))
-            welcome = await exchange_hello(stream, hello, _ENCODE)
+            hello = hello_of(worker, fingerprint)
+            hello.transports.extend(transports)
+            hello.host_id, hello.pid = host_id(), os.getpid()
+            welcome = await exchange_hello(stream, Request(hello=hello), _ENCODE)
             theirs = EmbeddingFingerprint.from_proto(welcome.fingerprint)
             if (field := incompatible_field(fingerprint, theirs)) is not None:
                 raise HandoffDenied(INCOMPATIBLE, f"the encode worker differs in {field}")

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Sequence
 
 import grpc
-import torch
 
-from diptych.runtime.failpoints import failpoint, reach
 from diptych.runtime.rpc_streams.method import EMBEDDING
-from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream, StreamLost
-from diptych.runtime.send_queue import SendQueue
+from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
 from diptych.worker.v1 import encode_pb2
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.embedding_link import EmbeddingFingerprint, Request, Response, hello_of
 from kvtransfer.drivers.handshake import incompatible_field
+from kvtransfer.drivers.rows_link import RowsLink
 from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import Key, WriterId
-from kvtransfer.protocol.row_transfer import RowsPart, part_checksum
+from kvtransfer.transports.row_channels import RowListener
 
-PART_BYTES = 1 << 20
-
-
-class RowsLink:
-    """Stream of one prefill worker. Rows of several images go out by turns, a part at a time."""
-
-    def __init__(self) -> None:
-        self._send_queue: SendQueue[Response | Iterator[Response]] = SendQueue()
-
-    def send_rows(self, generation: int, digest: bytes, rows: torch.Tensor) -> None:
-        """Send an image's rows `[rows, width]` for the ask of this generation."""
-        self._send_queue.put(_parts(generation, digest, rows))
-
-    def deny(self, generation: int) -> None:
-        """Answer an ask whose attempt is not here."""
-        self.put(Response(denied=encode_pb2.RowsDenied(generation=generation)))
-
-    def put(self, response: Response) -> None:
-        """Send a message after those that were put before; it is dropped once the stream is gone."""
-        self._send_queue.put(response)
-
-    def close(self) -> None:
-        """Drop what is not sent, and all that is put from now on."""
-        self._send_queue.close()
-
-    async def write(self, stream: Stream) -> None:
-        """Write until the stream ends."""
-        # A stream that cannot be written is broken: the reader sees that too and ends the link.
-        with contextlib.suppress(StreamLost):
-            while items := await self._send_queue.take():
-                for item in items:
-                    message = item if isinstance(item, Response) else next(item, None)
-                    if message is None:
-                        continue
-                    await stream.write(message)
-                    if not isinstance(item, Response):
-                        reach("encode.part")
-                        self._send_queue.put(item)
+_log = logging.getLogger(__name__)
 
 
 class EmbeddingServer:
@@ -70,6 +31,7 @@ class EmbeddingServer:
         on_taken: `on_taken(key)`: an attempt needs no more rows.
         on_lost: `on_lost(link)`: a stream has ended.
         heartbeat: state of this worker's engine.
+        listeners: ways of rows beside the streams; without any they go over these.
     """
 
     def __init__(
@@ -82,14 +44,21 @@ class EmbeddingServer:
         on_lost: Callable[[RowsLink], None],
         heartbeat: Callable[[], Heartbeat] = Heartbeat,
         times: LeaseTimes | None = None,
+        listeners: Sequence[RowListener] = (),
     ) -> None:
         self._worker, self._fingerprint = worker, fingerprint
+        self._listeners = {listener.name: listener for listener in listeners}
         self._on_ask, self._on_taken, self._on_lost = on_ask, on_taken, on_lost
         self._heartbeat = heartbeat
         self._interval_s = (times or LeaseTimes()).interval_s
         self._links: set[RowsLink] = set()
         self._tick_task: asyncio.Task[None] | None = None
         self.service = LinkService(EMBEDDING, self.serve_link)
+
+    async def start(self) -> None:
+        """Listen for the ways of rows. Call it before the gRPC server starts. Raises OSError."""
+        for listener in self._listeners.values():
+            await listener.start()
 
     async def serve_link(self, stream: Stream) -> None:
         """Serve one stream from hello to end. Raises Refused."""
@@ -101,26 +70,49 @@ class EmbeddingServer:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, field)
         if self._tick_task is None:
             self._tick_task = asyncio.create_task(self._tick(), name="embedding-heartbeats")
+        reader = WriterId(first.hello.worker_id, first.hello.incarnation)
+        listener, channel = self._offer(first.hello, reader)
+        welcome = hello_of(self._worker, self._fingerprint)
+        welcome.channel.MergeFrom(channel)
         link = RowsLink()
         self._links.add(link)
-        link.put(Response(welcome=hello_of(self._worker, self._fingerprint)))
-        writing = asyncio.create_task(link.write(stream))
+        link.put(Response(welcome=welcome))
+
+        def handle(request: Request) -> None:
+            if request.WhichOneof("message") == "opened" and listener is not None:
+                link.use(listener.open_sender(reader))
+            else:
+                self._handle(link, request)
+
         try:
-            with contextlib.suppress(StreamLost):
-                while (request := await stream.read()) is not None:
-                    self._handle(link, request)
+            await link.run(stream, handle)
         finally:
             self._links.discard(link)
-            link.close()
             self._on_lost(link)
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
 
     async def close(self) -> None:
-        """End the heartbeats; the streams end with their server."""
+        """End the heartbeats and the ways of rows; the streams end with their server."""
         if self._tick_task is not None:
             self._tick_task.cancel()
             await asyncio.gather(self._tick_task, return_exceptions=True)
+        for listener in self._listeners.values():
+            await listener.close()
+
+    def _offer(
+        self, hello: encode_pb2.EmbeddingHello, reader: WriterId
+    ) -> tuple[RowListener | None, encode_pb2.RowsChannel]:
+        """Return the first way of a hello that reaches its process, and what the welcome says of it."""
+        for name in hello.transports:
+            listener = self._listeners.get(name)
+            if listener is None or not listener.reaches(hello.host_id):
+                continue
+            try:
+                endpoint, token = listener.admit(reader, hello.pid)
+            except OSError as error:
+                _log.warning("no %s for rows to %s: %s", name, reader.worker_id, error)
+                continue
+            return listener, encode_pb2.RowsChannel(transport=name, endpoint=endpoint, token=token)
+        return None, encode_pb2.RowsChannel()
 
     def _handle(self, link: RowsLink, request: Request) -> None:
         match request.WhichOneof("message"):
@@ -129,6 +121,8 @@ class EmbeddingServer:
                 self._on_ask(link, key_of(ask.id), ask.digest, ask.generation)
             case "taken":
                 self._on_taken(key_of(request.taken.id))
+            case "read":
+                link.read(request.read.parts)
 
     async def _tick(self) -> None:
         while True:
@@ -136,27 +130,3 @@ class EmbeddingServer:
             for link in self._links:
                 link.put(beat)
             await asyncio.sleep(self._interval_s)
-
-
-def _parts(generation: int, digest: bytes, rows: torch.Tensor) -> Iterator[Response]:
-    """Yield the parts of an image's rows."""
-    total, width = rows.shape
-    flat = rows.detach().cpu().contiguous().view(torch.uint8)
-    step = max(1, PART_BYTES // flat.shape[1])
-    for first in range(0, total, step):
-        data = flat[first : first + step].numpy().tobytes()
-        part = RowsPart(generation, first, min(step, total - first), total, width, data, b"")
-        checksum = part_checksum(digest, part)
-        if failpoint("encode.corrupt_part"):
-            data = bytes([data[0] ^ 1]) + data[1:]
-        yield Response(
-            part=encode_pb2.RowsPart(
-                generation=part.generation,
-                first_row=part.first_row,
-                rows=part.rows,
-                total_rows=part.total_rows,
-                width=part.width,
-                data=data,
-                checksum=checksum,
-            )
-        )

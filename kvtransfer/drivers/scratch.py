@@ -196,12 +196,13 @@ class Scratch:
         return True
 
     def _insert_window(self, blocks: ScratchBlocks) -> None:
-        """Enter the windowed blocks behind the prompt's last places into the cache."""
+        """Enter the windowed blocks of the prompt's last places, and of those where it parts from others."""
         windows, size = self.memory.layout.windows, self.memory.layout.block_size
         if windows is None or blocks.window is None or self._prefix is None:
             return
         for place in range(windows.first_kept(blocks.num_tokens - 1, size), len(blocks.keys)):
             self._prefix.insert(blocks.window.blocks(place), blocks.keys[place])
+        self._prefix.insert_shared(blocks.window, blocks.block_ids, blocks.keys)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._epoch += 1
@@ -251,10 +252,13 @@ class Scratch:
         self, prefix: WindowPrefix, groups: WindowGroups, num_tokens: int, keys: Sequence[bytes]
     ) -> ScratchBlocks | None:
         layout = self.memory.layout
-        hit = prefix.acquire(keys[: (num_tokens - 1) // layout.block_size])
-        places = layout.blocks_for(num_tokens) - len(hit.full)
-        ring = groups.ring_blocks(places, self._chunk, layout.block_size)
-        if self._pool.available() < places + ring:
+        usable = keys[: (num_tokens - 1) // layout.block_size]
+        hit, every = prefix.acquire(usable), layout.blocks_for(num_tokens)
+        places = every - len(hit.full)
+        tail = prefix.tail(usable, len(hit.full), every)
+        rings = (groups.ring_blocks(places, self._chunk, layout.block_size, last) for last in (tail, 0))
+        ring = next((one for one in rings if places + one <= self._pool.available()), None)
+        if ring is None:
             self._pool.release(hit.blocks)
             return None
         fresh = self._pool.allocate(places + ring)

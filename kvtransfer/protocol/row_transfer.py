@@ -33,8 +33,11 @@ class RowsPart(NamedTuple):
     rows: int
     total_rows: int
     width: int
-    data: bytes
+    data: bytes | memoryview
+    """Row by row; empty of a part whose bytes lie elsewhere."""
     checksum: bytes
+    slot: int | None = None
+    """Slot of the mapped region where the bytes lie."""
 
 
 class Arrival(enum.Enum):
@@ -96,12 +99,11 @@ class RowAsks:
         one = self._open.get(part.generation)
         if one is None:
             return Arrival.STALE, None
-        if not self._fits(one, part):
+        if not self._copy(one, part):
             del self._open[part.generation]
             return Arrival.DAMAGED, Rows(one.key, one.digest, 0, 0, bytearray())
         one.total_rows, one.width = part.total_rows, part.width
         one.rows += part.rows
-        one.data += part.data
         if one.rows < one.total_rows:
             return Arrival.MORE, None
         del self._open[part.generation]
@@ -116,10 +118,20 @@ class RowAsks:
         """Close the asks of attempts that need nothing more."""
         self._open = {number: one for number, one in self._open.items() if one.key not in keys}
 
+    def _copy(self, one: _Open, part: RowsPart) -> bool:
+        """Take the bytes of a part if they are those that were sent; return whether they are.
+
+        The copy is what is checked: bytes in a mapped region may change while they are read.
+        """
+        if not self._fits(one, part):
+            return False
+        at = len(one.data)
+        one.data += part.data
+        with memoryview(one.data) as view, view[at:] as copy:
+            return part.checksum == part_checksum(one.digest, part._replace(data=copy))
+
     def _fits(self, one: _Open, part: RowsPart) -> bool:
         size = part.width * self._item_bytes
-        if part.checksum != part_checksum(one.digest, part):
-            return False
         if part.rows < 1 or part.width < 1 or len(part.data) != part.rows * size:
             return False
         if part.first_row != one.rows or one.rows + part.rows > part.total_rows:

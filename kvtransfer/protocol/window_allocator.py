@@ -32,29 +32,34 @@ class WindowAllocator(BlockAllocator):
         return max(places, pending.reserve_blocks or 0) + self._windowed(pending, places, chunk)
 
     def allocate(self, pending: PendingTransfer, chunk: int) -> Allocation | None:
-        """Pin the cached prefix and allocate the rest; None, and nothing changed, while room is short."""
-        hit = self._prefix.acquire(pending.keys[: (pending.num_tokens - 1) // self._block_size])
+        """Pin the cached prefix and allocate the rest; None, and nothing changed, while room is short.
+
+        The ring is longer for a prompt that shares more with earlier ones than it can use, if there is room.
+        """
+        keys = pending.keys[: (pending.num_tokens - 1) // self._block_size]
+        hit = self._prefix.acquire(keys)
         places, cached = self.places_for(pending.num_tokens), len(hit.full)
-        ring = self._ring(places - cached, chunk)
-        blocks = max(places, pending.reserve_blocks or 0) + self._windowed(pending, places - cached, chunk)
-        if not self._has_room(pending, blocks - cached, blocks + len(hit.pinned)):
-            self._pool.release(hit.blocks)
-            return None
-        return Allocation(
-            hit.full + self._pool.allocate(blocks - cached), cached, places + ring, tuple(hit.pinned)
-        )
+        full = max(places, pending.reserve_blocks or 0)
+        tail = self._prefix.tail(keys, cached, places) if chunk else 0
+        for wanted in (tail, 0) if tail else (0,):
+            blocks = full + self._windowed(pending, places - cached, chunk, wanted)
+            if self._has_room(pending, blocks - cached, blocks + len(hit.pinned)):
+                found, ring = self._pool.allocate(blocks - cached), self._ring(places - cached, chunk, wanted)
+                return Allocation(hit.full + found, cached, places + ring, tuple(hit.pinned))
+        self._pool.release(hit.blocks)
+        return None
 
     @property
     def _spare_each(self) -> int:
         return self._groups.blocks_per_place
 
-    def _ring(self, places: int, chunk: int) -> int:
+    def _ring(self, places: int, chunk: int, tail: int = 0) -> int:
         """Return the windowed blocks that a writer fills for so many places behind the cached prefix."""
         if not chunk:
             return self._groups.tables * min(places, self._groups.kept(self._block_size))
-        return self._groups.ring_blocks(places, chunk, self._block_size)
+        return self._groups.ring_blocks(places, chunk, self._block_size, tail)
 
-    def _windowed(self, pending: PendingTransfer, places: int, chunk: int) -> int:
+    def _windowed(self, pending: PendingTransfer, places: int, chunk: int, tail: int = 0) -> int:
         """Return the ring, or more where a reserve has to hold what is kept of it and goes on from there."""
         kept = self._groups.tables * min(places, self._groups.kept(self._block_size))
-        return max(self._ring(places, chunk), kept + pending.reserve_windowed)
+        return max(self._ring(places, chunk, tail), kept + pending.reserve_windowed)

@@ -194,6 +194,35 @@ class PushChannel(Protocol):
         ...
 
 
+class Admission(Protocol):
+    """Credentials with which a worker registers at another one's endpoint, once its hello was accepted."""
+
+    @property
+    def address(self) -> str:
+        """Address of the other worker's gRPC server."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """Abstract name of a Unix socket behind an @, or host:port."""
+        ...
+
+    @property
+    def token(self) -> bytes:
+        """Proof of the hello, which the endpoint demands first."""
+        ...
+
+    @property
+    def tls(self) -> InternalTls | None:
+        """Certificates for its sockets; None: they are plain."""
+        ...
+
+    @property
+    def role(self) -> str:
+        """Role of the other worker, which its certificate names."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVHolder:
     """Process of a worker with a memory of its own, or several that share one."""
@@ -221,6 +250,7 @@ class Welcome:
     pull_token: bytes = b""
     tls: InternalTls | None = None
     """Certificates for its sockets; None: they are plain."""
+    role: str = "decode"
     holders: tuple[KVHolder, ...] = ()
     """Processes that hold shares of blocks, the decode worker's own first; empty: blocks go whole."""
 

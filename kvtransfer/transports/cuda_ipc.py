@@ -116,7 +116,7 @@ class CudaIpcReceiver:
             return
         self._hooks.arrived(writer, ref, first, digests)
 
-    def _export(self) -> ExportedPool:
+    def _export(self, writer: WriterId) -> ExportedPool:
         exported = self._mapping.export(self._pool)
         return ExportedPool(exported.handle, [self._flags.fd, *exported.fds])
 

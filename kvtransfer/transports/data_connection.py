@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import socket
 
-from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.base import Admission, TransportError
 from kvtransfer.transports.data_listener import COUNT, REGISTRATION_S
 from kvtransfer.transports.data_stream import DataStream, PlainStream, TlsStream
 
 
 class DataConnection:
-    """Data socket to one decode worker; `counts`: the other end sends counts, and the owner reads nothing."""
+    """Data socket to one worker; `counts`: the other end sends counts, and the owner reads nothing."""
 
     def __init__(
         self, connection: socket.socket, stream: DataStream, greeting: bytes, *, counts: bool = True
@@ -30,7 +30,7 @@ class DataConnection:
         self._reader = asyncio.create_task(self._read_counts()) if counts else None
 
     @classmethod
-    async def open(cls, welcome: Welcome, greeting_bytes: int, *, counts: bool = True) -> DataConnection:
+    async def open(cls, welcome: Admission, greeting_bytes: int, *, counts: bool = True) -> DataConnection:
         """Connect and register. Raises TransportError."""
         host, port = endpoint_address(welcome)
         loop = asyncio.get_running_loop()
@@ -46,14 +46,14 @@ class DataConnection:
                 await loop.sock_connect(connection, address)
                 stream: DataStream = PlainStream(connection)
                 if welcome.tls is not None:
-                    stream = await TlsStream.connect(connection, welcome.tls)
+                    stream = await TlsStream.connect(connection, welcome.tls, welcome.role)
                 await stream.send(welcome.token)
                 greeting = await _receive(stream, greeting_bytes)
         except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, (OSError, TimeoutError)):
-                raise TransportError(f"no data connection to the decode worker: {error}") from error
+                raise TransportError(f"no data connection to the {welcome.role} worker: {error}") from error
             raise
         return cls(connection, stream, greeting, counts=counts)
 
@@ -75,7 +75,7 @@ class DataConnection:
             while filled < buffer.nbytes:
                 received = await self._stream.receive_into(buffer[filled:])
                 if not received:
-                    raise TransportError("the decode worker closed the data connection")
+                    raise TransportError("the other worker closed the data connection")
                 filled += received
         except (OSError, ValueError) as error:
             raise TransportError(f"the data connection broke: {error}") from error
@@ -84,7 +84,7 @@ class DataConnection:
         """Wait until so many blocks were acknowledged. Raises TransportError if that cannot come."""
         while self.acknowledged < blocks:
             if self.broken:
-                raise TransportError("the decode worker closed the data connection")
+                raise TransportError("the other worker closed the data connection")
             self._changed.clear()
             await self._changed.wait()
 
@@ -116,12 +116,12 @@ async def _receive(stream: DataStream, size: int) -> bytes:
     while filled < size:
         count = await stream.receive_into(memoryview(received)[filled:])
         if not count:
-            raise TransportError("the decode worker closed the data connection")
+            raise TransportError("the other worker closed the data connection")
         filled += count
     return bytes(received)
 
 
-def endpoint_address(welcome: Welcome) -> tuple[str, int]:
+def endpoint_address(welcome: Admission) -> tuple[str, int]:
     """Return host and port of a data listener; one on all addresses has the host of its gRPC server."""
     host, _, port = welcome.endpoint.rpartition(":")
     host = host.strip("[]")

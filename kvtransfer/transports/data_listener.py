@@ -168,8 +168,11 @@ class DataSocket(asyncio.BufferedProtocol):
         if self._transport is not None and not self.closed:
             self._transport.write(COUNT.pack(self._taken))
 
-    async def send(self, *parts: bytes) -> None:
-        """Send bytes, once the other end has read enough of those before. Raises TransportError if closed."""
+    async def send(self, *parts: bytes | memoryview) -> None:
+        """Send bytes, once the other end has read enough of those before; they must not change after it.
+
+        Raises TransportError if closed.
+        """
         await self._writable.wait()
         if self.closed or self._transport is None:
             raise TransportError("the data socket is closed")

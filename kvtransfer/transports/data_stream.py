@@ -13,7 +13,6 @@ from typing import Protocol, cast
 
 from diptych.runtime.internal_tls import InternalTls, name_of
 
-_SERVER = "decode"
 _CHUNK_BYTES = 256 << 10
 """Bytes that are read from the socket, or encrypted, at once: the event loop waits for no more."""
 
@@ -46,19 +45,19 @@ class PlainStream:
 
 
 class TlsStream:
-    """TLS over such a socket, whose other end is a decode worker."""
+    """TLS over such a socket, whose other end is a worker of a role."""
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, role: str) -> None:
         self._wire = PlainStream(connection)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name_of(_SERVER))
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name_of(role))
         self._received = memoryview(bytearray(_CHUNK_BYTES))
         self._writing = asyncio.Lock()  # records go out in the order in which they were made
 
     @classmethod
-    async def connect(cls, connection: socket.socket, tls: InternalTls) -> TlsStream:
-        """Shake hands. Raises OSError, of which ssl.SSLError is one."""
-        stream = cls(connection, tls.client_context())
+    async def connect(cls, connection: socket.socket, tls: InternalTls, role: str) -> TlsStream:
+        """Shake hands with a worker in `role`. Raises OSError, of which ssl.SSLError is one."""
+        stream = cls(connection, tls.client_context(), role)
         while True:
             try:
                 stream._tls.do_handshake()

@@ -1,9 +1,11 @@
-"""Registration of writers that map the pool, over an abstract Unix socket of sequenced packets.
+"""Registration of processes that map another one's memory, over an abstract Unix socket of sequenced packets.
 
     writer  → token of the welcome
     decode  → "map:" and the pool's handle, with file descriptors    (after token, uid and pid were checked)
     writer  → "mapped"                                               (so it lived when its pidfd was taken)
     decode  → "registered"
+
+Prefill workers that read rows of an encode worker's region (row_region.py) register likewise.
 
 The socket, which leaves no file behind, is closed then. From here on only the death of the process proves
 that it stopped writing (registered_writers.py).
@@ -22,7 +24,7 @@ from typing import TypeVar
 
 from diptych.runtime.peer_credentials import peer_credentials
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.base import Admission, TransportError
 from kvtransfer.transports.memory_mapping import ExportedPool
 from kvtransfer.transports.registered_writers import TOKEN_BYTES, RegisteredWriters
 from kvtransfer.transports.writer_process import WriterProcess
@@ -38,8 +40,11 @@ T = TypeVar("T")
 class PoolFdSocket:
     """Listening socket that sends the result of `export` to admitted writers, and keeps a pidfd of each."""
 
-    def __init__(self, export: Callable[[], ExportedPool], dead: Callable[[WriterId], None]) -> None:
-        """Take `export`, which runs off the event loop, and `dead`, which is called on it."""
+    def __init__(self, export: Callable[[WriterId], ExportedPool], dead: Callable[[WriterId], None]) -> None:
+        """Take `export`, which runs off the event loop, and `dead`, which is called on it.
+
+        `export` may raise OSError and TransportError.
+        """
         self._export = export
         self._writers = RegisteredWriters(dead)
         self._listener: socket.socket | None = None
@@ -108,7 +113,7 @@ class PoolFdSocket:
                 token = await asyncio.to_thread(connection.recv, TOKEN_BYTES + 1)
                 writer = self._writers.take(token, peer_credentials(connection).pid)
                 process = WriterProcess.of_peer(connection)
-                exported = await asyncio.to_thread(self._export)
+                exported = await asyncio.to_thread(self._export, writer)
                 socket.send_fds(connection, [_MAP + exported.handle], exported.fds)
                 if await asyncio.to_thread(connection.recv, 16) != b"mapped":
                     raise TransportError("the writer did not map the pool")
@@ -116,25 +121,25 @@ class PoolFdSocket:
                 process = None
                 connection.send(b"registered")
             except (OSError, TransportError) as error:
-                _log.warning("a registration for the KV pool failed: %s", error)
+                _log.warning("a registration for shared memory failed: %s", error)
             finally:
                 if process is not None:
                     process.close()
 
 
-async def register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
-    """Register with a decode worker and return the result of `mapped`.
+async def register(welcome: Admission, mapped: Callable[[ExportedPool], T]) -> T:
+    """Register with another worker and return the result of `mapped`.
 
-    `mapped` is called with the exported pool off the event loop. The file descriptors are closed on return.
+    `mapped` is called with the exported memory off the event loop. The file descriptors are closed on return.
     Raises TransportError.
     """
     return await asyncio.to_thread(register_blocking, welcome, mapped)
 
 
-def register_blocking(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
+def register_blocking(welcome: Admission, mapped: Callable[[ExportedPool], T]) -> T:
     """Register as `register` does, on the calling thread. Raises TransportError."""
     if not welcome.endpoint.startswith("@"):
-        raise TransportError("the endpoint of the decode worker's pool is not an abstract socket")
+        raise TransportError(f"the endpoint of the {welcome.role} worker is not an abstract socket")
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connection.settimeout(_REGISTRATION_S)
@@ -145,11 +150,11 @@ def register_blocking(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> 
             for fd in fds:
                 stack.callback(os.close, fd)
             if not message.startswith(_MAP):
-                raise TransportError("the decode worker refused the registration")
+                raise TransportError(f"the {welcome.role} worker refused the registration")
             result = mapped(ExportedPool(message.removeprefix(_MAP), fds))
             connection.send(b"mapped")
             if connection.recv(16) != b"registered":
-                raise TransportError("the decode worker did not confirm the registration")
+                raise TransportError(f"the {welcome.role} worker did not confirm the registration")
         except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the decode worker's pool: {error}") from error
+            raise TransportError(f"cannot map the {welcome.role} worker's memory: {error}") from error
         return result

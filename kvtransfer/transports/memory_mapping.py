@@ -31,6 +31,8 @@ class ExportedPool:
 
     handle: bytes
     fds: Sequence[int]
+    owner: object = None
+    """Object that keeps the files open, where the process does not."""
 
 
 class MemoryMapping(Protocol):

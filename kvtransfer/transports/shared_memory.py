@@ -27,7 +27,7 @@ class SharedMemoryReceiver:
     def __init__(self, name: str, pool: PoolMemory, mapping: MemoryMapping, hooks: ReceiverHooks) -> None:
         self.name = name
         self._mapping = mapping
-        self._socket = PoolFdSocket(lambda: mapping.export(pool), hooks.dead)
+        self._socket = PoolFdSocket(lambda writer: mapping.export(pool), hooks.dead)
 
     def unreachable_reason(self, writer: Locality) -> str | None:
         """Return why a writer there cannot map this pool and compute in it, None if it can."""

@@ -19,7 +19,7 @@ from diptych.worker_process.attempt import image_rows
 from diptych.worker_process.step_thread import StepThread
 from diptych.worker_process.step_watchdog import StepWatchdog
 from kvtransfer.drivers.codec import key_of
-from kvtransfer.drivers.embedding_server import RowsLink
+from kvtransfer.drivers.rows_link import RowsLink
 from kvtransfer.protocol.messages import Key
 from prefill_worker.encoder.engine import LoadedEncoder
 from prefill_worker.encoder.gateway_stream import EncodeGatewayStream

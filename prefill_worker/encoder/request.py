@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan
-from kvtransfer.drivers.embedding_server import RowsLink
+from kvtransfer.drivers.rows_link import RowsLink
 from kvtransfer.protocol.messages import Key
 from prefill_worker.encoder.gateway_stream import EncodeGatewayStream
 from prefill_worker.request_images import ImageState

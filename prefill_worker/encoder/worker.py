@@ -19,6 +19,7 @@ from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.embedding_server import EmbeddingServer
 from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports.row_registry import make_row_listeners
 from prefill_worker.encoder.config import EncodeSettings
 from prefill_worker.encoder.engine import LoadedEncoder, load
 from prefill_worker.encoder.engine_loop import EncodeLoop
@@ -55,6 +56,7 @@ class EncodeWorker:
             on_taken=loop.taken,
             on_lost=loop.reader_lost,
             heartbeat=lambda: engine_heartbeat(loop),
+            listeners=make_row_listeners(settings.host, settings.link_tls),
         )
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         gateways = gateway_links(loop, hello, lambda order: self._server.drain(order))
@@ -71,6 +73,7 @@ class EncodeWorker:
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; return the exit status."""
+        await self._embeddings.start()
         try:
             return await self._server.run(stop)
         finally:

@@ -68,14 +68,19 @@ def run_client(client: Client, running: Systems, time_limit_s: float, verbose: b
         text = getattr(error, "stderr", None) or str(error)
         ending = f"not installed: {text.strip()[-300:]}"
         return ClientResults(client.name, client.version, complete([], ending))
-    with recording(running.root) as bundled, recording(running.tools_root) as tools:
+    with (
+        recording(running.root) as bundled,
+        recording(running.tools_root) as tools,
+        recording(running.images_root) as images,
+    ):
         variables = {
             "CLIENT_ROOT": bundled.root,
             "CLIENT_TOOLS_ROOT": tools.root,
+            "CLIENT_IMAGES_ROOT": images.root,
             "CLIENT_MODEL": systems.MODEL,
             "CLIENT_GRPC_ADDRESS": running.grpc_address,
         }
-        results, ending = run_driver(client, variables, [bundled, tools], time_limit_s, verbose)
+        results, ending = run_driver(client, variables, [bundled, tools, images], time_limit_s, verbose)
     return ClientResults(client.name, client.version, complete(results, ending))
 
 

@@ -17,6 +17,7 @@ PATHS = (
     "second turn",
     "overflow",
     "cancel",
+    "images",
 )
 OK, REFUSED, FAILED, NOT_OFFERED = "ok", "refused", "failed", "not offered"
 SHOWN = {OK: "ok", REFUSED: "refused", FAILED: "**failed**", NOT_OFFERED: "–"}

@@ -1,4 +1,8 @@
-"""Systems that the clients talk to: the bundled model as it is, and with a chat template that has tools."""
+"""Systems that the clients talk to.
+
+They serve the bundled model as it is, the same with a chat template that has tools, and a tiny random model
+that reads images.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.runtime.settings import BUNDLED_MODEL, resolve_model
-from tests.end_to_end.stack import Stack, http_root, running_stack
+from tests import vision_models
+from tests.end_to_end.stack import http_root, running_stack
 
 MODEL = "SmolLM2-135M-Instruct"
 TOOL_TEMPLATE = Path(__file__).with_name("chatml_tools.jinja")
@@ -18,10 +23,11 @@ TOOL_TEMPLATE = Path(__file__).with_name("chatml_tools.jinja")
 
 @dataclass(frozen=True)
 class Systems:
-    """The root URLs of both systems, and the gRPC address of the first."""
+    """The root URLs of the systems, and the gRPC address of the first."""
 
     root: str
     tools_root: str
+    images_root: str
     grpc_address: str
 
 
@@ -40,13 +46,13 @@ def write_tool_model(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Systems]:
-    """Run both systems; the written model is kept in `folder`."""
+    """Run the systems; what is written for them is kept in `folder`."""
     file = write_tool_model(folder)
-    with running_stack("--model-name", MODEL) as bundled, _tool_system(file) as tools:
-        yield Systems(http_root(bundled), http_root(tools), bundled.address)
-
-
-@contextlib.contextmanager
-def _tool_system(file: Path) -> Iterator[Stack]:
-    with running_stack("--model", str(file), "--model-name", MODEL) as stack:
-        yield stack
+    reading = vision_models.write("idefics3", folder / "images")
+    encoding = ("--dtype", "fp32", "--encode-workers", "1")
+    with (
+        running_stack("--model-name", MODEL) as bundled,
+        running_stack("--model", str(file), "--model-name", MODEL) as tools,
+        running_stack("--model", str(reading), "--model-name", MODEL, *encoding) as images,
+    ):
+        yield Systems(http_root(bundled), http_root(tools), http_root(images), bundled.address)

@@ -9,7 +9,7 @@ from tests.clients.environments import InstalledClient
 from tests.clients.results import FAILED, OK
 from tests.clients.systems import Systems
 
-NOWHERE = Systems("http://127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1:9")
+NOWHERE = Systems(*["http://127.0.0.1:9"] * 3, "127.0.0.1:9")
 REPORT = 'print(\'{"path": "plain", "result": "ok", "remark": ""}\', flush=True)\n'
 
 

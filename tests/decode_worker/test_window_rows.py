@@ -33,6 +33,8 @@ from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.kv.window_table import PromptWindow
 from diptych.runtime.block_hash import block_keys
+from diptych.runtime.discovery.prefix_index import PrefixEvent, PrefixIndex, PrefixSnapshot
+from diptych.runtime.discovery.records import Identity
 from diptych.worker_process.attempt import Attempt
 from kvtransfer.drivers.window_grant import split_grant
 from kvtransfer.protocol.messages import PendingTransfer
@@ -41,6 +43,8 @@ from tests.diptych.worker_process.scripted_gateway import work
 
 SIZE, WINDOW, TOTAL, ROOM = 4, 7, 70, 14
 GROUPS = WindowGroups(WINDOW, 1, 2, ((1, 0), (0, 0), (2, 0)))
+REACH = GROUPS.kept(SIZE) - 1
+LIFE = Identity(1, 1)
 LAYOUT = replace(KVLayout(3, 1, 1, SIZE, torch.float32), windows=GROUPS)
 
 
@@ -71,6 +75,15 @@ class Windows(RuleBasedStateMachine):
         self.groups: list[Group] = []
         self.others: list[int] = []
         self.hits = self.came = 0
+        self.index, self.reports = PrefixIndex(), 0
+        self.index.load(PrefixSnapshot("worker", LIFE, 0, ()))
+
+    def estimate(self, keys: Sequence[bytes]) -> int:
+        """Return the cached blocks that a gateway expects, by what the pool reported."""
+        self.reports += 1
+        added, removed = (tuple(keys) for keys in self.pool.drain_events())
+        assert self.index.apply(PrefixEvent("worker", LIFE, self.reports, added, removed))
+        return self.index.usable_hits("worker", LIFE, keys, REACH)
 
     def lane(self, block: int, position: int) -> torch.Tensor:
         return self.memory.data[block, 0, 1, 0, position % SIZE : position % SIZE + 1]
@@ -105,8 +118,10 @@ class Windows(RuleBasedStateMachine):
             most = max_blocks(attempt, layout=LAYOUT, total_blocks=TOTAL)
             sequences = most.groups
             pending = replace(pending, reserve_blocks=most.blocks, reserve_windowed=most.windowed)
+        expected = self.estimate(keys[: (len(prompt) - 1) // SIZE])
         if (found := self.allocator.allocate(pending, chunk)) is None:
             return
+        assert found.cached_blocks == expected, "gateways expect what is granted"
         cached = found.cached_blocks * SIZE
         self.hits += bool(cached)
         blocks = found.block_ids[: found.writable_blocks]
@@ -209,7 +224,9 @@ class Windows(RuleBasedStateMachine):
     @invariant()
     def everybody_reads_what_he_wrote(self) -> None:
         self.pool.invariants()
-        assert all(len(key) == 16 for key in self.pool.cached_keys()), "windowed blocks are not listed"
+        assert all(len(key) == 16 for key in self.pool.cached_keys()), (
+            "of a place one windowed block is listed"
+        )
         for group in self.groups:
             for sequence in group.live:
                 tokens, computed = group.tokens(sequence), sequence.num_tokens - 1

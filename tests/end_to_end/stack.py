@@ -60,13 +60,14 @@ class Stack:
         processes = [account["valkey"], account["gateway"], *workers]
         return [p["pid"] for p in processes if p and p.get("pid")]
 
-    def metric(self, role: str, name: str, index: int = 0) -> float:
-        """The sum over labels of one metric of a process."""
+    def metric(self, role: str, name: str, index: int = 0, label: str = "") -> float:
+        """The sum of one metric of a process over its labels, or over those that have `label`."""
         process = self.account[role] if role == "gateway" else self.account[role][index]
         url = f"http://127.0.0.1:{process['http_port']}/metrics"
         with urllib.request.urlopen(url, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        lines = [line for line in lines if line.split("{")[0].split(" ")[0] == name and label in line]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines]
         if not values:
             raise KeyError(f"{role} has no metric {name}")
         return sum(values)

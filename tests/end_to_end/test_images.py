@@ -1,7 +1,7 @@
 """Images through the whole system, of several families: the answers are transformers' own, whatever happens.
 
-All but Idefics3 and Gemma 3 go over tcp, and have an encode worker. Only Qwen2.5-VL is not a part of the long
-form.
+All but Idefics3, Gemma 3 and Qwen3-VL go over tcp; all but the first two have an encode worker. Only
+Qwen2.5-VL is not a part of the long form.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Served:
     stack: Stack
     model: Any
     processor: Any
+    rows_by: str | None
+    """Transport of rows from the encode worker; None: the prefill worker encodes."""
 
     @property
     def image_token(self) -> int:
@@ -138,7 +140,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         files = ["--model", str(pair.text), "--mmproj", str(pair.mmproj)]
     flags = [*files, "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
     inside = family in ("idefics3", "gemma3")  # the prefill worker encodes
-    flags += ["--transport", "shared_memory"] if inside else ["--transport", "tcp", "--encode", "1"]
+    transport = "shared_memory" if inside or family == "qwen3_vl" else "tcp"
+    flags += ["--transport", transport, *([] if inside else ["--encode", "1"])]
     with running_stack(*flags, "--kv-blocks", "256", "--set", "gateway.max-images=4") as stack:
         yield Served(
             family,
@@ -146,15 +149,17 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             stack,
             vision_models.oracle(family, folder),
             vision_models.processor(family, folder),
+            None if inside else transport,
         )
 
 
 def conversations(served: Served) -> list[list[tuple[str, list[Part]]]]:
     a, b, c = (vision_models.picture(seed, *size) for seed, size in enumerate(SIZES.values()))
+    d = vision_models.picture(3, 23, 25)
     return [
         [("user", ["What is this? ", a])],
         [("user", [b, "and", c, "differ?"])],
-        [("user", ["Look: ", c]), ("assistant", ["I see."]), ("user", ["And this ", a, b, "?"])],
+        [("user", ["Look: ", c]), ("assistant", ["I see."]), ("user", ["And ", a, b, "or ", d])],
         [("user", ["No image at all, just words."])],
     ]
 
@@ -163,12 +168,18 @@ def test_answers_equal_transformers_alone_and_mixed_with_text(served: Served) ->
     turns = conversations(served)
     expected = [served.expected(one) for one in turns]
     alone = [ask(served.stack, request(one, cache={"salt": "alone"}))[0] for one in turns]
-    mixed = ask(served.stack, *(request(one, cache={"salt": f"m{n}"}) for n in range(2) for one in turns))
+    mixed = ask(served.stack, *(request(one, cache={"salt": f"m{n}"}) for n in range(4) for one in turns))
     for (prompt, answer), one in zip(expected, alone, strict=True):
         assert list(one.prompt.token_ids) == prompt
         assert ids(one) == answer
         assert one.usage.prompt_tokens == len(prompt)
-    assert [ids(one) for one in mixed] == [answer for _, answer in expected] * 2
+    assert [ids(one) for one in mixed] == [answer for _, answer in expected] * 4
+    if served.rows_by is not None:
+        got, all_of_them = (
+            served.stack.metric("prefill", "diptych_embedding_bytes_total", label=label)
+            for label in (f'"{served.rows_by}"', "")
+        )
+        assert got == all_of_them > 0
     # Control: with the two images swapped the answer is another one.
     (role, (first, words, second, rest)), *_ = turns[1]
     assert served.expected([(role, [second, words, first, rest])])[1] != expected[1][1]

@@ -1,6 +1,7 @@
 """An encode worker, or one that works with it, is killed or stopped in every state of an image.
 
-    python -m tests.faults.encoder_kills [--times 3] [--state E1 …] [--victim encode …] [--output FILE]
+    python -m tests.faults.encoder_kills [--times 3] [--state E1 …] [--victim encode …] [--way killed …]
+        [--family idefics3 …] [--transport auto …] [--output FILE]
 
 Prompts have three images each. A process that reaches the state is stopped there. A victim that is killed
 gets SIGKILL, one that is stopped goes on after `STOPPED_S`. Answers must equal those without faults, and then
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from diptych.client import AsyncClient, CallFailed, Completion, chat
@@ -36,8 +38,10 @@ from tests.faults.system import (
     signal_if_alive,
 )
 
-FAMILY = "idefics3"
-"""Family whose images have several tiles."""
+FAMILIES = ("idefics3", "qwen3_vl")
+"""One whose images have several tiles, and one whose rows have a part for each of the first layers."""
+TRANSPORTS = ("auto", "tcp")
+"""With `auto` rows go through shared memory."""
 FLAGS = (*PAIRS, "--encode-workers", "2", "--kv-blocks", "512", "--set", "gateway.max-images=4")
 WITHOUT_OWN = ("--set", "prefill.image-encoder=false")
 ASKS: Mapping[str, Mapping[str, Any]] = {
@@ -49,6 +53,7 @@ STATES = (
     State("E1", "pixels received", "encode.received", "encode"),
     State("E2", "rows asked for", "encode.asked", "encode", after=1),
     State("E3", "a tile encoded", "encode.tile", "encode", after=2),
+    State("E4a", "rows copied, not announced", "encode.copied", "encode", after=1),
     State("E4", "rows on their way", "encode.part", "encode", after=1),
     State("E5", "rows arrive", "prefill.rows", "prefill", after=1),
     State("E6", "rows taken", "encode.taken", "encode"),
@@ -147,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", nargs="*", default=[state.name for state in STATES])
     parser.add_argument("--victim", nargs="*", default=list(VICTIMS))
     parser.add_argument("--way", nargs="*", default=list(WAYS))
+    parser.add_argument("--family", nargs="*", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--transport", nargs="*", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--without-own", action="store_true", help="only where no prefill worker encodes")
     add_output(parser)
     options = parser.parse_args(argv)
@@ -154,10 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = itertools.product(range(options.times), states, options.victim, options.way)
     plan = [one[1:] for one in turns]
     failures: list[str] = []
-    systems = (((), ""), (WITHOUT_OWN, ", no other encoder"))[int(options.without_own) :]
-    for flags, what in systems:
-        write = lambda folder: vision_models.write(FAMILY, folder)  # noqa: E731
-        with breakable_system(*FLAGS, *flags, write=write) as (system, _):
+    own = ((), WITHOUT_OWN)[int(options.without_own) :]
+    systems = list(itertools.product(options.family, options.transport, own))
+    for family, transport, flags in systems:
+        what = f", {family} over {transport}{', no other encoder' if flags else ''}"
+        write = partial(vision_models.write, family)
+        with breakable_system(*FLAGS, "--transport", transport, *flags, write=write) as (system, _):
             failures += run(system, plan, what)
     figures = [
         Figure("processes killed or stopped with images on their way", str(len(systems) * len(plan))),

@@ -29,6 +29,7 @@ from tests.simulation import model
 from tests.simulation.in_place import SharedPools
 from tests.simulation.network import Network
 from tests.simulation.ranks import SimulatedGroup
+from tests.simulation.row_regions import RegionSockets
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
@@ -118,6 +119,7 @@ class Cluster:
         self.sockets = Sockets(self.network)
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
+        self.row_regions = RegionSockets(scenario.network)
         self.store = Store(self.loop)
         self.folder = Folder()
         self.machines: dict[str, Machine] = {}

@@ -175,6 +175,8 @@ class Faults:
         self._cluster.sockets.damage.setdefault((prefill, decode), []).append(
             Damage(fault.kind, fault.number)
         )
+        if decode.startswith("e"):
+            return not self._cluster.row_regions.one_host
         number = int(decode[1:])
         return self._cluster.scenario.decodes[number].transport == "tcp"
 

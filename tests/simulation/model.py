@@ -166,7 +166,7 @@ class SimulatedRunner:
         """Return False: nothing is launched here."""
         return False
 
-    def plan_decode(self, max_batch: int, block_size: int) -> int:
+    def plan_decode(self, max_batch: int, block_size: int, windows: WindowGroups | None = None) -> int:
         """Return 0: nothing is recorded."""
         return 0
 
@@ -308,6 +308,7 @@ class SimulatedEngine:
     draft_chunks: None = None
     heads: None = None
     eagle: None = None
+    unbroken_rows = LoadedEngine.unbroken_rows
     embedding_fingerprint = LoadedEngine.embedding_fingerprint
     record = LoadedEngine.record
     computes = LoadedEngine.computes

@@ -294,7 +294,12 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
-    more = (*_role_changes(shape), *_rank_faults(shape, requests), *_encoder_faults(shape, requests))
+    more = (
+        *_role_changes(shape),
+        *_rank_faults(shape, requests),
+        *_encoder_faults(shape, requests),
+        *_row_faults(shape, requests),
+    )
     faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return replace(shape, requests=requests, faults=faults)
 
@@ -363,6 +368,20 @@ def _encoder_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fa
         else:
             found.append(Fault(at, kind, (encoder,), lasts if kind in ("stop", "slow") else 0.0))
     return found
+
+
+def _row_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return damage to frames of rows from encode workers."""
+    rng = random.Random(f"rows {shape.network}")
+    return [
+        Fault(
+            round(rng.choice(requests).at + rng.uniform(0.0, 0.05), 4),
+            rng.choice(["flip", "flip_header", "cut", "twice"]),
+            (f"p{rng.randrange(shape.prefills)}", f"e{rng.randrange(shape.encoders)}"),
+            number=rng.getrandbits(16),
+        )
+        for _ in range(rng.choice([0, 1, 2]) if shape.encoders else 0)
+    ]
 
 
 def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvtransfer.transports.row_frames import HEADER_BYTES
 from tests.simulation.network import Network, Pipe
 from tests.simulation.virtual_loop import Host, current_host
 
-HEADER = 36  # bytes of a frame's header
+HEADER = 36  # bytes of the header of a frame of blocks
 
 
 class Connection:
@@ -46,7 +47,8 @@ class Connection:
         self.protocol = self._listener.factory()
         self.protocol.connection_made(self)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
+        data = bytes(data)
         sent = self.sockets.damaged(self, data, self._written)
         self._written = data
         self._down.send(self.received.put_nowait, sent)
@@ -184,7 +186,8 @@ class Sockets:
         if not waiting:
             return data
         damage = waiting[0]
-        header, payload = len(data) == HEADER, len(before) == HEADER
+        size = HEADER_BYTES if connection.ends[1].startswith("e") else HEADER
+        header, payload = len(data) == size, len(before) == size
         if not (header if damage.kind == "flip_header" else payload):
             return data
         waiting.pop(0)

@@ -89,6 +89,9 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "diptych.runtime.discovery.store.connect": lambda url: StoreClient(cluster.store),
         "kvtransfer.drivers.server.make_receiver": _receiver_maker(cluster),
         "kvtransfer.transports.registry.map_pool": cluster.shared_pools.open,
+        "kvtransfer.transports.row_region.PoolFdSocket": cluster.row_regions.listen,
+        "kvtransfer.transports.row_region.register": cluster.row_regions.register,
+        "kvtransfer.transports.row_registry.host_id": cluster.row_regions.host_id,
         "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),

@@ -13,14 +13,14 @@ from decode_worker.local_prefill import LocalPrefills
 from decode_worker.request_manager import RequestManager
 from decode_worker.sequence import AttemptBlocks
 from decode_worker.window_rows import WindowRows
+from diptych.engine.kv import window_prefix
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.tiers import entry
 from diptych.engine.kv.window_groups import WindowGroups
-from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.sampling import Sampled
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime import block_hash
-from diptych.worker_process import kv_tiers
+from diptych.worker_process import kv_tiers, tier_writes
 from diptych.worker_process.attempt import Attempt
 from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import Role, TokensArrived
@@ -310,7 +310,7 @@ def evicted_blocks_are_written_during_their_copy(patch: Patch) -> None:
 
 def loaded_blocks_are_granted_before_they_are_copied(patch: Patch) -> None:
     """A block enters the prefix cache when it was found in a tier."""
-    patch.setattr(kv_tiers, "write_block", lambda memory, block, payload: None)
+    patch.setattr(tier_writes, "write_block", lambda memory, block, payload: None)
 
 
 def loaded_block_is_one_place_off(patch: Patch) -> None:
@@ -325,7 +325,7 @@ def loaded_block_is_one_place_off(patch: Patch) -> None:
 
 def hits_ignore_windowed_blocks(patch: Patch) -> None:
     """A cached prefix is used though the windowed blocks before its end are gone."""
-    patch.setattr(WindowPrefix, "_last_missing", lambda self, keys, first, end: None)
+    patch.setattr(window_prefix, "usable_places", lambda keys, end, reach, holds: end)
 
 
 def windowed_blocks_are_not_copied(patch: Patch) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
-from diptych.engine.kv.tiers.tier import Moved, Tier
+from diptych.engine.kv.tiers.tier import Entry, Moved, Tier
 from diptych.engine.kv.tiers.use_order import UseOrder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 
@@ -100,14 +100,14 @@ class FolderTier:
         self._order.touch(key)
         return self._folder.files[key][1]
 
-    def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
+    def put(self, key: bytes, parent: bytes, entry: Entry) -> list[bytes]:
         if self._folder.full:
             raise OSError(28, "no space left on device")
         gone = []
         while self.used + len(entry) > self._quota and (oldest := self._order.oldest()) is not None:
             self.forget([oldest])
             gone.append(oldest)
-        self._folder.files[key] = parent, entry
+        self._folder.files[key] = parent, bytes(entry)
         self._known[key] = parent
         self._order.add(key, parent)
         return gone
@@ -141,7 +141,12 @@ def stack_maker(cluster: Cluster) -> Callable[..., TierStack | None]:
     """Return the stand-in for `make_stack`: the tiers of the scenario."""
 
     def make(
-        specs: object, fingerprint: object, block_bytes: int, *, reads_shared: bool = False
+        specs: object,
+        fingerprint: object,
+        block_bytes: int,
+        *,
+        reads_shared: bool = False,
+        lock: object = None,
     ) -> TierStack | None:
         form = EntryFormat(_KIND, block_bytes)
         makers: dict[str, Callable[[int], Tier]] = {

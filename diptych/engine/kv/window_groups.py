@@ -20,6 +20,9 @@ from dataclasses import dataclass
 ALL_WINDOWED_SHARE = 8
 """Number of layers of which one is in the first group, where all have a window."""
 
+MOST_RINGS = 4
+"""Most blocks of a prompt's ring, in those of the shortest one, for what it shares with earlier prompts."""
+
 
 @dataclass(frozen=True)
 class WindowGroups:
@@ -56,12 +59,18 @@ class WindowGroups:
         """
         return max(0, self.window + chunk - 2) // block_size + 2
 
-    def ring_blocks(self, places: int, chunk: int, block_size: int) -> int:
-        """Return the windowed blocks in which a prompt's `places` are computed by chunks of that size."""
-        return self.tables * min(places, self.span(chunk, block_size))
+    def ring_blocks(self, places: int, chunk: int, block_size: int, tail: int = 0) -> int:
+        """Return the windowed blocks in which a prompt's `places` are computed by chunks of that size.
+
+        The last `tail` places are to be there in the end, if that takes no more than `MOST_RINGS` as many.
+        """
+        ring = self.span(chunk, block_size)
+        return self.tables * min(places, tail if ring < tail <= MOST_RINGS * ring else ring)
 
     def kept(self, block_size: int) -> int:
-        """Return the most places whose windowed blocks are kept for a sequence."""
+        """Return the most places whose windowed blocks are kept for a sequence: those before its last place
+        that a token behind a full block reads, and that one.
+        """
         return 1 + -(-(self.window - 1) // block_size)
 
 

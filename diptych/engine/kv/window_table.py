@@ -27,6 +27,12 @@ class PromptWindow:
         """First place that `pinned` has blocks of."""
         return self.cached_places - len(self.pinned) // self.tables
 
+    def first_left(self, places: int) -> int:
+        """Return the first place behind the cached prefix whose content is there once a prompt of so many
+        places is computed.
+        """
+        return max(self.cached_places, places - len(self.ring) // self.tables)
+
     @property
     def held(self) -> list[int]:
         """Return all blocks."""
@@ -49,7 +55,12 @@ class PromptWindow:
         return self.pinned[at : at + self.tables]
 
     def tables_of(self, first: int, end: int) -> tuple[tuple[int, ...], ...]:
-        """Return the tables of places `first .. end - 1`, as `SequenceStep.window_tables` has them."""
+        """Return the tables of places `first .. end - 1`, as `SequenceStep.window_tables` has them.
+
+        Raises IndexError for more places behind the cached prefix than the ring has.
+        """
+        if (end - max(first, self.cached_places)) * self.tables > len(self.ring):
+            raise IndexError(f"places {first} to {end} do not fit into a ring of {len(self.ring)} blocks")
         places = [self.blocks(place) for place in range(first, end)]
         return tuple(tuple(blocks[table] for blocks in places) for table in range(self.tables))
 

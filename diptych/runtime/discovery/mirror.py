@@ -69,10 +69,10 @@ class DirectoryMirror:
         return [lease.record for lease in self._leases.values()]
 
     def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Count the leading blocks of a prompt, given its block keys, for each worker that holds any."""
+        """Count the leading blocks of a prompt, given its block keys, that each worker can use, if any."""
         hits = {
-            worker_id: self._index.leading_hits(worker_id, lease.record.identity, keys)
-            for worker_id, lease in self._leases.items()
+            worker_id: self._index.usable_hits(worker_id, record.identity, keys, record.window_reach)
+            for worker_id, record in ((worker_id, lease.record) for worker_id, lease in self._leases.items())
         }
         return {worker_id: count for worker_id, count in hits.items() if count}
 

@@ -12,6 +12,7 @@ snapshot has to be read again. What belongs to another life of the worker than i
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from diptych.cached_windows import usable_places
 from diptych.runtime.discovery.records import Identity
 
 
@@ -113,6 +114,13 @@ class PrefixIndex:
             else:
                 high = middle
         return low
+
+    def usable_hits(self, worker_id: str, identity: Identity, keys: Sequence[bytes], reach: int) -> int:
+        """Count the leading blocks of a prompt that the worker can use, where its layers with a window have
+        blocks of their own; `reach` as in `usable_places`.
+        """
+        found = self.leading_hits(worker_id, identity, keys)
+        return usable_places(keys, found, reach, self._holdings[worker_id].keys.__contains__) if found else 0
 
     def tier_hits(self, worker_id: str, identity: Identity, keys: Sequence[bytes], first: int) -> int:
         """Count the blocks of a prompt from index `first` on that the worker holds, most of them in tiers.

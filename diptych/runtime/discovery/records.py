@@ -77,6 +77,11 @@ class WorkerRecord:
         return (self.total_blocks - windowed) * self.block_size
 
     @property
+    def window_reach(self) -> int:
+        """Places before the end of a cached prefix whose windowed blocks it needs, to use the prefix."""
+        return max(0, self.window_places - 1)
+
+    @property
     def kept(self) -> str:
         """Return what its blocks keep: the type of keys and values, and the draft model with its own."""
         return f"{self.kv_dtype}+{self.draft_digest}" if self.draft_digest else self.kv_dtype

@@ -76,16 +76,20 @@ class EmbeddingFingerprint(_message.Message):
     def __init__(self, model_digest: _Optional[str] = ..., encoder: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class EmbeddingServiceLinkRequest(_message.Message):
-    __slots__ = ("hello", "ask", "taken", "heartbeat")
+    __slots__ = ("hello", "ask", "taken", "heartbeat", "opened", "read")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     hello: EmbeddingHello
     ask: AskRows
     taken: RowsTaken
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[EmbeddingHello, _Mapping]] = ..., ask: _Optional[_Union[AskRows, _Mapping]] = ..., taken: _Optional[_Union[RowsTaken, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    opened: RowsChannelOpened
+    read: RowsRead
+    def __init__(self, hello: _Optional[_Union[EmbeddingHello, _Mapping]] = ..., ask: _Optional[_Union[AskRows, _Mapping]] = ..., taken: _Optional[_Union[RowsTaken, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., opened: _Optional[_Union[RowsChannelOpened, _Mapping]] = ..., read: _Optional[_Union[RowsRead, _Mapping]] = ...) -> None: ...
 
 class EmbeddingServiceLinkResponse(_message.Message):
     __slots__ = ("welcome", "part", "denied", "heartbeat")
@@ -100,14 +104,42 @@ class EmbeddingServiceLinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[EmbeddingHello, _Mapping]] = ..., part: _Optional[_Union[RowsPart, _Mapping]] = ..., denied: _Optional[_Union[RowsDenied, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class EmbeddingHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint")
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transports", "host_id", "pid", "channel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     fingerprint: EmbeddingFingerprint
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[EmbeddingFingerprint, _Mapping]] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    host_id: str
+    pid: int
+    channel: RowsChannel
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[EmbeddingFingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., channel: _Optional[_Union[RowsChannel, _Mapping]] = ...) -> None: ...
+
+class RowsChannel(_message.Message):
+    __slots__ = ("transport", "endpoint", "token")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    endpoint: str
+    token: bytes
+    def __init__(self, transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class RowsChannelOpened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RowsRead(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: int
+    def __init__(self, parts: _Optional[int] = ...) -> None: ...
 
 class AskRows(_message.Message):
     __slots__ = ("id", "digest", "generation")
@@ -120,7 +152,7 @@ class AskRows(_message.Message):
     def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., digest: _Optional[bytes] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class RowsPart(_message.Message):
-    __slots__ = ("generation", "first_row", "rows", "total_rows", "width", "data", "checksum")
+    __slots__ = ("generation", "first_row", "rows", "total_rows", "width", "data", "checksum", "slot")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +160,7 @@ class RowsPart(_message.Message):
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     first_row: int
     rows: int
@@ -135,7 +168,8 @@ class RowsPart(_message.Message):
     width: int
     data: bytes
     checksum: bytes
-    def __init__(self, generation: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., total_rows: _Optional[int] = ..., width: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[bytes] = ...) -> None: ...
+    slot: int
+    def __init__(self, generation: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., total_rows: _Optional[int] = ..., width: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[bytes] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class RowsDenied(_message.Message):
     __slots__ = ("generation",)

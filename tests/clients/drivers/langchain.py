@@ -93,6 +93,25 @@ def cancel(server: Server) -> None:
     paths.expect_idle(server)
 
 
+def images(server: Server) -> None:
+    """Ask about two images in both forms that messages have for them, whole and streamed."""
+    answers: dict[int, list[tuple[str, int]]] = {}
+    for seed in (1, 2):
+        for block in (
+            {"type": "image_url", "image_url": {"url": paths.png_url(seed)}},
+            {"type": "image", "base64": paths.png_base64(seed), "mime_type": "image/png"},
+        ):
+            asked = [HumanMessage([block, {"type": "text", "text": paths.IMAGE_QUESTION}])]
+            streamed: Any = None
+            for chunk in model(server).stream(asked):
+                streamed = chunk if streamed is None else streamed + chunk
+            answers.setdefault(seed, []).extend(
+                (one.content, one.usage_metadata["input_tokens"])
+                for one in (model(server).invoke(asked), streamed)
+            )
+    paths.check_images(answers)
+
+
 if __name__ == "__main__":
     paths.report(
         {
@@ -103,5 +122,6 @@ if __name__ == "__main__":
             "second turn": second_turn,
             "overflow": overflow,
             "cancel": cancel,
+            "images": images,
         }
     )

@@ -95,6 +95,33 @@ def cancel(server: Server) -> None:
     paths.expect_idle(server)
 
 
+def images(server: Server) -> None:
+    """Ask about two images, whole and streamed, in chats and by the Responses API."""
+    paths.check_images({seed: [*_chats(server, seed), *_responses(server, seed)] for seed in (1, 2)})
+
+
+def _chats(server: Server, seed: int) -> list[tuple[str, int]]:
+    image = {"type": "image_url", "image_url": {"url": paths.png_url(seed), "detail": "high"}}
+    turn = {"role": "user", "content": [image, {"type": "text", "text": paths.IMAGE_QUESTION}]}
+    whole = ask(server, [turn])
+    *chunks, last = ask(server, [turn], stream=True, stream_options={"include_usage": True})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return [(whole.choices[0].message.content, whole.usage.prompt_tokens), (text, last.usage.prompt_tokens)]
+
+
+def _responses(server: Server, seed: int) -> list[tuple[str, int]]:
+    image = {"type": "input_image", "image_url": paths.png_url(seed), "detail": "auto"}
+    turn = {"role": "user", "content": [image, {"type": "input_text", "text": paths.IMAGE_QUESTION}]}
+    asked = {"model": server.model, "input": [turn], "max_output_tokens": paths.MAX_TOKENS, "temperature": 0}
+    whole = connect(server).responses.create(**asked)
+    *events, last = connect(server).responses.create(**asked, stream=True)
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    return [
+        (whole.output_text, whole.usage.input_tokens),
+        (text, last.response.usage.input_tokens),
+    ]
+
+
 if __name__ == "__main__":
     paths.report(
         {
@@ -105,5 +132,6 @@ if __name__ == "__main__":
             "second turn": second_turn,
             "overflow": overflow,
             "cancel": cancel,
+            "images": images,
         }
     )

@@ -7,13 +7,16 @@ what it should.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import struct
 import sys
 import time
 import traceback
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +24,8 @@ QUESTION = "What is the capital of France?"
 FOLLOW_UP = "And of Italy?"
 STORY = "Write a very long story about a lighthouse keeper, with many chapters."
 LONG_PROMPT = "word " * 12_000  # more tokens than the model's context has
+IMAGE_QUESTION = "What is this?"
+MIN_IMAGE_TOKENS = 40  # more than the question has: the tokens of the image are counted
 MAX_TOKENS = 48
 ENDLESS_TOKENS = 4000
 IDLE_TIMEOUT_S = 20.0
@@ -52,16 +57,22 @@ Path = Callable[[Server], str | None]
 def report(paths: dict[str, Path]) -> None:
     """Run `paths` one after another and print a JSON line for each: `path`, `result` and `remark`.
 
-    The path "tools" runs twice: with the model as it is, and with one whose chat template has tools.
+    The path "tools" runs twice: with the model as it is, and with one whose chat template has tools. "images"
+    asks a tiny model that reads images; drivers may be without it.
     """
     bundled = Server(
         os.environ["CLIENT_ROOT"], os.environ["CLIENT_MODEL"], os.environ.get("CLIENT_GRPC_ADDRESS", "")
     )
     tools = Server(os.environ["CLIENT_TOOLS_ROOT"], bundled.model, "")
-    for name, path in paths.items():
-        _run(name, path, bundled)
+    images = Server(os.environ["CLIENT_IMAGES_ROOT"], bundled.model, "")
+    for name, path in {"images": _not_driven, **paths}.items():
+        _run(name, path, images if name == "images" else bundled)
         if name == "tools":
             _run("tools (template)", path, tools)
+
+
+def _not_driven(server: Server) -> None:
+    raise NotOfferedError("its images are not driven")
 
 
 def _run(name: str, path: Path, server: Server) -> None:
@@ -76,6 +87,42 @@ def _run(name: str, path: Path, server: Server) -> None:
     remark = " ".join(remark.split())[:REMARK_LENGTH]
     print(json.dumps({"path": name, "result": result, "remark": remark}), flush=True)
     sys.stderr.flush()
+
+
+def png(seed: int) -> bytes:
+    """Return a PNG file of 40 x 30 pixels, another one for each seed."""
+    lines = (b"\0" + bytes((x * y * seed) % 256 for x in range(3 * 40)) for y in range(1, 31))
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", 40, 30, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"".join(lines))),
+        (b"IEND", b""),
+    )
+    framed = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+def png_base64(seed: int) -> str:
+    """Return the file of `png` in base64."""
+    return base64.b64encode(png(seed)).decode()
+
+
+def png_url(seed: int) -> str:
+    """Return the file of `png` as a data URL."""
+    return "data:image/png;base64," + png_base64(seed)
+
+
+def check_images(answers: dict[int, list[tuple[str, int]]]) -> None:
+    """Check texts and prompt tokens of answers about images, by seed, each asked in several forms.
+
+    The forms must agree, and the images differ.
+    """
+    for seed, found in answers.items():
+        check(len(set(found)) == 1, f"the answers about one image differ: {found}")
+        check(found[0][0] and found[0][1] > MIN_IMAGE_TOKENS, f"image {seed} is not counted: {found}")
+    check(len({found[0][0] for found in answers.values()}) == len(answers), f"another image: {answers}")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,3 +1,4 @@
+import resource
 import socket
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -27,6 +28,19 @@ def test_a_taken_port_is_worth_a_note() -> None:
         port = listener.getsockname()[1]
         assert doctor.free_port(port).state == "note"
     assert doctor.free_port(port).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("limit", "state", "text"),
+    [(resource.RLIM_INFINITY, "ok", "no limit"), (8 << 20, "note", "at most 8.0 MiB")],
+)
+def test_limit_of_locked_memory_is_named(
+    limit: int, state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    found = doctor.locked_memory()
+    assert found.state == state
+    assert text in found.text
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ async def _decode(
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
-    runner.plan_decode(MAX_BATCH, BLOCK)
+    runner.plan_decode(MAX_BATCH, BLOCK, laid.windows)
     runner.prepare_decode(memory.memory)
     speculation, chunks = None, _chunks(drafts)
     if isinstance(drafts, Runner):

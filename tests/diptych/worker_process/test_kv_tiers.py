@@ -20,6 +20,7 @@ from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.worker_process import kv_tiers, tier_loads
+from diptych.worker_process.device_copies import DeviceCopies
 from diptych.worker_process.kv_tiers import KvTiers, Loaded
 
 pytestmark = pytest.mark.asyncio
@@ -48,13 +49,24 @@ class SlowTier(RamTier):
 class House:
     """A pool with tiers, and a prefill that writes the key's bytes into its block."""
 
-    def __init__(self, tiers: Sequence[RamTier | DiskTier]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[RamTier | DiskTier],
+        device: Callable[[KVMemory], DeviceCopies | None] = lambda memory: None,
+    ) -> None:
         self.memory = KVMemory(LAYOUT, BLOCKS)
         self.pool = BlockPool(BLOCKS)
         self.stack = TierStack(tiers, EntryFormat(b"f" * 16, LAYOUT.bytes_per_block))
         self.left: list[bytes] = []
         self.found: list[bytes] = []
-        self.tiers = KvTiers(self.memory, self.pool, self.stack, changed=lambda: None, moved=self.moved)
+        self.tiers = KvTiers(
+            self.memory,
+            self.pool,
+            self.stack,
+            changed=lambda: None,
+            moved=self.moved,
+            device=device(self.memory),
+        )
 
     def moved(self, tiered: Sequence[bytes], gone: Sequence[bytes]) -> None:
         self.found.extend(tiered)

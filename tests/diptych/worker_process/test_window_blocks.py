@@ -17,14 +17,19 @@ import torch
 from decode_worker.prompt_lookup import PromptLookup
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.batch import SequenceStep
+from diptych.engine.kv import window_groups as window_groups_module
+from diptych.engine.kv import window_prefix
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.window_groups import WindowGroups, window_groups
-from diptych.engine.kv.window_prefix import WindowPrefix
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
+from diptych.runtime.block_hash import block_keys
+from diptych.runtime.discovery.prefix_index import PrefixIndex, PrefixSnapshot
+from diptych.runtime.discovery.records import Identity
 from diptych.worker.v1 import work_pb2
+from diptych.worker_process.attempt import Attempt
 from tests.diptych.worker_process import both_workers
 from tests.diptych.worker_process.both_workers import BLOCK, VOCABULARY, WINDOWED, House, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
@@ -54,13 +59,23 @@ async def ask(made: House, name: str, prompt: Sequence[int], count: int = ANSWER
     return heard
 
 
+def expected_hit(made: House, prompt: Sequence[int]) -> int:
+    """Return the cached tokens that a gateway expects of the decode worker, by the keys of its pool."""
+    index, life, layout = PrefixIndex(), Identity(1, 1), made.decodes[0].memory.layout
+    index.load(PrefixSnapshot("decode", life, 1, made.decodes[0].pool.cached_keys()))
+    assert layout.windows is not None
+    attempt = Attempt.from_work(work(("hit", 1), tuple(prompt), 1), max_context=256)
+    keys = block_keys(attempt.cache_namespace, prompt, BLOCK)[: (len(prompt) - 1) // BLOCK]
+    return index.usable_hits("decode", life, keys, layout.windows.kept(BLOCK) - 1) * BLOCK
+
+
 def cached_tokens(made: House) -> int:
     return made.decodes[0].ended[-1].times.cached_tokens
 
 
 def drop_windowed(pool: BlockPool) -> int:
     """Evict the windowed blocks of a pool, as others that need room may; return how many there were."""
-    keys = list(pool._unlisted)
+    keys = list(pool._unlisted)  # below them are the marks of their places
     return sum(pool._uncache(pool._cache.discard(key)) for key in keys)
 
 
@@ -68,7 +83,7 @@ def drop_windowed(pool: BlockPool) -> int:
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", "device"])
 async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend: str) -> None:
     async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED, backend=backend) as made:
         first = await ask(made, "a", PROMPT)
@@ -78,27 +93,62 @@ async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend
         # Where blocks are copied the prefill worker has the first prompt of its own, and not the answer.
         end = len(PROMPT) if transport == "tcp" else len(PROMPT) + ANSWER - 1
         assert cached_tokens(made) == end // BLOCK * BLOCK
+        hit = expected_hit(made, turn)
         assert (await ask(made, "c", turn)).tokens == expected(turn)
-        assert cached_tokens(made) == (len(turn) - 1) // BLOCK * BLOCK
+        assert cached_tokens(made) == hit == (len(turn) - 1) // BLOCK * BLOCK
+        assert expected_hit(made, turn[:20]) == 0
         assert (await ask(made, "d", turn[:20])).tokens == expected(turn[:20])
         assert cached_tokens(made) == 0, "the windowed blocks in the middle of a prompt are gone"
         assert await made.empty() == []
+
+
+SYSTEM = PROMPT[:30]
+"""What prompts begin with: more than the window."""
+
+
+def asking(number: int, tokens: int) -> tuple[int, ...]:
+    return (*SYSTEM, *((number * n + 5) % VOCABULARY for n in range(tokens)))
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("tokens", [10, 50])
+async def test_what_two_prompts_begin_with_is_a_hit_for_the_third(transport: str, tokens: int) -> None:
+    """The longer prompts overwrite their rings, which have to be longer for it."""
+    async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED) as made:
+        hits = []
+        for number in (11, 13, 17, 19):
+            heard = await ask(made, f"r{number}", asking(number, tokens))
+            assert heard.tokens == expected(asking(number, tokens))
+            hits.append(cached_tokens(made))
+        assert hits == [0, 0, *[len(SYSTEM) // BLOCK * BLOCK] * 2]
+        assert await made.empty() == []
+
+
+async def test_a_short_ring_loses_what_prompts_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without a longer ring the third prompt finds nothing."""
+    monkeypatch.setattr(window_groups_module, "MOST_RINGS", 1)
+    async with house("shared_memory", blocks=BLOCKS, shape=WINDOWED) as made:
+        for number in (11, 13, 17):
+            await ask(made, f"r{number}", asking(number, 50))
+        assert cached_tokens(made) == 0
 
 
 @TRANSPORTS
 async def test_a_hit_whose_windowed_blocks_are_gone_is_none(transport: str) -> None:
     async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED) as made:
         await ask(made, "a", PROMPT)
+        assert expected_hit(made, PROMPT) == (len(PROMPT) - 1) // BLOCK * BLOCK
         assert drop_windowed(made.decodes[0].pool) > 0
         drop_windowed(made.prefills[0].scratch)
         assert made.decodes[0].pool.cached() > 0
+        assert expected_hit(made, PROMPT) == 0, "gateways expect what is granted"
         assert (await ask(made, "b", PROMPT)).tokens == expected(PROMPT)
         assert cached_tokens(made) == 0
 
 
 async def test_to_take_such_a_hit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the test above."""
-    monkeypatch.setattr(WindowPrefix, "_last_missing", lambda self, keys, first, end: None)
+    monkeypatch.setattr(window_prefix, "usable_places", lambda keys, end, reach, holds: end)
     async with house("shared_memory", blocks=BLOCKS, shape=WINDOWED) as made:
         await ask(made, "a", PROMPT)
         drop_windowed(made.decodes[0].pool)
@@ -145,6 +195,7 @@ class WindowWalk(Walk):
         pytest.param("tcp", 2, 64, "torch", marks=pytest.mark.full),
         pytest.param("shared_memory", 3, 56, "native", marks=pytest.mark.full),
         pytest.param("tcp", 4, 56, "native", marks=pytest.mark.full),
+        pytest.param("shared_memory", 5, 64, "device", marks=pytest.mark.full),
     ],
 )
 async def test_requests_in_random_order_leave_nothing_behind(

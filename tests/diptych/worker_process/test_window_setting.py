@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import pytest
@@ -25,33 +26,50 @@ def decode(**changes: Any) -> DecodeSettings:
 
 
 def test_both_workers_have_the_same_groups() -> None:
-    here = _window_groups(decode(), model(), images=False)
-    there = _window_groups(
-        PrefillSettings(model="m", secret="ab" * 32), model(backend_name="torch"), images=False
-    )
+    here = _window_groups(decode(), model())
+    there = _window_groups(PrefillSettings(model="m", secret="ab" * 32), model(backend_name="torch"))
     assert here is not None
     assert here == there
     assert here.window == 9
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "images"),
+    ("settings", "changes"),
     [
-        ({"window_blocks": "off"}, {}, False),
-        ({}, {"shape": SHAPE}, False),
-        ({}, {}, True),
-        ({}, {"backend_name": "triton"}, False),
-        ({}, {"device": torch.device("meta")}, False),
-        ({"tensor_parallel": 2}, {}, False),
-        ({"speculative_model": "draft"}, {}, False),
-        ({"window_blocks": "off", "kv_tier": "ram:1g"}, {}, False),
-        ({"kv_tier": "ram:1g"}, {"shape": SHAPE}, False),
+        ({}, {"backend_name": "triton", "device": torch.device("meta")}),
+        ({"kv_cache_dtype": "int8"}, {}),
+        ({"kv_cache_dtype": "fp8"}, {"backend_name": "triton"}),
     ],
 )
-def test_one_block_has_all_layers(settings: dict[str, Any], changes: dict[str, Any], images: bool) -> None:
-    assert _window_groups(decode(**settings), model(**changes), images=images) is None
+def test_every_device_and_type_has_windowed_blocks(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert _window_groups(decode(**settings), model(**changes)) is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"window_blocks": "off"}, "--window-blocks off"),
+        ({"window_blocks": "off", "kv_tier": "ram:1g"}, "--window-blocks off"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2"),
+        ({"speculative_model": "draft"}, "--speculative-model draft"),
+    ],
+)
+def test_one_block_has_all_layers_and_the_log_says_why(
+    settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert _window_groups(decode(**settings), model()) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"blocks behind the window of 9 tokens are kept: {why}"
+    ]
+
+
+def test_a_model_without_windows_goes_with_tiers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert _window_groups(decode(kv_tier="ram:1g"), model(shape=SHAPE)) is None
+    assert not caplog.records
 
 
 def test_tiers_beside_windowed_blocks_are_refused() -> None:
     with pytest.raises(ImpossibleSettings, match=r"--kv-tier .+: set --window-blocks off, everywhere$"):
-        _window_groups(decode(kv_tier="ram:1g"), model(), images=False)
+        _window_groups(decode(kv_tier="ram:1g"), model())

@@ -10,10 +10,11 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 
-from diptych.runtime.errors import QueueFull
+from diptych.runtime.errors import ImageMemory, QueueFull
 from gateway.images import fetcher as fetcher_module
-from gateway.images.download import ByteBudget, Download, Judge
+from gateway.images.download import Download, Judge
 from gateway.images.fetcher import FETCHED, REFUSED, ImageFetcher
+from gateway.images.memory import ByteBudget, HeldMemory
 from gateway.images.url_rules import RefusedUrl, UrlRules, is_public
 from tests.gateway.images.remote_images import FILE, ImageHost, image_host, private_urls
 
@@ -154,6 +155,27 @@ async def test_a_tenant_waits_for_its_own_downloads_and_no_other_tenant_does(
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
     assert await fetcher.fetch(f"{url}/image", ByteBudget(100_000), "greedy") == FILE
+    fetcher.close()
+
+
+@pytest.mark.parametrize("path", ["image", "endless"])
+async def test_files_of_all_requests_are_held_within_one_bound(host: ImageHost, path: str) -> None:
+    """One of known length does not begin, one of unknown length ends; those before are not touched."""
+    memory, counted = HeldMemory(3 * len(FILE) - 1), list[str]()
+    fetcher = fetching(host, counted=counted)
+    url = f"http://images.test:{host.port}"
+    budgets = [ByteBudget(1 << 20, memory) for _ in range(3)]
+    for budget in budgets[:2]:
+        assert await fetcher.fetch(f"{url}/image", budget, "tenant") == FILE
+    with pytest.raises(ImageMemory):
+        await fetcher.fetch(f"{url}/{path}", budgets[2], "tenant")
+    assert memory.held_bytes == 2 * len(FILE)
+    for budget in budgets:
+        budget.close()
+    assert memory.held_bytes == 0
+    assert not budgets[0].take(1)
+    assert await fetcher.fetch(f"{url}/image", ByteBudget(1 << 20, memory), "tenant") == FILE
+    assert counted == [FETCHED, FETCHED, REFUSED, FETCHED]
     fetcher.close()
 
 

@@ -15,12 +15,15 @@ from diptych.runtime.errors import Draining, ImageMemory, InvalidParameter, Unsu
 from diptych.v1 import inference_pb2 as pb
 from gateway.images.decoder import ImageDecoder
 from gateway.images.intake import ImageIntake, ImageLimits
+from gateway.images.memory import HeldMemory
 from tests.diptych.runtime.images.test_decode import bomb, clear
 from tests.vision_models import picture, png
 
 HALF = (0.5, 0.5, 0.5)
 SPEC = ImageSpec("llava", (35, 35), 25, "<image>", 5, 3, 1 / 255, HALF, HALF, shortest_edge=35)
-LIMITS = ImageLimits(count=3, file_bytes=100_000, memory_bytes=3 * 3 * 35 * 35)
+LIMITS = ImageLimits(count=3, file_bytes=100_000)
+MEMORY = 3 * 3 * 35 * 35
+"""Bytes of three images' pixels."""
 
 
 def chat(*files: bytes, media_type: str = "") -> pb.ChatPrompt:
@@ -37,7 +40,7 @@ def peak_kib(pid: int) -> int:
 
 @pytest.fixture
 async def intake() -> AsyncIterator[ImageIntake]:
-    made = ImageIntake(ImageDecoder(SPEC, 10_000), LIMITS)
+    made = ImageIntake(ImageDecoder(SPEC, 10_000), LIMITS, HeldMemory(MEMORY))
     yield made
     await made.close()
 
@@ -71,19 +74,19 @@ async def test_an_image_that_comes_twice_is_decoded_and_held_once(intake: ImageI
     images = await intake.prepare(chat(a, b, a), "tenant")
     assert images[0] is images[2]
     assert images[0].digest != images[1].digest
-    assert intake.held_bytes == 2 * 3 * 35 * 35
+    assert intake._memory.held_bytes == 2 * 3 * 35 * 35
     others = await intake.prepare(chat(a), "tenant")
     with pytest.raises(ImageMemory):
         await intake.prepare(chat(b), "tenant")
     del images, others
     gc.collect()
-    assert intake.held_bytes == 0
+    assert intake._memory.held_bytes == 0
     assert len(await intake.prepare(chat(b), "tenant")) == 1
 
 
 async def test_memory_of_an_image_is_bounded_by_its_pixels() -> None:
     """A palette's transparent colour is never there as a whole but in its first and its last form."""
-    intake = ImageIntake(ImageDecoder(SPEC, 36_000_000), LIMITS)
+    intake = ImageIntake(ImageDecoder(SPEC, 36_000_000), LIMITS, HeldMemory(MEMORY))
     decoder = intake._decoder
     assert decoder is not None
     await intake.prepare(chat(clear(4000, 3000)), "tenant")
@@ -91,7 +94,7 @@ async def test_memory_of_an_image_is_bounded_by_its_pixels() -> None:
     assert process is not None
     assert peak_kib(process.pid) < 160 << 10
     await intake.close()
-    square = ImageIntake(ImageDecoder(replace(SPEC, pads=True), 36_000_000), LIMITS)
+    square = ImageIntake(ImageDecoder(replace(SPEC, pads=True), 36_000_000), LIMITS, HeldMemory(MEMORY))
     with pytest.raises(InvalidParameter, match="takes too much memory"):
         await square.prepare(chat(clear(20_000, 100)), "tenant")
     await square.close()
@@ -109,6 +112,25 @@ async def test_a_refused_file_delays_its_tenant_and_no_other(
         task.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     assert len(await intake.prepare(chat(png(picture(1, 20, 20))), "greedy")) == 1
+
+
+async def test_tenants_of_refused_files_share_one_lane_and_an_image_leads_out_of_it(
+    intake: ImageIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.images.decoder.REFUSED_S", 0.0)
+    for tenant in ("a", "b"):
+        with pytest.raises(InvalidParameter):
+            await intake.prepare(chat(bomb()), tenant)
+    monkeypatch.setattr("gateway.images.decoder.SUSPECTS_S", 3600.0)
+    good = chat(png(picture(1, 20, 20)))
+    assert len(await intake.prepare(good, "a")) == 1  # the lane is free again in an hour
+    waiting = asyncio.create_task(intake.prepare(good, "b"))
+    for tenant in ("a", "other"):
+        assert len(await intake.prepare(good, tenant)) == 1
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_a_lost_child_is_replaced_and_the_image_decoded(intake: ImageIntake) -> None:
@@ -135,7 +157,7 @@ async def test_a_cancelled_caller_leaves_the_next_one_its_own_answer(intake: Ima
 
 
 async def test_a_model_of_text_refuses_images_and_takes_conversations_without() -> None:
-    intake = ImageIntake(None, LIMITS)
+    intake = ImageIntake(None, LIMITS, HeldMemory(MEMORY))
     with pytest.raises(UnsupportedFeature, match="this model reads text only") as refused:
         await intake.prepare(chat(b"x"), "tenant")
     assert refused.value.violations[0].field == "chat.messages[0].parts[1].image"

@@ -45,6 +45,9 @@ std::unique_ptr<DiptychModel> make_model() {
     model->kernels = &kCounting;
     model->layers.resize(1);
     model->head.blocks = kVocab / kColumns;
+    model->head_ends = {1};
+    model->mixed_places = {0};
+    model->block_kv_heads = 1;
     model->step = {new StepState(), [](StepState *step) { delete step; }};
     model->step_queue = {new StepQueue(*model), [](StepQueue *queue) { delete queue; }};
     return model;

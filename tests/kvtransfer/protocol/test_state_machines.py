@@ -269,6 +269,7 @@ class HandoffMachine(RuleBasedStateMachine):
         prefix = WindowPrefix(self.pool, groups, BLOCK_SIZE)
         for place in range(groups.first_kept(done.num_tokens - 1, BLOCK_SIZE), len(keys)):
             prefix.insert(window.blocks(place), keys[place])
+        prefix.insert_shared(window, done.block_ids[: -(-done.num_tokens // BLOCK_SIZE)], keys)
 
     @rule(seconds=st.sampled_from([0.3, 2.0, 20.0]))
     def tick(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.image_spec import ImageSpec
 from diptych.runtime.image_rows import keyed_digest, pixels_digest
 from diptych.worker.v1 import encode_pb2, work_pb2
-from kvtransfer.drivers.embedding_server import RowsLink
+from kvtransfer.drivers.rows_link import RowsLink
 from kvtransfer.protocol.messages import Key
 from prefill_worker.encoder import engine_loop
 from prefill_worker.encoder.engine import LoadedEncoder

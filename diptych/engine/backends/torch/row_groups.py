@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.batch import AbortWords, SequenceStep, cut_to_window, visible_ends
+from diptych.engine.batch import AbortWords, SequenceStep, visible_ends, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import LatentShape, ModelShape
 from kernels.kv_blocks import write_kv_rows
@@ -125,14 +125,8 @@ class Decodes:
 def group_tables(
     sequences: Sequence[SequenceStep], abort: AbortWords | None = None
 ) -> list[list[Chunk | Decodes]]:
-    """Return the groups of a step for each table of its layers (`KVLayout.windows`), the full one first.
-
-    Sequences of one step have equal layouts.
-    """
-    windows = sequences[0].memory.layout.windows
-    cuts = () if windows is None else range(1, windows.tables + 1)
-    every = [sequences, *([cut_to_window(step, table) for step in sequences] for table in cuts)]
-    return [group_rows(steps, abort) for steps in every]
+    """Return the groups of a step for each table of its layers (`KVLayout.windows`), the full one first."""
+    return [group_rows(steps, abort) for steps in (sequences, *window_cuts(sequences))]
 
 
 @dataclass(frozen=True)
@@ -165,8 +159,9 @@ class GroupAttention:
                 group.attend_latents(slot, self.rules[layer].scale, q, k, mixed)
             return mixed
         mixed = torch.zeros_like(q)
+        scales = None if self.scales is None else self.scales[layer - slot :]  # so that its own are at `slot`
         for group in groups:
-            group.attend(slot, self.rules[layer], q, k, v, mixed, self.scales)
+            group.attend(slot, self.rules[layer], q, k, v, mixed, scales)
         return mixed
 
 

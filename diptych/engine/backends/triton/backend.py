@@ -35,6 +35,7 @@ from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGrap
 from diptych.engine.backends.triton.row_sampling import launch_sampling
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
 from diptych.engine.weights import Weights
@@ -187,12 +188,24 @@ class TritonBackend:
         """See `LaunchingBackend.samples_on_device`."""
         return True
 
-    def plan_decode(self, max_batch: int, block_size: int, capture: GraphCapture | None = None) -> int:
+    def plan_decode(
+        self,
+        max_batch: int,
+        block_size: int,
+        capture: GraphCapture | None = None,
+        *,
+        windows: WindowGroups | None = None,
+    ) -> int:
         """See `GraphBackend.plan_decode`. `capture` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
             self._graphs = DecodeGraphs(
-                self._layers, max_batch, block_size, capture, gives_hidden=self._gives_hidden
+                self._layers,
+                max_batch,
+                block_size,
+                capture,
+                windows=windows,
+                gives_hidden=self._gives_hidden,
             )
             return self._graphs.count
 
@@ -217,7 +230,7 @@ class TritonBackend:
         """
         with self._current(), torch.no_grad():
             self._prompts = None
-            if most_tokens and not layout.latent and layout.windows is None:
+            if most_tokens and not layout.latent:
                 self._prompts = PromptGraphs(self._layers, layout, most_tokens, capture)
                 self._prompts.record(seconds)
             return 0 if self._prompts is None else self._prompts.count
@@ -305,7 +318,8 @@ class TritonBackend:
 
     def _scratch_for(self, placed: PlacedStep, block_size: int) -> Any:
         """Return the buffers of decode rows' partial sums; None where there are no decode rows."""
-        decodes = [group.decodes for group in placed.step.groups if group.decodes is not None]
+        # Tables of layers with a window are no wider than that of all tokens.
+        decodes = [group.decodes for group in placed.step.tables[0].groups if group.decodes is not None]
         if not decodes:
             return None
         rows = max(len(found.lengths) for found in decodes)

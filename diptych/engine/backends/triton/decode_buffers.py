@@ -22,7 +22,8 @@ from diptych.engine.sampling import SampleRow
 TURNS = 2
 """Copies that the host has."""
 
-_FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
+_Kinds = dict[str, tuple[npt.DTypeLike, float]]
+_FIELDS: _Kinds = {
     # Name: its type, and what padding has. The eight-byte ones first, so that all are aligned.
     "tokens": (np.int64, 0),
     "sources": (np.int64, 0),
@@ -38,10 +39,25 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
     "temperature": (np.float32, 0.0),
     "min_p": (np.float32, 0.0),
 }
-
-
 FIELD_TYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, (kind, _) in _FIELDS.items()}
 """Type of each field on the device."""
+WINDOW_LENGTHS = "window_lengths"
+"""Field like `lengths`, of windowed tables, where there are any."""
+
+
+def block_field(table: int) -> str:
+    """Return the field with the block of each row's token in a table; 0 is that of all tokens."""
+    return f"block_ids_{table}" if table else "block_ids"
+
+
+def _fields(tables: int) -> _Kinds:
+    """Return the fields of a step whose rows have so many tables, the eight-byte ones first."""
+    if tables == 1:
+        return _FIELDS
+    wide = {name: kind for name, kind in _FIELDS.items() if np.dtype(kind[0]).itemsize == 8}
+    blocks: _Kinds = {block_field(table): (np.int64, NO_BLOCK) for table in range(1, tables)}
+    return wide | blocks | _FIELDS | {WINDOW_LENGTHS: (np.int32, 0)}
+
 
 Fields = dict[str, npt.NDArray[Any]]
 
@@ -53,8 +69,10 @@ class RowFields:
     `tokens`, so that `known`, int64 `[2 * rows]`, is both, and `sources` says where in it a row's token is.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        sizes = [np.dtype(kind).itemsize * rows for kind, _ in _FIELDS.values()]
+    def __init__(self, rows: int, device: torch.device, tables: int = 1) -> None:
+        """Allocate fields of `rows` rows that have so many tables each."""
+        self._kinds, self._blocks = _fields(tables), [block_field(table) for table in range(tables)]
+        sizes = [np.dtype(kind).itemsize * rows for kind, _ in self._kinds.values()]
         pinned = device.type == "cuda"
         self._rows = rows
         self._host_bytes = [
@@ -67,11 +85,13 @@ class RowFields:
         self._host: list[Fields] = [{} for _ in range(TURNS)]
         self._device: dict[str, torch.Tensor] = {}
         begin = 0
-        for (name, (kind, padding)), size in zip(_FIELDS.items(), sizes, strict=True):
+        for (name, (kind, padding)), size in zip(self._kinds.items(), sizes, strict=True):
             for copy, fields in zip(self._host_bytes, self._host, strict=True):
                 fields[name] = copy[begin : begin + size].numpy().view(kind)
                 fields[name][:] = padding
-            self._device[name] = self._device_bytes[begin : begin + size].view(FIELD_TYPES[name])
+            self._device[name] = self._device_bytes[begin : begin + size].view(
+                torch.from_numpy(np.empty(0, kind)).dtype
+            )
             begin += size
         self.upload(0)
 
@@ -80,9 +100,16 @@ class RowFields:
         return self._device[name]
 
     def fill(
-        self, turn: int, sequences: Sequence[SequenceStep], sample_rows: Sequence[SampleRow | None]
+        self,
+        turn: int,
+        sequences: Sequence[SequenceStep],
+        sample_rows: Sequence[SampleRow | None],
+        cuts: Sequence[Sequence[SequenceStep]] = (),
     ) -> None:
-        """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding."""
+        """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding.
+
+        `cuts` are the step as the layers of each windowed table see it (`window_cuts`).
+        """
         host, count = self._host[turn], len(sequences)
         starts = np.array([step.start for step in sequences], dtype=np.int64)
         size = sequences[0].memory.layout.block_size
@@ -91,25 +118,30 @@ class RowFields:
             self._rows + row if step.follows is None else step.follows for row, step in enumerate(sequences)
         ]
         host["positions"][:count] = starts + [step.shift for step in sequences]
-        host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
+        for name, seen in zip(self._blocks, (sequences, *cuts), strict=True):
+            host[name][:count] = [step.block_table[step.start // size] for step in seen]
+        if cuts:
+            host[WINDOW_LENGTHS][:count] = [step.start + 1 for step in cuts[0]]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1
         host["adapters"][:count] = [-1 if step.adapter is None else step.adapter for step in sequences]
         for row, (step, draw) in enumerate(zip(sequences, sample_rows, strict=True)):
             _fill_sampling(host, row, draw, unknown=int(step.follows is not None))
-        for name, (_, padding) in _FIELDS.items():
+        for name, (_, padding) in self._kinds.items():
             host[name][count:] = padding
 
     def clear(self, turn: int) -> None:
         """Make padding of all rows, on the host's copy and on the device."""
-        for name, (_, padding) in _FIELDS.items():
+        for name, (_, padding) in self._kinds.items():
             self._host[turn][name][:] = padding
         self.upload(turn)
 
     def abort_rows(self, turn: int, abort: AbortWords | None, count: int) -> None:
         """Make rows that were aborted write nowhere."""
-        if abort is not None:
-            self._host[turn]["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
+        if abort is None:
+            return
+        for name in self._blocks:
+            self._host[turn][name][:count][abort.words[:count] != 0] = NO_BLOCK
 
     def upload(self, turn: int) -> None:
         """Bring a copy of the host to the device, in the order of the current stream."""

@@ -21,12 +21,19 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
-from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
+from diptych.engine.backends.triton.decode_buffers import (
+    TURNS,
+    WINDOW_LENGTHS,
+    BlockTables,
+    RowFields,
+    block_field,
+)
 from diptych.engine.backends.triton.device_wait import StepNap
 from diptych.engine.backends.triton.layers import Layers
-from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
-from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
+from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep, TableRows
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
 
@@ -49,20 +56,25 @@ class DecodeGraphs:
         block_size: int,
         capture: GraphCapture | None = None,
         *,
+        windows: WindowGroups | None = None,
         gives_hidden: bool = False,
     ) -> None:
         """Take the memory that steps of up to `max_batch` rows need; nothing is captured yet.
 
-        With `gives_hidden` outputs have the rows behind the final norm.
+        `windows` are those of the layout. With `gives_hidden` outputs have the rows behind the final norm.
         """
         shape, device = layers.shape, layers.weights.device
         self._layers = layers
         self._capture = capture if capture is not None else capture_for(device)
         self._max_batch = max_batch
         self._buckets = batch_buckets(max_batch)
-        self._fields = RowFields(max_batch, device)
+        self._windows = windows
         width = -(-shape.max_context // block_size)
-        self._tables = BlockTables(max_batch, width, device)
+        widths = [width]
+        if windows is not None:
+            widths += [min(width, windows.span(1, block_size))] * windows.tables
+        self._fields = RowFields(max_batch, device, len(widths))
+        self._tables = [BlockTables(max_batch, columns, device) for columns in widths]
         self._buffers = layers.buffers(max_batch)
         self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -91,8 +103,11 @@ class DecodeGraphs:
     def capture(self, memory: KVMemory) -> None:
         """Capture the steps of all buckets over `memory`, the largest first.
 
-        Its kernels and its share of the graphs' memory serve the others.
+        Its kernels and its share of the graphs' memory serve the others. Raises ValueError for a memory with
+        other windows than planned.
         """
+        if memory.layout.windows != self._windows:
+            raise ValueError("decode steps were planned for blocks of another layout")
         self._memory = memory
         for rows in reversed(self._buckets):
             self._graphs[rows, False] = self._capture.capture(self._work(rows, memory))
@@ -129,9 +144,11 @@ class DecodeGraphs:
         count = len(sequences)
         rows = self._buckets[bisect_left(self._buckets, count)]
         graph = self._graph(turn, rows, adapted=any(step.adapter is not None for step in sequences))
-        self._tables.fill(turn, sequences)
-        self._tables.upload(turn, rows)
-        self._fields.fill(turn, sequences, draws)
+        cuts = window_cuts(sequences)
+        for table, seen in zip(self._tables, (sequences, *cuts), strict=True):
+            table.fill(turn, seen)
+            table.upload(turn, rows)
+        self._fields.fill(turn, sequences, draws, cuts)
         self._fields.abort_rows(turn, abort, count)
         self._fields.upload(turn)
         graph()
@@ -187,13 +204,20 @@ class DecodeGraphs:
     def _work(self, rows: int, memory: KVMemory, adapter_scratch: torch.Tensor | None = None) -> Work:
         """Return the step for so many rows, as work to capture; with scratch they may have adapters."""
         layers, fields, every = self._layers, self._fields, slice(0, rows)
-        decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
+        lengths = ["lengths", *[WINDOW_LENGTHS] * (len(self._tables) - 1)]
+        tables = (
+            TableRows(
+                fields[block_field(number)][:rows],
+                (Group(memory.data, every, DecodeRows(every, table.device[:rows], fields[name][:rows]), ()),),
+            )
+            for number, (table, name) in enumerate(zip(self._tables, lengths, strict=True))
+        )
         step = PackedStep(
             tokens=self._tokens[:rows],
             positions=fields["positions"][:rows],
-            block_ids=fields["block_ids"][:rows],
             lanes=fields["lanes"][:rows],
-            groups=(Group(memory.data, every, decodes, ()),),
+            tables=tuple(tables),
+            places=() if self._windows is None else self._windows.places,
             adapters=None if adapter_scratch is None else fields["adapters"][:rows],
             adapter_scratch=adapter_scratch,
         )

@@ -20,7 +20,7 @@ from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
 from diptych.engine.backends.triton.batch_invariant import choose_products
 from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows
+from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.backends.triton.rounded_inputs import Norms, Rows
 from diptych.engine.batch import rows_after
@@ -176,14 +176,15 @@ class Layers:
         self._change(index, "qkv", x, buffers.qkv, step)
         if self.shape.qk_norm == "width":
             self._normalise_width(layer, buffers)
-        for group in step.groups:
-            self._write(index, layer, step, group, buffers)
+        seen, slot = step.seen_by(index)
+        for group in seen.groups:
+            self._write(index, layer, step.lanes, (seen, slot), group, buffers)
         if growth is not None:
             buffers.queries.mul_(growth)
-        for group in step.groups:
-            self._attend(index, layer, group, buffers, scratch)
-        for seeing in step.seeing:
-            self._attend_beyond(index, layer, seeing, buffers)
+        for group in seen.groups:
+            self._attend(index, slot, layer, group, buffers, scratch)
+        for seeing in seen.seeing:
+            self._attend_beyond(index, slot, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
         self._products.linear(mixed, layer.output, out=buffers.added)
         self._change(index, "output", mixed, buffers.added, step)
@@ -198,9 +199,23 @@ class Layers:
             part = buffers.qkv[:, columns]
             self.operators.rms_norm(part, norm, shape.rms_eps, out=part)
 
+    def _scales_at(self, index: int, slot: int) -> torch.Tensor | None:
+        """Return scales whose entry `slot`, the layer's place in a block, is that of layer `index`."""
+        return None if self._scales is None else self._scales[index - slot :]
+
     def _write(
-        self, index: int, layer: PackedLayer, step: PackedStep, group: Group, buffers: Activations
+        self,
+        index: int,
+        layer: PackedLayer,
+        lanes: torch.Tensor,
+        seen: tuple[TableRows, int],
+        group: Group,
+        buffers: Activations,
     ) -> None:
+        """Rotate queries and keys of layer `index`, and write keys and values to the blocks of its table, at
+        its place there (`PackedStep.seen_by`).
+        """
+        table, slot = seen
         shape, rows, rotation = self.shape, group.rows, self.shape.layers[index].rotation
         cos, sin = (None, None) if rotation is None else buffers.angles[rotation]
         by_head = shape.qk_norm == "head"
@@ -209,22 +224,22 @@ class Layers:
             None if cos is None else cos[rows],
             None if sin is None else sin[rows],
             group.blocks,
-            index,
-            step.block_ids[rows],
-            step.lanes[rows],
+            slot,
+            table.block_ids[rows],
+            lanes[rows],
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             q_norm=layer.q_norm if by_head else None,
             k_norm=layer.k_norm if by_head else None,
             norm_late=by_head and shape.qk_norm_after_rotation,
             eps=shape.rms_eps,
-            scales=self._scales,
+            scales=self._scales_at(index, slot),
             out=buffers.queries[rows],
             **_based(group),
         )
 
     def _attend_beyond(
-        self, index: int, layer: PackedLayer, seeing: SeeingRows, buffers: Activations
+        self, index: int, slot: int, layer: PackedLayer, seeing: SeeingRows, buffers: Activations
     ) -> None:
         """Compute the attention of a chunk whose tokens see beyond their own position, by torch: the kernel
         of chunks is causal.
@@ -232,11 +247,11 @@ class Layers:
         buffers.mixed[seeing.rows] = paged_attention(
             buffers.queries[seeing.rows],
             seeing.blocks,
-            index,
+            slot,
             seeing.table,
             seeing.start,
             self.shape.window(index),
-            self._scales,
+            self._scales_at(index, slot),
             scale=self.shape.score_scale,
             cap=self.shape.score_cap,
             sinks=layer.sinks,
@@ -244,7 +259,13 @@ class Layers:
         )
 
     def _attend(
-        self, index: int, layer: PackedLayer, group: Group, buffers: Activations, scratch: Any
+        self,
+        index: int,
+        slot: int,
+        layer: PackedLayer,
+        group: Group,
+        buffers: Activations,
+        scratch: Any,
     ) -> None:
         operators = self.operators
         rule: dict[str, Any] = {
@@ -252,13 +273,13 @@ class Layers:
             "scale": self.shape.score_scale,
             "cap": self.shape.score_cap,
             "sinks": layer.sinks,
-            "scales": self._scales,
+            "scales": self._scales_at(index, slot),
         }
         if (decodes := group.decodes) is not None:
             operators.paged_decode(
                 buffers.queries[decodes.rows],
                 group.blocks,
-                index,
+                slot,
                 decodes.tables,
                 decodes.lengths,
                 scratch=scratch,
@@ -269,7 +290,7 @@ class Layers:
             operators.paged_prefill(
                 buffers.queries[chunks.rows],
                 group.blocks,
-                index,
+                slot,
                 chunks.tables,
                 chunks.starts,
                 chunks.offsets,

@@ -2,6 +2,9 @@
 
 Sequences are ordered by memory, and within a memory decode rows come before chunks, so that every kernel
 sees one contiguous range of rows. Logits come back in the order of the batch all the same.
+
+Where layers with a window lie in blocks of their own (`KVLayout.windows`), such layers see the same rows with
+blocks, tables and lengths of their own: a step as that of sequences which begin where the window does.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.batch import AXES, AbortWords, SequenceStep, depths, visible_ends
+from diptych.engine.batch import AXES, AbortWords, SequenceStep, depths, visible_ends, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 
@@ -81,6 +84,16 @@ class SeeingRows:
 
 
 @dataclass(frozen=True)
+class TableRows:
+    """Blocks of a step's rows in one table: those of all layers, or of some (`KVLayout.windows`)."""
+
+    block_ids: torch.Tensor
+    """int64 `[T]`: where each token's keys and values go; NO_BLOCK is nowhere."""
+    groups: tuple[Group, ...]
+    seeing: tuple[SeeingRows, ...] = ()
+
+
+@dataclass(frozen=True)
 class PackedStep:
     """Input of the layers; all tensors on the device."""
 
@@ -88,20 +101,25 @@ class PackedStep:
     """int64 `[T]`."""
     positions: torch.Tensor
     """int64 `[T]`, by which queries and keys are rotated; `[3, T]` where images lie on grids."""
-    block_ids: torch.Tensor
-    """int64 `[T]`: where each token's keys and values go; NO_BLOCK is nowhere."""
     lanes: torch.Tensor
-    """int32 `[T]`."""
-    groups: tuple[Group, ...]
+    """int32 `[T]`: place of each token in its block."""
+    tables: tuple[TableRows, ...]
+    """Blocks of the rows, that of all tokens first, then each windowed one."""
+    places: tuple[tuple[int, int], ...] = ()
+    """`WindowGroups.places` where there are windowed tables."""
     adapters: torch.Tensor | None = None
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
     """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
-    seeing: tuple[SeeingRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def seen_by(self, layer: int) -> tuple[TableRows, int]:
+        """Return the table of a layer, and the layer's place in a block."""
+        table, slot = self.places[layer] if self.places else (0, layer)
+        return self.tables[table], slot
 
 
 @dataclass(frozen=True)
@@ -118,17 +136,17 @@ class PlacedStep:
 
     def abort_row(self, sequence: int) -> None:
         """Let a sequence write nothing from the next layer that is launched on."""
-        self.step.block_ids[self.spans[sequence]].fill_(NO_BLOCK)
+        for table in self.step.tables:
+            table.block_ids[self.spans[sequence]].fill_(NO_BLOCK)
 
 
 def pack_step(
     sequences: Sequence[SequenceStep], abort: AbortWords | None, device: torch.device
 ) -> PlacedStep:
     """Plan a batch that `check_batch` accepted, and bring the plan to `device`."""
-    memories: dict[int, KVMemory] = {}
+    ranks: dict[int, int] = {}
     for step in sequences:
-        memories.setdefault(id(step.memory), step.memory)
-    ranks = {memory: rank for rank, memory in enumerate(memories)}
+        ranks.setdefault(id(step.memory), len(ranks))
     order = sorted(
         range(len(sequences)),
         key=lambda i: (
@@ -139,25 +157,25 @@ def pack_step(
     )
     spans, total = _spans(sequences, order)
     arrays = _Arrays()
-    wide = arrays.add(*_token_columns(sequences, order, spans, total, abort))
+    wide = arrays.add(*_token_columns(sequences, order, spans, total))
     logit_rows = [row for i, s in enumerate(sequences) for row in _last_rows(spans[i], s.logit_rows)]
     rows = arrays.add(np.array(logit_rows, dtype=np.int64))
-    groups = [
-        _plan_group(memory, [i for i in order if id(sequences[i].memory) == known], sequences, spans, arrays)
-        for known, memory in memories.items()
+    tables = [
+        _plan_table(steps, order, spans, total, abort, arrays)
+        for steps in (sequences, *window_cuts(sequences))
     ]
     slots = arrays.add(*_adapter_column(sequences, spans, total))
     found = arrays.upload(device)
-    tokens, positions, block_ids, lanes = (found.wide[part] for part in wide)
+    tokens, positions, lanes = (found.wide[part] for part in wide)
+    windows = sequences[0].memory.layout.windows
     return PlacedStep(
         PackedStep(
             tokens,
             positions.view(AXES, -1) if len(positions) > total else positions,
-            block_ids,
             lanes.int(),
-            tuple(group.on(found) for group in groups),
+            tuple(table.on(found, device) for table in tables),
+            () if windows is None else windows.places,
             found.narrow[slots[0]] if slots else None,
-            seeing=tuple(_seeing_rows(sequences, spans, device)),
         ),
         logit_rows=found.wide[rows[0]],
         logit_owners=tuple(i for i, s in enumerate(sequences) for _ in range(s.logit_rows)),
@@ -197,10 +215,9 @@ def _token_columns(
     order: Sequence[int],
     spans: Sequence[slice],
     total: int,
-    abort: AbortWords | None,
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Token, position, block and lane of each row."""
-    tokens, lanes, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
+) -> tuple[Ints, Ints, Ints]:
+    """Token, position and lane of each row."""
+    tokens, lanes = (np.empty(total, dtype=np.int64) for _ in range(2))
     grids = any(step.grid is not None for step in sequences)
     positions = np.empty((AXES, total) if grids else total, dtype=np.int64)
     for i in order:
@@ -209,11 +226,15 @@ def _token_columns(
         at = np.arange(step.start, step.start + len(step.token_ids))
         tokens[span], lanes[span] = step.token_ids, at % size
         positions[..., span] = step.positions
-        if abort is not None and abort.is_aborted(i):
-            block_ids[span] = NO_BLOCK
-        else:
-            block_ids[span] = np.asarray(used_blocks(step), dtype=np.int64)[at // size]
-    return tokens, positions, block_ids, lanes
+    return tokens, positions, lanes
+
+
+def written_blocks(step: SequenceStep, *, aborted: bool) -> Ints | int:
+    """Return the block that each token of a sequence's share is written to; NO_BLOCK if it was aborted."""
+    if aborted:
+        return NO_BLOCK
+    at = np.arange(step.start, step.start + len(step.token_ids))
+    return np.asarray(used_blocks(step), dtype=np.int64)[at // step.memory.layout.block_size]
 
 
 def _adapter_column(sequences: Sequence[SequenceStep], spans: Sequence[slice], total: int) -> list[Ints]:
@@ -306,6 +327,43 @@ class _GroupPlan:
     def on(self, found: _Found) -> Group:
         decodes = None if self.decodes is None else self.decodes.on(found)
         return replace(self.group, decodes=decodes, chunks=tuple(plan.on(found) for plan in self.chunks))
+
+
+@dataclass(frozen=True)
+class _TablePlan:
+    """A table whose arrays are not on the device yet."""
+
+    sequences: Sequence[SequenceStep]
+    spans: Sequence[slice]
+    block_ids: slice
+    """Place in the joined array."""
+    groups: tuple[_GroupPlan, ...]
+
+    def on(self, found: _Found, device: torch.device) -> TableRows:
+        seeing = tuple(_seeing_rows(self.sequences, self.spans, device))
+        return TableRows(found.wide[self.block_ids], tuple(group.on(found) for group in self.groups), seeing)
+
+
+def _plan_table(
+    sequences: Sequence[SequenceStep],
+    order: Sequence[int],
+    spans: Sequence[slice],
+    total: int,
+    abort: AbortWords | None,
+    arrays: _Arrays,
+) -> _TablePlan:
+    """Plan the rows of sequences as the layers of one table see them; `order` goes memory by memory."""
+    block_ids = np.empty(total, dtype=np.int64)
+    for i, (step, span) in enumerate(zip(sequences, spans, strict=True)):
+        block_ids[span] = written_blocks(step, aborted=abort is not None and abort.is_aborted(i))
+    (column,) = arrays.add(block_ids)
+    members: dict[int, list[int]] = {}
+    for i in order:
+        members.setdefault(id(sequences[i].memory), []).append(i)
+    groups = (
+        _plan_group(sequences[some[0]].memory, some, sequences, spans, arrays) for some in members.values()
+    )
+    return _TablePlan(sequences, spans, column, tuple(groups))
 
 
 def _plan_group(

@@ -14,12 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks, written_blocks
+from diptych.engine.batch import AbortWords, SequenceStep, window_cuts
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 
 _ALIGNED = 16
 """Fields begin at multiples of so many bytes; memories lie multiples of so many numbers from the anchor."""
+
+
+BLOCKS, STARTS, TABLES = "block_ids", "starts", "tables"
+"""Fields that each table of layers has (`of_table`)."""
+
+
+def of_table(name: str, table: int) -> str:
+    """Return the field that is `name` for the layers of a table; 0 is that of all tokens."""
+    return f"{name}_{table}" if table else name
 
 
 class PromptFields:
@@ -29,24 +38,33 @@ class PromptFields:
         self, tokens: int, sequences: int, width: int, layout: KVLayout, device: torch.device
     ) -> None:
         """Allocate the fields as padding."""
+        self._block_size, self._widths = layout.block_size, {TABLES: width}
         sizes: dict[str, tuple[npt.DTypeLike, int]] = {
             "tokens": (np.int64, tokens),
             "positions": (np.int64, tokens),
-            "block_ids": (np.int64, tokens),
+            BLOCKS: (np.int64, tokens),
             "logit_rows": (np.int64, tokens),
             "base": (np.int64, 1),
             "lanes": (np.int32, tokens),
-            "starts": (np.int32, sequences),
+            STARTS: (np.int32, sequences),
             "offsets": (np.int32, sequences + 1),
-            "tables": (np.int32, sequences * width),  # the last: only its used part is uploaded
         }
-        self._width, self._block_size = width, layout.block_size
+        windows = layout.windows
+        for table in range(1, 1 if windows is None else 1 + windows.tables):
+            assert windows is not None
+            columns = min(width, windows.span(tokens, layout.block_size))
+            self._widths[of_table(TABLES, table)] = columns
+            sizes[of_table(BLOCKS, table)] = (np.int64, tokens)
+            sizes[of_table(STARTS, table)] = (np.int32, sequences)
+            sizes[of_table(TABLES, table)] = (np.int32, sequences * columns)
+        sizes[TABLES] = (np.int32, sequences * width)  # the last: only its used part is uploaded
+        self._blocks = [of_table(BLOCKS, table) for table in range(len(self._widths))]
         self._anchor = KVMemory.on_device(layout, 1, device)
         places, end = {}, 0
         for name, (kind, count) in sizes.items():
             places[name] = slice(end, end + np.dtype(kind).itemsize * count)
             end = -(-places[name].stop // _ALIGNED) * _ALIGNED
-        self._tables_begin = places["tables"].start
+        self._tables_begin = places[TABLES].start
         self._host_bytes = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         self._host: dict[str, npt.NDArray[Any]] = {}
@@ -55,7 +73,8 @@ class PromptFields:
             self._host[name] = self._host_bytes[places[name]].numpy().view(kind)
             type_ = torch.from_numpy(np.empty(0, kind)).dtype
             self._device[name] = self._device_bytes[places[name]].view(type_)
-        self._host["block_ids"][:] = NO_BLOCK
+        for name in self._blocks:
+            self._host[name][:] = NO_BLOCK
         self.upload(0)
 
     @property
@@ -66,13 +85,19 @@ class PromptFields:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field on the device: tables `[sequences, width]`, others flat."""
         field = self._device[name]
-        return field.view(-1, self._width) if name == "tables" else field
+        return field.view(-1, self._widths[name]) if name in self._widths else field
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """Return where tokens are written, int64 `[tokens]` on the device, by table."""
+        return [self._device[name] for name in self._blocks]
 
     def fits(self, memory: KVMemory) -> bool:
         """Return whether `memory` can be reached from the anchor, with its layout."""
         data, anchor = memory.data, self.anchor
         return (
-            data.dtype == anchor.dtype
+            memory.layout.windows == self._anchor.layout.windows
+            and data.dtype == anchor.dtype
             and data.device == anchor.device
             and data.shape[1:] == anchor.shape[1:]
             and data.stride() == anchor.stride()
@@ -83,36 +108,49 @@ class PromptFields:
         """Lay a step over one memory into the host's copy, and return the rows of each sequence."""
         host, spans, begin = self._host, list[slice](), 0
         logit_rows: list[int] = []
-        tables = host["tables"].reshape(-1, self._width)
+        every = list(zip(*(sequences, *window_cuts(sequences)), strict=True))
         for number, step in enumerate(sequences):
             span = slice(begin, begin + len(step.token_ids))
             at = np.arange(step.start, step.start + len(step.token_ids))
-            used = np.asarray(used_blocks(step), dtype=np.int64)
             host["tokens"][span] = step.token_ids
             host["positions"][span] = step.positions
-            aborted = abort is not None and abort.is_aborted(number)
-            host["block_ids"][span] = NO_BLOCK if aborted else used[at // self._block_size]
             host["lanes"][span] = at % self._block_size
-            host["starts"][number], host["offsets"][number] = step.start, begin
-            tables[number, : len(used)] = used
+            host["offsets"][number] = begin
+            aborted = abort is not None and abort.is_aborted(number)
+            for table, seen in enumerate(every[number]):
+                self._fill_table(table, number, seen, span, aborted=aborted)
             logit_rows += range(span.stop - step.logit_rows, span.stop)
             spans.append(span)
             begin = span.stop
-        for name, padding in (("tokens", 0), ("positions", 0), ("block_ids", NO_BLOCK), ("lanes", 0)):
-            host[name][begin:] = padding
-        host["starts"][len(sequences) :], host["offsets"][len(sequences) :] = 0, begin
+        for name in ("tokens", "positions", "lanes"):
+            host[name][begin:] = 0
+        for table, name in enumerate(self._blocks):
+            host[name][begin:] = NO_BLOCK
+            host[of_table(STARTS, table)][len(sequences) :] = 0
+        host["offsets"][len(sequences) :] = begin
         host["logit_rows"][: len(logit_rows)] = logit_rows
         data, anchor = sequences[0].memory.data, self.anchor
         host["base"][0] = (data.data_ptr() - anchor.data_ptr()) // data.itemsize
         return spans
 
+    def _fill_table(self, table: int, number: int, step: SequenceStep, span: slice, *, aborted: bool) -> None:
+        """Lay into the host's copy where keys and values of sequence `number`, with rows `span`, lie, for the
+        layers of one table.
+        """
+        host, name = self._host, of_table(TABLES, table)
+        used = used_blocks(step)
+        host[name].reshape(-1, self._widths[name])[number, : len(used)] = used
+        host[of_table(STARTS, table)][number] = step.start
+        host[of_table(BLOCKS, table)][span] = written_blocks(step, aborted=aborted)
+
     def upload(self, sequences: int) -> None:
         """Bring the host's copy to the device, with so many tables, in the order of the current stream."""
-        end = self._tables_begin + 4 * sequences * self._width
+        end = self._tables_begin + 4 * sequences * self._widths[TABLES]
         self._device_bytes[:end].copy_(self._host_bytes[:end], non_blocking=True)
 
     def clear(self) -> None:
         """Make padding of all, on the host's copy and on the device."""
         self._host_bytes.zero_()
-        self._host["block_ids"][:] = NO_BLOCK
+        for name in self._blocks:
+            self._host[name][:] = NO_BLOCK
         self.upload(0)

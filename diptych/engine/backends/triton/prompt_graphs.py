@@ -27,8 +27,8 @@ import torch
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.device_wait import LONG_TOKENS
 from diptych.engine.backends.triton.layers import Layers
-from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep
-from diptych.engine.backends.triton.prompt_buffers import PromptFields
+from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep, TableRows
+from diptych.engine.backends.triton.prompt_buffers import BLOCKS, STARTS, TABLES, PromptFields, of_table
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 
@@ -133,7 +133,6 @@ class PromptGraphs:
                 and step.adapter is None
                 and not step.embeddings
                 and step.grid is None
-                and not step.window_tables
                 and step.start + len(step.token_ids) <= context
                 for step in sequences
             )
@@ -168,21 +167,14 @@ class PromptGraphs:
 
     def _record(self, tokens: int, sequences: int) -> _Recorded:
         fields, buffers, layers = self._fields, self._buffers.rows(tokens), self._layers
-        every = slice(0, tokens)
-        chunks = ChunkRows(
-            every,
-            fields["tables"][:sequences],
-            fields["starts"][:sequences],
-            fields["offsets"][: sequences + 1],
-            max_tokens=tokens,
-            context_tokens=self._contexts[sequences],
-        )
+        windows = self._layout.windows
+        tables = 1 if windows is None else 1 + windows.tables
         step = PackedStep(
             tokens=fields["tokens"][:tokens],
             positions=fields["positions"][:tokens],
-            block_ids=fields["block_ids"][:tokens],
             lanes=fields["lanes"][:tokens],
-            groups=(Group(fields.anchor, every, None, (chunks,), fields["base"]),),
+            tables=tuple(self._table_rows(table, tokens, sequences) for table in range(tables)),
+            places=() if windows is None else windows.places,
         )
         found: list[torch.Tensor] = []
 
@@ -195,6 +187,23 @@ class PromptGraphs:
 
         replay = self._capture.capture(work)
         return _Recorded(replay, found[0])
+
+    def _table_rows(self, table: int, tokens: int, sequences: int) -> TableRows:
+        """Return the rows of a step as the layers of one table see them."""
+        fields, every, windows = self._fields, slice(0, tokens), self._layout.windows
+        context = self._contexts[sequences]
+        if table and windows is not None:
+            context = min(context, tokens + sequences * (windows.window + self._layout.block_size))
+        chunks = ChunkRows(
+            every,
+            fields[of_table(TABLES, table)][:sequences],
+            fields[of_table(STARTS, table)][:sequences],
+            fields["offsets"][: sequences + 1],
+            max_tokens=tokens,
+            context_tokens=context,
+        )
+        groups = (Group(fields.anchor, every, None, (chunks,), fields["base"]),)
+        return TableRows(fields[of_table(BLOCKS, table)][:tokens], groups)
 
     def _watch(
         self, abort: AbortWords, known: set[int], spans: Sequence[slice], uploaded: torch.cuda.Event
@@ -210,6 +219,7 @@ class PromptGraphs:
             for number in set(np.flatnonzero(abort.words).tolist()) - known:
                 known.add(number)
                 with torch.cuda.stream(self._side):
-                    self._fields["block_ids"][spans[number]].fill_(NO_BLOCK)
+                    for block_ids in self._fields.written:
+                        block_ids[spans[number]].fill_(NO_BLOCK)
                 current.wait_stream(self._side)  # the next upload comes after it
             time.sleep(_WATCH_S)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
 
-from diptych.engine.kv.tiers.tier import Moved
+from diptych.engine.kv.tiers.tier import Entry, Moved
 from diptych.engine.kv.tiers.use_order import UseOrder
 
 SUFFIX = ".kv"
@@ -93,7 +93,7 @@ class DiskTier:
             self._order.touch(key)
         return entry
 
-    def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
+    def put(self, key: bytes, parent: bytes, entry: Entry) -> list[bytes]:
         if len(entry) > self._quota:
             return []
         gone = self._make_room(len(entry))

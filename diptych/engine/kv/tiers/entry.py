@@ -50,7 +50,14 @@ class EntryFormat:
         head = self._head(key, parent)
         return b"".join((head, _digest(head, payload), payload))
 
-    def payload_of(self, entry: bytes, key: bytes, parent: bytes) -> memoryview:
+    def seal(self, entry: memoryview, key: bytes, parent: bytes) -> None:
+        """Write the header before a block's bytes, which lie in `entry`. Raises ValueError as `pack`."""
+        if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES) or len(entry) != self.entry_bytes:
+            raise ValueError("a key of another length, or a block of another size")
+        head = self._head(key, parent)
+        entry[:HEADER_BYTES] = head + _digest(head, entry[HEADER_BYTES:])
+
+    def payload_of(self, entry: bytes | memoryview, key: bytes, parent: bytes) -> memoryview:
         """Return the block's bytes. Raises DamagedEntry unless it is this key's, whole and unchanged."""
         head = self._head(key, parent)
         if len(entry) != self.entry_bytes:

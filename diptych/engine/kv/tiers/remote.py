@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from threading import Lock
 from typing import Any, Protocol
 
-from diptych.engine.kv.tiers.tier import Moved
+from diptych.engine.kv.tiers.tier import Entry, Moved
 from diptych.engine.kv.tiers.use_order import UseOrder
 
 RESCAN_S = 30.0
@@ -33,7 +33,7 @@ class Store(Protocol):
     """The client of the server; `redis.Redis` and `s3.S3Store` are."""
 
     def get(self, name: bytes) -> Any: ...
-    def set(self, name: bytes, value: bytes) -> Any: ...
+    def set(self, name: bytes, value: Entry) -> Any: ...
     def delete(self, *names: bytes) -> Any: ...
     def scan_iter(self, match: bytes, count: int) -> Iterable[bytes]: ...
     def close(self) -> None: ...
@@ -109,7 +109,7 @@ class RemoteTier:
                 self._order.touch(key)
         return entry
 
-    def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
+    def put(self, key: bytes, parent: bytes, entry: Entry) -> list[bytes]:
         gone = self._make_room()
         self._call(lambda: self._store.set(self._name_of(key, parent), entry))
         with self._lock:

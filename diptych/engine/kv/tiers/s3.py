@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 from xml.etree import ElementTree
 
 from diptych.engine.kv.tiers.sigv4 import Credentials, canonical_path, canonical_query, signed_headers
+from diptych.engine.kv.tiers.tier import Entry
 
 TIMEOUT_S = 1.0
 """Longest wait for a connection, and for each part of an answer. A load that takes longer than half a second
@@ -124,7 +125,7 @@ class S3Store:
         _check(status, body, http.client.OK)
         return body
 
-    def set(self, name: bytes, value: bytes) -> None:
+    def set(self, name: bytes, value: Entry) -> None:
         """Store an object."""
         _check(*self._request("PUT", self._path(name), payload=value), http.client.OK)
 
@@ -160,7 +161,7 @@ class S3Store:
         return canonical_path(f"/{self._place.bucket}/{self._place.prefix}{name.decode()}")
 
     def _request(
-        self, method: str, path: str, query: str = "", payload: bytes = b"", most: int = LIST_BYTES
+        self, method: str, path: str, query: str = "", payload: Entry = b"", most: int = LIST_BYTES
     ) -> tuple[int, bytes]:
         """Return status and body of an answer, of the body `most` bytes at most."""
         headers = signed_headers(
@@ -188,7 +189,7 @@ class S3Store:
         connection: http.client.HTTPConnection,
         method: str,
         target: str,
-        payload: bytes,
+        payload: Entry,
         headers: Mapping[str, str],
         most: int,
     ) -> tuple[int, bytes]:

@@ -45,7 +45,7 @@ def signed_headers(
     path: str,
     query: str,
     headers: Mapping[str, str],
-    payload: bytes,
+    payload: bytes | memoryview,
     *,
     credentials: Credentials,
     region: str,

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from diptych.engine.kv.tiers.entry import DamagedEntry, EntryFormat
-from diptych.engine.kv.tiers.tier import Tier
+from diptych.engine.kv.tiers.pinned import PinnedEntry, PinnedSlots
+from diptych.engine.kv.tiers.ram import RamTier
+from diptych.engine.kv.tiers.tier import Entry, Tier
 
 _log = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
@@ -28,7 +30,7 @@ class StoredBlock:
     parent: bytes
     payload: memoryview
     tier: str
-    entry: bytes = field(default=b"", repr=False)
+    entry: Entry = field(default=b"", repr=False)
     """The entry that the payload is part of."""
     epoch: int = 0
     """Epoch in which it was read."""
@@ -44,6 +46,8 @@ class TierStack:
         self.tiers = tuple(tiers)
         self._stored_in = tuple(tier for tier in tiers if tier.name not in read_only)
         self._format = form
+        self.slots: PinnedSlots | None = next((one.slots for one in tiers if isinstance(one, RamTier)), None)
+        """Page-locked memory of the tier in memory, if it has some."""
         self._lock = Lock()
         self._epoch = 0
         self._complained_at = -_LOG_EVERY_S
@@ -82,11 +86,19 @@ class TierStack:
             count += 1
         return count
 
-    def put(self, key: bytes, parent: bytes, payload: bytes | memoryview, epoch: int) -> None:
-        """Store a block that was read in `epoch` in every tier that lacks it."""
+    def put(self, key: bytes, parent: bytes, payload: bytes | memoryview | PinnedEntry, epoch: int) -> None:
+        """Store a block that was read in `epoch` in every tier that lacks it.
+
+        One that lies in a slot of page-locked memory gets its header there.
+        """
         self.rescan()
         lacking = [tier for tier in self._stored_in if tier.parent_of(key) is None]
-        if lacking:
+        if not lacking:
+            return
+        if isinstance(payload, PinnedEntry):
+            self._format.seal(payload.entry, key, parent)
+            self._put(lacking, key, parent, payload.entry, epoch)
+        else:
             self._put(lacking, key, parent, self._format.pack(key, parent, payload), epoch)
 
     def at_once(self, key: bytes) -> int:
@@ -176,7 +188,7 @@ class TierStack:
             tier.forget(keys)
         self.on_dropped(keys)
 
-    def _put(self, tiers: Sequence[Tier], key: bytes, parent: bytes, entry: bytes, epoch: int) -> None:
+    def _put(self, tiers: Sequence[Tier], key: bytes, parent: bytes, entry: Entry, epoch: int) -> None:
         gone: list[bytes] = []
         for tier in tiers:
             if self._epoch != epoch:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple, Protocol
 
+Entry = bytes | memoryview
+"""Stored block with its header (entry.py)."""
+
 
 class Moved(NamedTuple):
     """Keys that came into a tier and left it by the hands of other workers."""
@@ -49,11 +52,11 @@ class Tier(Protocol):
         """
         ...
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: bytes) -> Entry | None:
         """Return an entry as it was put, unchecked; None for a miss. May block."""
         ...
 
-    def put(self, key: bytes, parent: bytes, entry: bytes) -> list[bytes]:
+    def put(self, key: bytes, parent: bytes, entry: Entry) -> list[bytes]:
         """Store an entry; return the keys that left for it. Raises OSError. May block."""
         ...
 

@@ -2,6 +2,7 @@
 
 gptq.py                GPTQ's packed whole numbers of 2, 4 or 8 bits (AutoGPTQ, GPTQModel)
 awq.py                 AWQ's four bits (AutoAWQ's GEMM layout)
+auto_round.py          AutoRound's, in the tensors of one of these two
 compressed_tensors.py  llm-compressor's whole numbers of 4 or 8 bits, packed or not, and FP8
 bitsandbytes.py        NF4, FP4 and LLM.int8()
 modelopt.py            NVIDIA Model Optimizer's FP8

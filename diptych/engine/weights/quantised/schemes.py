@@ -7,6 +7,7 @@ from typing import Any
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.kv_scales import only_the_cache_is_quantised
+from diptych.engine.weights.quantised.auto_round import METHODS, auto_round
 from diptych.engine.weights.quantised.awq import Awq
 from diptych.engine.weights.quantised.bitsandbytes import BitsAndBytes
 from diptych.engine.weights.quantised.compressed_tensors import CompressedTensors
@@ -24,6 +25,7 @@ _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
     "modelopt": ModelOpt,
+    **dict.fromkeys(METHODS, auto_round),
 }
 
 

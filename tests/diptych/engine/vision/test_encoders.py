@@ -38,7 +38,12 @@ def test_embeddings_equal_transformers_and_do_not_depend_on_the_neighbours(visio
     mine = vision.embeddings(*FOUR)
     assert torch.allclose(mine, expected, rtol=0, atol=CLOSE)
     assert torch.equal(mine, torch.cat([vision.embeddings(one) for one in FOUR]))
+    # Controls: the images in another order, and one whose patches are shifted by a pixel.
     assert not torch.allclose(mine, vision.embeddings(*reversed(FOUR)), rtol=0, atol=CLOSE)
+    tile = torch.from_numpy(vision.tiles(FOUR[0])[0].copy())
+    shifted = vision.encoder.encode(tile.roll(1, 2))
+    assert torch.equal(vision.encoder.encode(tile), mine[: len(shifted)])
+    assert not torch.allclose(shifted, mine[: len(shifted)], rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,18 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "int",
+    "iters": 200,
+    "autoround_version": "0.5.1",
+    "block_name_to_quantize": "model.layers",
+    "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, "a": {"bits": 4, "group_size": 32}},
+}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 SQUARES = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -49,6 +61,12 @@ KINDS: dict[str, tuple[Mapping[str, Any], Writer]] = {
     "gptq, one group": ({**GPTQ, "group_size": -1}, gptq(group=-1)),
     "gptq, ordered": ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
     "gptq, zeros as they are": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(version=2)),
+    "auto-round": (AUTO_ROUND, gptq()),
+    "auto-round of eight bits, an older record": (
+        {"quant_method": "intel/auto-round", "bits": 8, "group_size": 32},
+        gptq(bits=8),
+    ),
+    "auto-round as awq": ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq()),
     "awq": (AWQ, awq()),
     "awq, wide groups": ({**AWQ, "group_size": 64}, awq(group=64)),
     "int4": (groups_of(INT4, format="pack-quantized"), compressed()),
@@ -75,6 +93,8 @@ IN_CODES = (
     "gptq",
     "gptq, one group",
     "gptq, zeros as they are",
+    "auto-round",
+    "auto-round as awq",
     "awq",
     "awq, wide groups",
     "int4",
@@ -149,6 +169,10 @@ def test_a_quantised_head_is_the_model_s_own(folder: Path) -> None:
         ({**GPTQ, "bits": 3}, "bits 3"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({**GPTQ, "dynamic": {"-:.*down": {}, "+:.*up": {"bits": 8}}}, "dynamic"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, "packing_format 'auto_round:llm"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type 'mx_fp': of AutoRound's int is read"),
+        ({**AUTO_ROUND, "bits": 3, "extra_config": {}}, "bits 3"),
+        ({**AUTO_ROUND, "extra_config": {"m": {"bits": 8}}}, "extra_config: m is quantised in another way"),
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
         ({**AWQ, "bits": 8}, "bits 8"),
         ({**AWQ, "zero_point": False}, "zero_point"),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-import torch
 
-from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.tiers.chain_reader import ChainReader
 from diptych.engine.kv.tiers.entry import EntryFormat
 from diptych.engine.kv.tiers.ram import RamTier
 from diptych.engine.kv.tiers.remote import RemoteTier
 from diptych.engine.kv.tiers.s3 import FAILURES, S3Place, S3Store, credentials_of
-from diptych.engine.kv.tiers.stack import TierStack
+from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
 from diptych.worker_process import tier_loads
 from tests.s3_server import ENVIRONMENT, S3Server
 
@@ -120,12 +118,16 @@ async def test_load_asks_a_bucket_for_more_than_a_batch_at_a_time(
 ) -> None:
     monkeypatch.setattr(tier_loads, "LOAD_S", 30.0)
     bucket = Bucket(server, at_once=len(KEYS))
-    memory = KVMemory(KVLayout(1, 1, 4, 3, torch.float32), 1)
-    assert memory.layout.bytes_per_block == BLOCK
     assert len(KEYS) > tier_loads.BATCH
-    loads, taken = tier_loads.TierLoads(memory, bucket.stack), list[int]()
+    loads, taken = tier_loads.TierLoads(16, bucket.stack), list[bytes]()
     server.together = threading.Barrier(len(KEYS))
-    loaded = await loads.load(KEYS, 0, lambda place, one: not taken.append(place))
-    assert (loaded.blocks, taken) == ({"s3": len(KEYS)}, list(range(len(KEYS))))
+
+    async def take(place: int, batch: Sequence[StoredBlock], fresh: Callable[[], bool]) -> int:
+        assert (place, fresh()) == (len(taken), True)
+        taken.extend(one.key for one in batch)
+        return len(batch)
+
+    loaded = await loads.load(KEYS, 0, take)
+    assert (loaded.blocks, taken) == ({"s3": len(KEYS)}, KEYS)
     loads.close()
     bucket.close()

@@ -53,7 +53,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_two_workers_share_a_server_and_another_kind_of_blocks_is_apart(server: Server) -> None:
     one, other, strange = server.tier(), server.tier(), server.tier(b"g" * 16)
     one.put(KEYS[0], b"", ENTRY)
-    one.put(KEYS[1], KEYS[0], ENTRY)
+    one.put(KEYS[1], KEYS[0], memoryview(ENTRY))
     assert (one.get(KEYS[1]), one.parent_of(KEYS[1]), one.used) == (ENTRY, KEYS[0], 2 * len(ENTRY))
     assert other.get(KEYS[1]) is None, "it does not know yet"
     server.now += RESCAN_S + 1

@@ -47,7 +47,7 @@ def workers() -> Iterator[Workers]:
 
 def chain(tier: RemoteTier, keys: list[bytes]) -> None:
     for place, key in enumerate(keys):
-        tier.put(key, keys[place - 1] if place else b"", ENTRY)
+        tier.put(key, keys[place - 1] if place else b"", memoryview(ENTRY))
 
 
 def test_two_workers_share_a_bucket_whose_list_has_pages(workers: Workers) -> None:
