@@ -14,6 +14,7 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import work_pb2
+from kvtransfer.drivers.client_link import INCOMPATIBLE
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.links import PeerLink
@@ -198,11 +199,16 @@ class HandoffClient:
 
     async def _attach(self, peer: Peer, link: PeerLink) -> None:
         hello = link.welcome
+        whole = link.shares_drafter
+        try:
+            layout = self._layout if whole else self._layout.in_blocks_of(hello.block_bytes)
+        except ValueError as error:
+            raise HandoffDenied(INCOMPATIBLE, str(error)) from error
         welcome = Welcome(
             peer.address,
             hello.endpoint,
             hello.token,
-            self._layout,
+            layout,
             hello.num_blocks,
             hello.pull_endpoint,
             hello.pull_token,
@@ -219,8 +225,9 @@ class HandoffClient:
             else:
                 await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
-                channel = await registry.open_channel(hello.transport, welcome, scratch.memory)
-                copying = Copying(scratch, channel, self._puller(welcome, channel, scratch))
+                sent = scratch.memory if whole else scratch.memory.without_draft()
+                channel = await registry.open_channel(hello.transport, welcome, sent)
+                copying = Copying(scratch, sent, channel, self._puller(welcome, channel, sent))
         except TransportError as error:
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
@@ -235,6 +242,8 @@ class HandoffClient:
             progress=progress,
         )
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
+        if not whole:
+            _log.warning("decode worker %s has another drafter: it drafts without one", hello.worker_id)
 
     async def _map_pool(self, welcome: Welcome, rank_tokens: Sequence[bytes]) -> KVMemory:
         """Map the decode worker's pool in all processes that compute. Raises TransportError."""
@@ -251,11 +260,11 @@ class HandoffClient:
         """Return the keys of the prefix cache of the own blocks."""
         return [] if self._scratch is None else self._scratch.cached_keys()
 
-    def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
+    def _puller(self, welcome: Welcome, channel: PushChannel, memory: KVMemory) -> Puller | None:
         if not welcome.pull_endpoint or self._layout.windows is not None:
             return None  # what a decode worker has of a prefix is of use with its windowed blocks only
         return Puller(
-            lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
+            lambda table: registry.open_pulls(welcome, channel, memory, table),
             self.pull_rates,
             self._layout.block_size,
             self._on_pull_end,

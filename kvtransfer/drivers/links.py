@@ -25,9 +25,13 @@ _DECODE = "decode worker"
 class PeerLink(ClientLink):
     """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
 
-    def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
+    def __init__(
+        self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome, *, shares_drafter: bool = True
+    ) -> None:
         super().__init__(stream)
         self.welcome = welcome
+        self.shares_drafter = shares_drafter
+        """True if blocks have the same segments on both sides; else the model's own alone is handed off."""
 
     @classmethod
     async def connect(
@@ -66,13 +70,14 @@ class PeerLink(ClientLink):
         stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:
             welcome = await exchange_hello(stream, Request(hello=hello), _DECODE)
-            field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
+            theirs = Fingerprint.from_proto(welcome.fingerprint)
+            field = incompatible_field(fingerprint, theirs)
             if field is not None:
                 raise HandoffDenied(INCOMPATIBLE, f"the decode worker differs in {field}")
         except BaseException:
             await stream.close()
             raise
-        return cls(stream, welcome)
+        return cls(stream, welcome, shares_drafter=fingerprint.drafter == theirs.drafter)
 
 
 class ServerLink:

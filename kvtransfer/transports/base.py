@@ -51,6 +51,8 @@ class ReceiverHooks:
     """Reports blocks at their destinations, from this index of the grant on, with the digest of each."""
     corrupt: Callable[[WriterId, GrantRef], None]
     """Reports a block that does not match its digest."""
+    exchanged: Callable[[WriterId, KVMemory], KVMemory] = lambda writer, memory: memory
+    """Returns what of the blocks of the pool this writer's frames bring: all of it, or one segment."""
 
 
 class ReceivingTransport(Protocol):

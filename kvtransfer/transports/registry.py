@@ -36,6 +36,8 @@ from kvtransfer.transports.pool_memory import PoolMemory
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU, in_process.NAME})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
+MOVES_SEGMENTS = IN_PLACE | {tcp.NAME}
+"""Transports by which the model's own segment of a block goes alone; the others move whole blocks."""
 PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 """Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
 PULLS_MAPPED = frozenset({cuda_ipc.NAME})

@@ -102,7 +102,7 @@ class HandoffHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "rank_tokens")
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "block_bytes", "rank_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class HandoffWelcome(_message.Message):
     PULL_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     PULL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     RANK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
@@ -124,8 +125,9 @@ class HandoffWelcome(_message.Message):
     pull_endpoint: str
     pull_token: bytes
     forgotten: int
+    block_bytes: int
     rank_tokens: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ..., rank_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ..., block_bytes: _Optional[int] = ..., rank_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GrantAsk(_message.Message):
     __slots__ = ("id",)
