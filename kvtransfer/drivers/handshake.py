@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING
 from diptych.runtime.kv_layout_name import drafter_of, without_draft
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
+from kvtransfer.drivers.holder_codec import holder_message, read_holders
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import pull_mapped
-from kvtransfer.transports.base import Locality, RankedReceiver, ReceivingTransport
+from kvtransfer.transports.base import (
+    HolderReceiver,
+    KVHolder,
+    Locality,
+    RankedReceiver,
+    ReceivingTransport,
+)
 from kvtransfer.transports.pull_frames import PullServer
 from kvtransfer.transports.registry import MOVES_SEGMENTS, PULLS_FRAMES, PULLS_MAPPED
 
@@ -100,6 +107,15 @@ def _admit(transport: ReceivingTransport, writer: WriterId, pids: Sequence[int])
     return [transport.admit(writer, pids[0])]
 
 
+def _admit_holders(
+    transport: ReceivingTransport, writer: WriterId, hello: handoff_pb2.HandoffHello
+) -> Sequence[KVHolder]:
+    """Let the processes of a writer register that hold shares of its blocks; empty where blocks go whole."""
+    if not hello.holders or not isinstance(transport, HolderReceiver):
+        return ()
+    return transport.admit_holders(writer, read_holders(hello.holders))
+
+
 def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
     if transport.name in PULLS_MAPPED:
         return pull_mapped.ENDPOINT
@@ -157,6 +173,7 @@ class Handshake:
         writer = WriterId(hello.worker_id, hello.incarnation)
         pulls = self._pulls if transport.name in PULLS_FRAMES else None
         token, *rank_tokens = _admit(transport, writer, [hello.pid, *hello.rank_pids])
+        holders = _admit_holders(transport, writer, hello)
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,
@@ -166,6 +183,7 @@ class Handshake:
                 endpoint=transport.endpoint,
                 token=token,
                 rank_tokens=rank_tokens,
+                holders=map(holder_message, holders),
                 num_blocks=self._num_blocks,
                 pull_endpoint=_pull_endpoint(transport, pulls),
                 pull_token=b"" if pulls is None else pulls.admit(writer),

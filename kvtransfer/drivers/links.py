@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
+from diptych.engine.parallel.kv_routes import Holders
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
@@ -15,6 +16,7 @@ from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.client_link import INCOMPATIBLE, ClientLink, exchange_hello, open_stream
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
+from kvtransfer.drivers.holder_codec import holder_messages
 from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import host_id
@@ -44,6 +46,7 @@ class PeerLink(ClientLink):
         rank_pids: Sequence[int] = (),
         tls: InternalTls | None = None,
         chunk_tokens: int = 0,
+        holders: Holders = (),
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
@@ -52,6 +55,8 @@ class PeerLink(ClientLink):
             rank_pids: processes of this worker that write blocks, beside this one.
             tls: certificates; None: the link is plain.
             chunk_tokens: most tokens of a prompt that this worker computes at once.
+            holders: shares of the processes of this worker that have memories of their own; empty: it sends
+                whole blocks.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -66,6 +71,7 @@ class PeerLink(ClientLink):
             device=device,
             rank_pids=rank_pids,
             chunk_tokens=chunk_tokens,
+            holders=holder_messages(holders),
         )
         stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:
