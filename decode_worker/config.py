@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from decode_worker.kv_events.endpoint import parse_endpoint
-from decode_worker.local_schedule import LocalBounds
+from decode_worker.local_schedule import LocalBounds, default_chunks
 from decode_worker.tree_plan import TreePlan
 from decode_worker.tree_plans import parse_plan
 from diptych.runtime.settings import setting
@@ -142,7 +142,7 @@ class DecodeSettings(WorkerSettings):
 
     def local_bounds(self, device_type: str) -> LocalBounds:
         """Return the most tokens of prompts that this worker computes itself."""
-        beside, alone = (16, 128) if device_type == "cpu" else (256, 1024)
+        beside, alone = default_chunks(device_type)
         chunk = self.local_prefill_chunk or beside
         return LocalBounds(
             short=self.max_local_prefill_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
-from diptych.engine.batch import depths
+from diptych.engine.token_tree import depths
 
 MOST_NODES = 63
 """Tokens of the largest tree."""

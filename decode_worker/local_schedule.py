@@ -25,6 +25,11 @@ class LocalBounds:
     """Tokens of a step while no sequence runs."""
 
 
+def default_chunks(device_type: str) -> tuple[int, int]:
+    """Return the tokens of a step beside running sequences, and of one while no sequence runs."""
+    return (16, 128) if device_type == "cpu" else (256, 1024)
+
+
 LEAST_CHUNK = 4
 """Tokens that a step takes of a prompt however long they take: it would not end else."""
 WEIGHT = 0.3

@@ -225,7 +225,7 @@ class RequestManager:
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
         request.transport = ready.transport
-        request.blocks.adopt_prompt(ready.block_ids, ready.num_tokens, ready.window)
+        request.blocks.adopt_prompt(ready.block_ids, ready.num_tokens, ready.window, drafted=ready.drafted)
         if len(ready.first_tokens) < (1 if request.attempt.beam_width else len(request.attempt.choices)):
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")
         for group in self._active_groups(request):

@@ -148,17 +148,25 @@ class AttemptBlocks:
         self.place_blocks = memory.layout.blocks_per_place
         """Blocks that a sequence takes for a place."""
         self._reserved = False
+        self._drafted = False
         self._prompt: list[int] = []
         self._prompt_keys: list[bytes] = []
         self._reserve: list[int] = []
         self._distrusted = pool.distrusted
 
     def adopt_prompt(
-        self, block_ids: Sequence[int], num_tokens: int, window: PromptWindow | None = None
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        window: PromptWindow | None = None,
+        *,
+        drafted: bool = True,
     ) -> None:
         """Take the handoff's blocks: those of the prompt's `num_tokens` tokens, then the reserve; and the
-        windowed ones, of which those that are not read any more become free.
+        windowed ones, of which those that are not read any more become free. `drafted`: the draft model's
+        segment came with them.
         """
+        self._drafted = drafted and self._memory.draft is not None
         held = self._memory.layout.blocks_for(num_tokens)
         self._prompt, self._reserve = list(block_ids[:held]), list(block_ids[held:])
         self._reserved = bool(self._reserve)
@@ -177,7 +185,7 @@ class AttemptBlocks:
         sequence.block_ids, sequence.block_keys = list(self._prompt), list(self._prompt_keys)
         if self._windows is not None:
             self._windows.start(sequence)
-        if self._memory.draft is not None:
+        if self._drafted:
             sequence.draft_computed = sequence.num_tokens
 
     def release_prompt(self) -> None:

@@ -206,6 +206,11 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    fair_shares: Literal["shared", "alone"] = setting(
+        "shared",
+        "Tenants' shares while requests wait: shared, over all gateways of the directory; alone, at each.",
+        section="Admission",
+    )
     reasoning_parser: Literal["auto", "none", "harmony", "mistral", "seed_oss", "think"] = setting(
         "auto",
         "Form in which the model marks its reasoning, which answers have in a field of its own; auto: as "

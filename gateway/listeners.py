@@ -24,6 +24,7 @@ from gateway.frontends.batches.service import Batches, BatchSettings
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
+from gateway.frontends.kserve_http.routes import KServeRoutes
 from gateway.frontends.openai.adapter_routes import AdapterRoutes
 from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.routes import OpenAIRoutes
@@ -129,6 +130,7 @@ class Listeners:
         """Return the HTTP API, with batches where there is a folder for them. Raises StartupError."""
         settings, parts = self._settings, self._parts
         operations, closed = parts.operations, self._closed_to_operators
+        kserve = KServeRoutes(parts.calls, parts.router, lambda: self._state.ready, body_bytes)
         status = StatusRoutes(parts.admin_calls, operations.server_info, operations.load, closed=closed)
         api = OpenAIRoutes(
             parts.calls,
@@ -136,6 +138,7 @@ class Listeners:
             listed(settings.cors_allow_origin),
             AdapterRoutes(parts.admin_calls, parts.router.models, closed=closed),
             operators=status.routes,
+            others=kserve.methods,
             max_body_bytes=body_bytes,
             fallback=self._fallback,
         )

@@ -15,6 +15,7 @@ from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.otlp_export import MetricExport, start_metric_export
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health
 from diptych.runtime.settings import StartupError
@@ -123,6 +124,7 @@ class Gateway:
         self._health: Health | None = None
         self._watch: asyncio.Task[None] | None = None
         self._shutting_down = False
+        self._metric_export: MetricExport | None = None
 
     @property
     def grpc_port(self) -> int:
@@ -193,6 +195,7 @@ class Gateway:
             connected=lambda: self.mirror.connected,
             as_vllm=settings.metrics_compat == "vllm",
         )
+        self._metric_export = start_metric_export(self.registry, "diptych-gateway", settings.worker_id)
         self._health = await self._listeners.open()
         self._watch = asyncio.create_task(self._watch_readiness(self._health), name="readiness")
         if self._listeners.batches is not None:
@@ -252,6 +255,8 @@ class Gateway:
         if self._listeners.batches is not None:
             await self._listeners.batches.stop()
         await self._listeners.close_grpc()
+        if self._metric_export is not None:
+            await self._metric_export.close()
         await self._shared_models.close()
         await self._model_service.close()
         await self.models.close()

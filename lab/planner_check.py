@@ -1,9 +1,10 @@
 """`python -m lab.planner_check`: what `diptych plan --bench` predicts, beside what `diptych bench` measures.
 
-For each model: closed loops of `diptych bench` calibrate (a lone client with four prompt lengths, then more
-clients). For each of its shapes the product's replay then predicts Poisson arrivals at several rates, and
-`diptych bench` sends the same arrivals to the same server. Compared are the median TTFT at shares of the
-predicted knee, and the knee: the most requests a second that are answered when far more are offered.
+For each model and each shape of requests: closed loops of `diptych bench` calibrate (a lone client with four
+prompt lengths, then more clients). The product's replay then predicts Poisson arrivals at several rates, and
+`diptych bench` sends the same arrivals to the same server, at once: the speed of a machine that is shared
+changes within minutes. Compared are the median TTFT at shares of the predicted knee, and the knee: the most
+requests a second that are answered when far more are offered.
 
 What was measured goes into --results at once, model by model and shape by shape, so that a run may be cut
 into pieces; `--compare` measures nothing and compares what the file holds.
@@ -23,19 +24,24 @@ from typing import Any
 
 import torch
 
+from decode_worker.local_schedule import LocalBounds
 from diptych.bench.campaign import SEEDS_PER_RUN
 from diptych.bench.datasets.traces import TraceRow
 from diptych.bench.load import arrival_times
 from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.planner.measured_rates import Measured
+from diptych.planner.model_costs import model_costs
+from diptych.planner.model_shape import read_shape
 from diptych.replay.fleet import ReplayFleet, ServiceGoal
 from diptych.replay.replay import Replay
 from diptych.replay.result import ReplayResult
 from diptych.replay.step_times import StepTimes
 from diptych.runtime.python_module import module_command
+from diptych.runtime.settings import resolve_model
 from lab.gpu.llama_folder import write_llama_folder
 from lab.peers.process import RunningServer
 from lab.peers.servers import diptych
+from prefill_worker.scheduler import ENOUGH_ON_CPU
 
 Json = dict[str, Any]
 SHARES = (0.3, 0.6, 0.8)
@@ -91,6 +97,12 @@ def model_path(name: str, folder: Path) -> str:
     return str(made)
 
 
+def kv_share(model: str, dtype: str) -> float:
+    """Return the bytes of a token's keys and values over those that a lone step reads of the weights."""
+    costs = model_costs(read_shape(resolve_model(model)), dtype, "fp32")
+    return costs.kv_bytes / costs.step_bytes(1)
+
+
 @dataclass
 class Bench:
     """`diptych bench` on one server. Every load has a seed of its own, lest its prompts be cached."""
@@ -141,25 +153,41 @@ def calibrate(bench: Bench) -> list[Json]:
     return lone + short + even
 
 
-def replay(calibration: Sequence[Json], shape: Shape, rate: float, count: int, seed: int) -> ReplayResult:
-    """Replay the arrivals of a load of `diptych bench` on one prefill and one decode worker."""
-    rates = Measured.of_results(calibration)
-    times = StepTimes.of_measured(rates)
-    fleet = ReplayFleet(1, 1, times, BLOCKS, max_tokens=8192, prefill_chunk=512)
-    moments = arrival_times(count, rate, 1.0, seed * SEEDS_PER_RUN)
-    rows = [TraceRow(moment, shape.input, shape.output) for moment in moments]
-    return Replay(fleet, ServiceGoal()).run(rows)
+@dataclass(frozen=True)
+class Predictor:
+    """Replays of one server, by its calibration."""
+
+    calibration: Sequence[Json]
+    kv_share: float
+    """Bytes of a token's keys and values over those of the weights."""
+    local: bool
+    """Decode workers compute short prompts themselves (`local-prefill=auto`)."""
+
+    def replay(self, shape: Shape, rate: float, count: int, seed: int) -> ReplayResult:
+        """Replay the arrivals of a load of `diptych bench` on one prefill and one decode worker."""
+        times = StepTimes.of_measured(Measured.of_results(self.calibration, self.kv_share))
+        fleet = ReplayFleet(
+            1,
+            1,
+            times,
+            BLOCKS,
+            max_tokens=8192,
+            prefill_chunk=512,
+            prefill_enough=ENOUGH_ON_CPU,
+            local=LocalBounds() if self.local else None,
+        )
+        moments = arrival_times(count, rate, 1.0, seed * SEEDS_PER_RUN)
+        return Replay(fleet, ServiceGoal()).run(TraceRow(at, shape.input, shape.output) for at in moments)
+
+    def knee(self, shape: Shape) -> float:
+        """Return the requests a second that are answered when far more are offered."""
+        result = self.replay(shape, 1000.0, 200, 0)
+        return result.completed / result.last_s
 
 
-def predicted_knee(calibration: Sequence[Json], shape: Shape) -> float:
-    """Return the requests a second that are answered when far more are offered."""
-    result = replay(calibration, shape, 1000.0, 200, 0)
-    return result.completed / result.last_s
-
-
-def measure(bench: Bench, calibration: Sequence[Json], shape: Shape) -> list[Json]:
+def measure(bench: Bench, predictor: Predictor, shape: Shape) -> list[Json]:
     """Return the measured loads of a shape: at shares of its predicted knee, and far beyond it."""
-    knee = predicted_knee(calibration, shape)
+    knee = predictor.knee(shape)
     return [bench.poisson(shape, share * knee) for share in (*SHARES, BEYOND)]
 
 
@@ -189,26 +217,20 @@ def compare(results: Mapping[str, Json]) -> Iterator[Comparison]:
     """Yield every measured figure of a file beside what the planner predicts from its calibration."""
     for model, found in results.items():
         for shape in (one for one in SHAPES if one.name in found["shapes"]):
-            *below, beyond = found["shapes"][shape.name]
-            for load in below:
-                rate = float(load["request_rate"])
-                predicted = replay(found["calibration"], shape, rate, load["num_prompts"], load["seed"])
-                yield Comparison(
-                    model,
-                    shape.name,
-                    f"TTFT p50 at {rate:.2f}/s, ms",
-                    load["median_ttft_ms"],
-                    1000 * (predicted.ttft.percentile(50) or 0.0),
-                )
-            rate = float(beyond["request_rate"])
-            last = replay(found["calibration"], shape, rate, beyond["num_prompts"], beyond["seed"])
-            yield Comparison(
-                model,
-                shape.name,
-                "knee, requests/s",
-                beyond["request_throughput"],
-                last.completed / last.last_s,
+            measured = found["shapes"][shape.name]
+            predictor = Predictor(
+                measured["calibration"], found["kv_share"], found["local_prefill"] == "auto"
             )
+            for load in measured["loads"]:
+                rate = float(load["request_rate"])
+                result = predictor.replay(shape, rate, load["num_prompts"], load["seed"])
+                if load is measured["loads"][-1]:
+                    knee = result.completed / result.last_s
+                    yield Comparison(model, shape.name, "knee, requests/s", load["request_throughput"], knee)
+                    continue
+                ttft_ms = 1000 * (result.ttft.percentile(50) or 0.0)
+                figure = f"TTFT p50 at {rate:.2f}/s, ms"
+                yield Comparison(model, shape.name, figure, load["median_ttft_ms"], ttft_ms)
 
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
@@ -241,21 +263,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_model(model: str, options: argparse.Namespace, results: dict[str, Json]) -> None:
+    name = model if options.local_prefill == "never" else f"{model}, local prefill"
     shapes = [one for one in SHAPES if options.shape is None or one.name in options.shape]
     with tempfile.TemporaryDirectory(prefix="diptych-planner-") as made:
         folder = Path(made)
-        server = diptych(options.dtype, model_path(model, options.models))
+        path = model_path(model, options.models)
+        server = diptych(options.dtype, path)
         flags = ("--set", f"gateway.local-prefill={options.local_prefill}")
         server = replace(server, arguments=(*server.arguments, *flags), start_timeout_s=240.0)
         with RunningServer(server, folder) as up:
             bench = Bench(up.address, folder)
-            found = results.setdefault(model, {"shapes": {}})
-            if "calibration" not in found:
-                found["calibration"] = calibrate(bench)
-                _write(options.results, results)
-            bench.seed = 100 * (1 + len(found["shapes"]))  # of a piece that went before, prompts were others
+            found = results.setdefault(name, {"shapes": {}})
+            found["kv_share"] = kv_share(path, options.dtype)
+            found["local_prefill"] = options.local_prefill
             for shape in shapes:
-                found["shapes"][shape.name] = measure(bench, found["calibration"], shape)
+                bench.seed = 100 * (1 + len(found["shapes"]))  # of a piece before, prompts were others
+                calibration = calibrate(bench)
+                predictor = Predictor(calibration, found["kv_share"], options.local_prefill == "auto")
+                loads = measure(bench, predictor, shape)
+                found["shapes"][shape.name] = {"calibration": calibration, "loads": loads}
                 _write(options.results, results)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.engine.batch import AbortWords
+from diptych.engine.device import break_device
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure
 from diptych.runtime.failpoints import failpoint
@@ -23,6 +24,8 @@ def run_step(
     chunks = [_chunk(request, chunk) for request, chunk in rows]
     sample_rows = [chunk.device_rows() for chunk in chunks]
     sequences = [chunk.sequence() for chunk in chunks]
+    if failpoint("prefill.device_fault"):
+        break_device(sequences[0].memory.data.device)
     output = runner.step_and_sample(sequences, [row for rows in sample_rows for row in rows], abort)
     if drafts is not None:
         drafts.compute(draft_chunks([request for request, _ in rows], sequences, output), abort)

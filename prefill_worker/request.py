@@ -178,7 +178,8 @@ class PrefillRequest:
         limit = None if attempt.prompt_logprobs is None else CHUNK
         unbroken = () if self.images is None else self.images.unbroken(self.computed)
         line = self.asks_in_line
-        return Prompt(self.key, self.remaining, line, attempt.priority, self.arrived, limit, unbroken)
+        blocks = None if self.granted is None else self.granted.memory.layout
+        return Prompt(self.key, self.remaining, line, attempt.priority, self.arrived, limit, unbroken, blocks)
 
     def times(self) -> work_pb2.PhaseTimes:
         """Return the phases so far, as durations on this worker's clock."""

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diptych.engine.kv.kv_memory import KVLayout
 from kvtransfer.protocol.messages import Key
 
 
@@ -30,6 +31,8 @@ class Prompt:
     """Begin and end of stretches of its tokens within which no chunk may end: images whose rows see one
     another.
     """
+    blocks: KVLayout | None = None
+    """Layout of the blocks that it is computed into, once these are granted."""
 
     def cut(self, tokens: int) -> int:
         """Return where a chunk of about `tokens` may end: before a stretch, or behind one that it begins with
@@ -60,13 +63,17 @@ def plan_chunks(granted: Sequence[Prompt], budget: int, enough: int) -> list[Chu
     All prompts of a step have their first tokens when it ends. Where more prompts only make the step longer,
     the first ones need not wait for later ones.
 
+    All of its blocks have one layout, that of the first prompt: those of decode workers with other drafters
+    differ.
+
     Only its last chunk may leave a prompt unfinished, and those whose chunks are limited or end before an
     image. An image that goes whole may take the step beyond its budget, if that is how it begins.
     """
     chunks = []
     enough = min(enough, budget)
     filled = 0
-    for prompt in _in_order(granted):
+    in_order = _in_order(granted)
+    for prompt in [one for one in in_order if one.blocks == in_order[0].blocks]:
         if filled >= enough:
             break
         tokens = min(prompt.tokens, budget - filled)

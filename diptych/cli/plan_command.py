@@ -134,6 +134,14 @@ def plan(
     prefill_chunk: Annotated[
         int, typer.Option(min=16, max=65536, help="Tokens of a prefill step.", rich_help_panel=_TRACE)
     ] = 2048,
+    local_prefill: Annotated[
+        str,
+        typer.Option(
+            help="auto, as the gateway: decode workers compute prompts of up to 256 new tokens where that is "
+            "sooner; or never.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -180,6 +188,7 @@ def plan(
             routing=routing,
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
+            local_prefill=local_prefill,
             max_model_len=max_model_len,
             plot=plot,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from decode_worker.local_schedule import LocalBounds, default_chunks
 from diptych.bench.datasets import BadDataset
 from diptych.bench.plot import can_plot
 from diptych.cli.plan_values import check, named, one_of, refuse_given
@@ -27,6 +28,7 @@ from diptych.replay.step_times import StepTimes
 from diptych.replay.sweep import best_result, greatest_rate, parse_fleets
 from diptych.replay.trace_file import Traffic, read_trace
 from gateway.worker_pool.local_prefill import HANDOFF_S
+from prefill_worker.scheduler import ENOUGH_ON_CPU
 
 _REFRESH_S = 0.5
 
@@ -46,6 +48,8 @@ class TraceOptions:
     routing: Routing
     max_batch: int
     prefill_chunk: int
+    local_prefill: bool
+    """Decode workers compute short prompts where that is sooner."""
     max_model_len: int | None
     """Most tokens of a request; None: the model's."""
     plot: Path | None
@@ -62,6 +66,7 @@ def trace_options(
     routing: str,
     max_batch: int,
     prefill_chunk: int,
+    local_prefill: str,
     max_model_len: int | None,
     plot: Path | None,
 ) -> TraceOptions:
@@ -89,6 +94,7 @@ def trace_options(
         Routing(one_of("--routing", routing, tuple(one.value for one in Routing))),
         max_batch,
         prefill_chunk,
+        one_of("--local-prefill", local_prefill, ("auto", "never")) == "auto",
         max_model_len,
         plot,
     )
@@ -122,6 +128,8 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
         times = StepTimes.of_measured(rates)
     else:
         times = StepTimes(rates, costs.kv_bytes / (question.card.link * question.cards_a_worker), HANDOFF_S)
+    # Workers that slow one another down compute on cores; what depends on that is as theirs.
+    beside, alone = default_chunks("cpu" if times.share_cores else "cuda")
     goal = ServiceGoal(question.demand.ttft_s, question.demand.tpot_s)
     results = []
     for prefill, decode in options.fleets:
@@ -133,6 +141,8 @@ def replay_trace(question: Question, options: TraceOptions) -> list[ReplayResult
             options.max_model_len or question.shape.max_context,
             max_batch=options.max_batch,
             prefill_chunk=options.prefill_chunk,
+            prefill_enough=ENOUGH_ON_CPU if times.share_cores else None,
+            local=LocalBounds(chunk=beside, idle_chunk=alone) if options.local_prefill else None,
             routing=options.routing,
         )
         results.append(_replay(fleet, goal, options))

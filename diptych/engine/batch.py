@@ -17,6 +17,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
+from diptych.engine.token_tree import depths
 
 AXES = 3
 """Positions of a token that is a row of an image's grid: time, height, width."""
@@ -109,14 +110,6 @@ def window_cuts(sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
     windows = sequences[0].memory.layout.windows
     cuts = () if windows is None else range(1, windows.tables + 1)
     return [[cut_to_window(step, table) for step in sequences] for table in cuts]
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """Return how many ancestors each node of a tree has; `parents` as in `SequenceStep`."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
 
 
 class AbortWords:

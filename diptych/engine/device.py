@@ -31,8 +31,27 @@ def choose_device(asked: str) -> torch.device:
     return device
 
 
-def context_lost() -> bool:
-    """Return whether this process has lost its GPU to a fault of a kernel: no later call can succeed."""
+class DeviceFault(RuntimeError):
+    """Error that `break_device` raises where there is no GPU to lose."""
+
+
+def break_device(device: torch.device) -> None:
+    """Fault as a kernel does: launch one on `device` that asserts what is false, so that its context is lost.
+
+    For tests, and for figures of a recovery. Raises DeviceFault on a CPU.
+    """
+    if device.type != "cuda":
+        raise DeviceFault("a kernel's fault, on a CPU")
+    torch._assert_async(torch.zeros(1, device=device))
+
+
+def context_lost(error: Exception) -> bool:
+    """Return whether this process has lost its GPU to a fault of a kernel, after a step raised `error`.
+
+    No later call can succeed then.
+    """
+    if isinstance(error, DeviceFault):
+        return True
     if not torch.cuda.is_initialized():
         return False
     try:

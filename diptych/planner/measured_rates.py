@@ -4,13 +4,16 @@ Closed loops of C clients are read. With T seconds from a client's request to it
 prompt of P seconds and an answer of D seconds after it:
 
 lone prompts        a straight line through P by the prompt's tokens, of the loads with the fewest clients
-prompts beside      P of the fewest clients that are several, over the line: decode steps take cores from it
+prompts beside      P of the fewest clients that are several, over the line: decode steps take cores from it,
+                    for the share of the prompt in which another client has its answer, D / (T - P) each
 batch               1 + (C - 1) D / T, as a stream sees it
 share beside        (C - 1) P' / (T - P), at most 1: the part of a stream's time in which another's prompt is
                     computed. P' is the line's time beside steps; one worker computes prompts in turn, so
                     that none falls into the stream's own
 steps               a straight line over the batch, and the factor on steps beside prompts: a stream whose
                     steps take f times as long for a share s of its time has TPOT / (1 - s + s / f)
+keys and values     what a token of context adds for each stream: the line's value for no stream is the time
+                    in which the weights are read, and keys and values are read at the same rate
 
 The server's own P is taken where it reports it (`median_server_prefill_ms`), else the time to the first
 token. Without it what phases take from one another stays in the lines.
@@ -28,6 +31,8 @@ _LEAST_LOADS: Final = 4
 """Different loads that a line and a factor can be fitted to."""
 _FACTORS: Final = tuple(1 + step / 20 for step in range(41))
 """Factors on steps beside prompts that are tried: from 1 to 3."""
+_ROUNDS: Final = 4
+"""Times that the line is fitted to what context leaves of it: context's part hardly changes it."""
 _Line = tuple[float, float]
 """Value at 0, and slope."""
 
@@ -40,8 +45,8 @@ class BadMeasurements(ValueError):
 class Measured:
     """Rates fitted to loads of `diptych bench`, in seconds.
 
-    A prompt takes `prefill_base + prefill_per_token * new`, a step `step_base + step_per_stream * batch`,
-    each while the other phase does not compute.
+    A prompt takes `prefill_base + prefill_per_token * new`, a step `step_base + (step_per_stream +
+    step_per_context * context) * batch`, each while the other phase does not compute.
     """
 
     prefill_base: float
@@ -54,16 +59,21 @@ class Measured:
     """Factor on a prompt's time while decode steps are computed: above 1 where both share a machine."""
     steps_beside: float = 1.0
     """Factor on a decode step's time while a prompt is computed."""
+    step_per_context: float = 0.0
+    """Time of a step for each token of a stream's context."""
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
         return self.prefill_base + self.prefill_per_token * new_tokens
 
     def step_s(self, batch: float, context: float) -> float:
-        return self.step_base + self.step_per_stream * batch
+        return self.step_base + (self.step_per_stream + self.step_per_context * context) * batch
 
     @classmethod
-    def of_results(cls, results: Sequence[Mapping[str, Any]]) -> Measured:
-        """Fit loads of a file that `diptych bench --save-result` wrote. Raises BadMeasurements."""
+    def of_results(cls, results: Sequence[Mapping[str, Any]], kv_share: float = 0.0) -> Measured:
+        """Fit loads of a file that `diptych bench --save-result` wrote. Raises BadMeasurements.
+
+        `kv_share` is the bytes of a token's keys and values over those that a lone step reads of the weights.
+        """
         loads = [_load(number, one) for number, one in enumerate(results)]
         if not loads:
             raise BadMeasurements("the file holds no load")
@@ -75,11 +85,11 @@ class Measured:
             any(load.server_s is None for load in loads)
             or len({_kind(load) for load in loads}) < _LEAST_LOADS
         ):
-            steps = _line([(load.batch, load.tpot_s) for load in loads], through_zero=False)
-            return cls(*prompts, *steps, overhead_s)
+            steps, context_s = _step_line(loads, [load.tpot_s for load in loads], kv_share)
+            return cls(*prompts, *steps, overhead_s, step_per_context=context_s)
         prompts_beside = _prompts_beside([load for load in loads if load.clients > fewest], prompts)
-        factor, steps = _fit_steps(loads, prompts, prompts_beside)
-        return cls(*prompts, *steps, overhead_s, prompts_beside, factor)
+        factor, steps, context_s = _fit_steps(loads, prompts, prompts_beside, kv_share)
+        return cls(*prompts, *steps, overhead_s, prompts_beside, factor, context_s)
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,17 @@ class _Load:
         own = self._share(self.prompt_s)
         return 1.0 if own >= 1 else min(self.others * self._share(prompt_s) / (1 - own), 1.0)
 
+    @property
+    def answer_share_beside(self) -> float:
+        """Share of a prompt's time in which another client has its answer; the other's prompt waits then."""
+        other = self._share((self.output - 1) * self.tpot_s) / max(1 - self._share(self.prompt_s), 1e-9)
+        return 1 - math.pow(1 - min(other, 1.0), self.others)
+
+    @property
+    def context(self) -> float:
+        """Tokens of a stream's context on average."""
+        return self.input + self.output / 2
+
     def _share(self, seconds: float) -> float:
         """Return the share of a client's time that `seconds` of each of its requests are."""
         return min(seconds * self.rate / self.clients, 1.0)
@@ -132,26 +153,46 @@ def _prompts_beside(more: Sequence[_Load], prompts: _Line) -> float:
     if not more:
         return 1.0
     chosen = min(more, key=lambda load: (load.clients, -load.input))
-    return max(chosen.prompt_s / (prompts[0] + prompts[1] * chosen.input), 1.0)
+    longer = chosen.prompt_s / (prompts[0] + prompts[1] * chosen.input) - 1
+    beside = chosen.answer_share_beside
+    return 1 + max(longer, 0.0) / beside if beside else 1.0
 
 
-def _fit_steps(loads: Sequence[_Load], prompts: _Line, prompts_beside: float) -> tuple[float, _Line]:
-    """Return the factor on steps beside prompts, and the line of steps that are alone.
+def _fit_steps(
+    loads: Sequence[_Load], prompts: _Line, prompts_beside: float, kv_share: float
+) -> tuple[float, _Line, float]:
+    """Return the factor on steps beside prompts, the line of steps that are alone, and a token's context.
 
     The factor is the one with which the times of lone steps lie best on a line, by relative error.
     """
     shares = [load.share_beside(prompts_beside * (prompts[0] + prompts[1] * load.input)) for load in loads]
 
-    def fit(factor: float) -> tuple[float, _Line]:
-        points = [
-            (load.batch, load.tpot_s * (1 - share + share / factor))
-            for load, share in zip(loads, shares, strict=True)
+    def fit(factor: float) -> tuple[float, _Line, float]:
+        times = [
+            load.tpot_s * (1 - share + share / factor) for load, share in zip(loads, shares, strict=True)
         ]
-        base, slope = _line(points, through_zero=False)
-        return math.fsum(((base + slope * x) / y - 1) ** 2 for x, y in points), (base, slope)
+        (base, slope), context_s = _step_line(loads, times, kv_share)
+        error = math.fsum(
+            ((base + (slope + context_s * load.context) * load.batch) / seconds - 1) ** 2
+            for load, seconds in zip(loads, times, strict=True)
+        )
+        return error, (base, slope), context_s
 
     factor = min(_FACTORS, key=lambda one: fit(one)[0])
-    return factor, fit(factor)[1]
+    return factor, *fit(factor)[1:]
+
+
+def _step_line(loads: Sequence[_Load], times: Sequence[float], kv_share: float) -> tuple[_Line, float]:
+    """Return the line of steps over the batch, and what each token of context adds for a stream."""
+    context_s = 0.0
+    for _ in range(_ROUNDS):
+        points = [
+            (load.batch, seconds - context_s * load.context * load.batch)
+            for load, seconds in zip(loads, times, strict=True)
+        ]
+        line = _line(points, through_zero=False)
+        context_s = kv_share * line[0]
+    return line, context_s
 
 
 def _load(number: int, result: Mapping[str, Any]) -> _Load:

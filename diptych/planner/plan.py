@@ -127,7 +127,7 @@ def cost_and_rates(question: Question) -> tuple[ModelCosts, ModelCosts | None, R
         )
         rates = PhaseRates(prefill, decode)
     else:
-        rates = Measured.of_results(question.results)
+        rates = Measured.of_results(question.results, costs.kv_bytes / costs.step_bytes(1))
     draft = None
     if question.draft is not None:
         draft = model_costs(question.draft, question.weights, question.keys_and_values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from decode_worker.local_schedule import LocalBounds
 from diptych.bench.datasets.traces import MOONCAKE_BLOCK
 from diptych.replay.prefix_index import DELAY_S
 from diptych.replay.routing import Routing
@@ -29,6 +30,10 @@ class ReplayFleet:
     """Prompt and answer of one request."""
     max_batch: int = 64
     prefill_chunk: int = 2048
+    prefill_enough: int | None = None
+    """Tokens of a step of prompts from which on no further prompt joins it; None: a full step."""
+    local: LocalBounds | None = None
+    """Prompts that decode workers compute themselves where that is sooner; None: none."""
     routing: Routing = Routing.COST
     most_steps: int = 1 << 30
     """Decode steps of one event, see `SimulatedDecodeWorker`."""

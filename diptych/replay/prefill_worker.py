@@ -31,7 +31,8 @@ class SimulatedPrefillWorker:
     """Prefill worker on virtual time.
 
     Args:
-        chunk: tokens of a step at most; a step that is full takes no further prompt.
+        chunk: tokens of a step at most.
+        enough: tokens from which on a step takes no further prompt.
         cores: what it shares with a decode worker.
     """
 
@@ -42,11 +43,12 @@ class SimulatedPrefillWorker:
         granter: Granter,
         on_prefilled: OnPrefilled,
         chunk: int,
+        enough: int,
         cores: SharedCores | None = None,
     ) -> None:
         self._events, self._times = events, times
         self._granter, self._on_prefilled = granter, on_prefilled
-        self._chunk, self._cores = chunk, cores
+        self._chunk, self._enough, self._cores = chunk, enough, cores
         self._work: PacedWork | None = None
         if cores is not None:
             cores.on_decoding = self._change_pace
@@ -97,7 +99,7 @@ class SimulatedPrefillWorker:
     def _begin_step(self) -> None:
         if self._work is not None or not self._granted:
             return
-        chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._chunk)
+        chunks = plan_chunks([_prompt(one) for one in self._granted.values()], self._chunk, self._enough)
         rows = [(self._granted[int(chunk.key[0])], chunk) for chunk in chunks]
         seconds = self._times.prefill_s([(c.tokens, stream.tokens - stream.left) for stream, c in rows])
         for stream, _ in rows:

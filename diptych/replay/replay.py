@@ -1,8 +1,9 @@
 """The replay of a trace: requests arrive at the real admission queue and router, on virtual time.
 
 arrival -> admission queue -> router -> prefill worker -> first token -> decode worker -> end
-                                ^                              preempted |
-                                +----------------------------------------+
+                                ^  +-> the decode worker itself -^          |
+                                |                                preempted |
+                                +------------------------------------------+
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from decode_worker.local_schedule import LocalBounds
 from diptych.bench.datasets.traces import TraceRow
 from diptych.replay.decode_worker import SimulatedDecodeWorker
 from diptych.replay.events import Events
 from diptych.replay.fleet import BLOCK_SIZE, CHUNK_TOKENS, ReplayFleet, ServiceGoal
+from diptych.replay.local_choice import LocalChoice
 from diptych.replay.pool import Pool
 from diptych.replay.prefill_worker import SimulatedPrefillWorker
 from diptych.replay.prefix_index import ReplayedIndex
@@ -27,6 +30,7 @@ from gateway.admission.gate import AdmissionGate
 from gateway.admission.queue import AdmissionQueue
 from gateway.admission.wait import MaxQueueDelay
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
+from gateway.worker_pool.local_prefill import HANDOFF_S
 from gateway.worker_pool.pair_savings import most_saved_tokens
 from gateway.worker_pool.registry import PREFILLING_SEQUENCES
 from gateway.worker_pool.router import RouteRequest
@@ -54,6 +58,9 @@ class Replay:
         self._events = Events()
         self._index = ReplayedIndex(self._events, fleet.index_delay_s)
         self._chooser = Chooser(fleet.routing)
+        self._local = (
+            LocalChoice(fleet.local, fleet.times, fleet.prefill_chunk) if fleet.local is not None else None
+        )
         self._gate = _admission(fleet, lambda: self._events.now)
         times, pairs = fleet.times, min(fleet.prefill, fleet.decode)
         self.cores = [
@@ -65,7 +72,13 @@ class Replay:
         """Machines: that of the first prefill and the first decode worker, and so on; None: apart."""
         self._prefill = [
             SimulatedPrefillWorker(
-                self._events, times, self, self._prefilled, fleet.prefill_chunk, self.cores[number]
+                self._events,
+                times,
+                self,
+                self._prefilled,
+                fleet.prefill_chunk,
+                fleet.prefill_enough or fleet.prefill_chunk,
+                self.cores[number],
             )
             for number in range(fleet.prefill)
         ]
@@ -87,6 +100,9 @@ class Replay:
             on_granted=self._granted,
             on_finished=self._finished,
             on_preempted=self._preempted,
+            on_prefilled=self._locally_prefilled,
+            on_too_many=self._too_many_new,
+            local=LocalBounds(0, 0) if fleet.local is None else fleet.local,
             most_steps=fleet.most_steps,
             cores=self.cores[number],
         )
@@ -117,6 +133,7 @@ class Replay:
             worker.pool.invariants(0)
             assert not worker.streams, "a worker waits for streams"
             assert not worker.ungranted_blocks, "a worker waits for prompts"
+            assert not worker.local, "a worker has prompts of its own"
         assert not any(worker.outstanding for worker in self._prefill), "a worker waits for prompts"
 
     # --- the gateway ----------------------------------------------------------------------------------
@@ -157,14 +174,25 @@ class Replay:
             if stream.chain
         }
         request = RouteRequest(
-            str(stream.number), stream.tokens, min(stream.tokens + stream.remaining, self._fleet.max_tokens)
+            str(stream.number),
+            stream.tokens,
+            min(stream.tokens + stream.remaining, self._fleet.max_tokens),
+            remote=stream.remote,
         )
-        stream.prefill, stream.decode = self._chooser.choose(request, *self._candidates(hits), true)
+        prefill, decode = self._candidates(hits)
+        local = None
+        if self._local is not None:
+            waiting = [worker.local.waiting_tokens for worker in self._decode]
+            local = partial(self._local.choose, request, decode=decode, waiting_tokens=waiting)
+        stream.prefill, stream.decode = self._chooser.choose(request, prefill, decode, true, local)
         if not stream.made:
             self.result.best_cached_tokens += max(true.values(), default=0) * CHUNK_TOKENS
         self._decode[stream.decode].expect(stream)
         predicted = stream.tokens - min(hits.get(stream.decode, 0), usable) * CHUNK_TOKENS
-        self._prefill[stream.prefill].dispatch(stream, predicted)
+        if stream.prefill is None:
+            self._decode[stream.decode].compute(stream, predicted)
+        else:
+            self._prefill[stream.prefill].dispatch(stream, predicted)
 
     def _candidates(self, hits: dict[int, int]) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
         copies, fleet = self._copies, self._fleet
@@ -202,11 +230,22 @@ class Replay:
     def _granted(self, stream: Stream) -> None:
         if not stream.made:
             self.result.cached_tokens += stream.start
-        self._prefill[stream.prefill].granted(stream)
+        if stream.prefill is not None:
+            self._prefill[stream.prefill].granted(stream)
 
     def _prefilled(self, stream: Stream) -> None:
         self._decode[stream.decode].publish(stream)
         self._events.at(self._events.now + self._fleet.times.handoff_s, lambda: self._first_token(stream))
+
+    def _locally_prefilled(self, stream: Stream) -> None:
+        self.result.local += 1
+        self._decode[stream.decode].publish(stream)
+        left_s = max(self._fleet.times.handoff_s - HANDOFF_S, 0.0)
+        self._events.at(self._events.now + left_s, lambda: self._first_token(stream))
+
+    def _too_many_new(self, stream: Stream) -> None:
+        stream.remote = True
+        self._events.at(self._events.now, lambda: self._route(stream))
 
     def _first_token(self, stream: Stream) -> None:
         stream.made += 1

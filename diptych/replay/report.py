@@ -32,6 +32,7 @@ def replay_report(results: Sequence[ReplayResult], dollars_an_hour: float | None
         ("the best worker had", lambda one: f"{one.best_hit_rate:.1%}"),
         ("prefill / decode workers busy", lambda one: f"{one.prefill_busy:.0%} / {one.decode_busy:.0%}"),
         ("streams of a decode step", lambda one: f"{one.mean_batch:.1f}"),
+        ("prompts of decode workers", lambda one: f"{one.local}"),
         ("preempted", lambda one: f"{one.preempted}"),
     ]
     if dollars_an_hour is not None:

@@ -25,6 +25,8 @@ class ReplayResult:
     too_long: int = 0
     """Requests longer than one may be, or than a pool."""
     preempted: int = 0
+    local: int = 0
+    """Prompts that decode workers computed."""
     input_tokens: int = 0
     """Tokens of all admitted prompts."""
     output_tokens: int = 0
@@ -87,6 +89,7 @@ class ReplayResult:
             "refused": self.refused,
             "too_long": self.too_long,
             "preempted": self.preempted,
+            "local_prefills": self.local,
             "duration_s": self.last_s,
             "output_tokens_per_s": self.output_tokens / self.last_s if self.last_s else 0.0,
             "rate": self.rate,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
-from gateway.worker_pool.router import NoWorker, RouteRequest, choose_route
+from gateway.worker_pool.router import NoWorker, Route, RouteRequest, choose_route
 
 
 class Routing(Enum):
@@ -36,13 +36,19 @@ class Chooser:
         prefill: Sequence[PrefillCandidate],
         decode: Sequence[DecodeCandidate],
         truly_cached: Mapping[int, int],
-    ) -> tuple[int, int]:
-        """Return the positions of the chosen workers; `truly_cached` counts chunks by decode worker."""
+        local: Callable[[Route], Route | None] | None = None,
+    ) -> tuple[int | None, int]:
+        """Return the positions of the chosen workers; `truly_cached` counts chunks by decode worker.
+
+        With the gateway's rule `local` may give a decode worker alone in place of a pair.
+        """
         if self.routing is Routing.COST:
             route = choose_route(request, prefill, decode)
             if isinstance(route, NoWorker) or route.prefill_id is None:
                 raise ValueError(f"no pair of workers takes a request of {request.worst_case_tokens} tokens")
-            return int(route.prefill_id[1:]), int(route.decode_id[1:])
+            chosen = (None if local is None else local(route)) or route
+            prefill_id = chosen.prefill_id
+            return None if prefill_id is None else int(prefill_id[1:]), int(chosen.decode_id[1:])
         if self.routing is Routing.RANDOM:
             return self._random.randrange(len(prefill)), self._random.randrange(len(decode))
         if self.routing is Routing.ROUND_ROBIN:

@@ -81,6 +81,16 @@ class StepTimes:
         mean = sum(tokens * (before + tokens / 2) for tokens, before in chunks) / total
         return self.rates.prefill_s(total, max(mean - total / 2, 0.0))
 
+    def chunk_s(self, chunks: Sequence[tuple[int, int]], *, beside: bool) -> float:
+        """Return what chunks of (tokens, tokens before them) add to a step; alone if not `beside` streams.
+
+        Beside them the step reads the weights anyway.
+        """
+        if not chunks:
+            return 0.0
+        fixed_s = self.rates.prefill_s(0, 0) if beside else 0.0
+        return max(self.prefill_s(chunks) - fixed_s, 0.0)
+
     @property
     def pull_cost(self) -> float | None:
         """Cost of pulling a token, in tokens to compute; None where nothing has to be pulled."""

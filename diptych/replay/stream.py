@@ -20,7 +20,10 @@ class Stream:
     chain: tuple[int, ...] = ()
     """Ids of the prompt's whole chunks."""
     ticket: Ticket | None = field(default=None, repr=False)
-    prefill: int = -1
+    prefill: int | None = None
+    """Prefill worker that was chosen; None: the decode worker computes the prompt."""
+    remote: bool = False
+    """True once a decode worker found too many new tokens to compute them itself."""
     decode: int = -1
     tokens: int = 0
     """Tokens of the attempt's prompt: after a preemption with the answer so far."""

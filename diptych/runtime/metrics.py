@@ -227,6 +227,19 @@ class GatewayMetrics(RoleMetrics):
             ["outcome"],
             registry=registry,
         )
+        self.fair_share_turns = Counter(
+            "diptych_fair_share_turns",
+            "Exchanges of what tenants get at each gateway, by outcome: answered, or lost without an answer",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("answered", "lost"):
+            self.fair_share_turns.labels(outcome)
+        self.fair_share_tokens = Counter(
+            "diptych_fair_share_charged_tokens",
+            "Prompt tokens served at other gateways that tenants were charged here",
+            registry=registry,
+        )
         self.slow_readers = Counter(
             "diptych_slow_readers",
             "Streams ended because the client did not read them, by the limit that was exceeded",

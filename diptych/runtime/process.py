@@ -28,7 +28,9 @@ import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
 from diptych.runtime.descriptors import raise_descriptor_limit, shortage
+from diptych.runtime.log_format import JsonFormatter, OneLineFormatter
 from diptych.runtime.nonblocking_stderr import NonblockingStream
+from diptych.runtime.otlp_export import log_export_handler
 from diptych.runtime.settings import CANNOT_START, ProgramSettings, StartupError
 
 _PR_SET_PDEATHSIG = 1
@@ -182,23 +184,18 @@ async def read_ready_line(ready_fd: int) -> bytes:
         transport.close()
 
 
-class OneLineFormatter(logging.Formatter):
-    """Formatter of one line a record: time, level, program and worker, logger, message, exception."""
-
-    def __init__(self, program: str, worker_id: str) -> None:
-        super().__init__(
-            f"%(asctime)s.%(msecs)03d %(levelname).1s {program}/{worker_id} %(name)s: %(message)s", "%H:%M:%S"
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\r", "").replace("\n", " ⏎ ")
-
-
 def set_up_logging(settings: ProgramSettings) -> None:
-    """Send all logging to stderr, one line a record, replacing what was set up before."""
+    """Send all logging to stderr, one line a record, and where that is asked for over OTLP.
+
+    What was set up before is replaced.
+    """
     handler = logging.StreamHandler(NonblockingStream(sys.stderr))
-    handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
-    logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
+    formatter = JsonFormatter if settings.log_format == "json" else OneLineFormatter
+    handler.setFormatter(formatter(settings.program, settings.worker_id))
+    handlers: list[logging.Handler] = [handler]
+    if (export := log_export_handler(f"diptych-{settings.program}", settings.worker_id)) is not None:
+        handlers.append(export)
+    logging.basicConfig(handlers=handlers, level=settings.log_level.upper(), force=True)
     if settings.log_level != "debug":
         # Libraries' own chatter; their warnings and errors stay.
         for name in ("asyncio", "grpc", "redis"):

@@ -144,6 +144,9 @@ class ProgramSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "Least severe records that are logged.", section="Logging", serving=False
     )
+    log_format: Literal["text", "json"] = setting(
+        "text", "Form of a record in the log: a line of text, or of JSON.", section="Logging", serving=False
+    )
     secret: SecretStr = internal(
         lambda: SecretStr(secrets.token_hex(32)),
         "Hex key of gateways for prefix names and resume tokens; shared where workers are.",

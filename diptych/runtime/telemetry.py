@@ -86,14 +86,11 @@ class Telemetry:
         _forget_variables_of_no_effect()
         if not _enabled_by_environment():
             return cls(None, ids)
-        own = Resource(
-            {SERVICE_NAME: service_name, SERVICE_VERSION: __version__, "service.instance.id": worker_id}
-        )
         try:
             exporter = _exporter()
             if exporter is None:
                 return cls(None, ids)
-            resource = Resource.create(own.merge(OTELResourceDetector().detect()).attributes)
+            resource = service_resource(service_name, worker_id)
             provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
             provider.add_span_processor(BatchSpanProcessor(exporter))
         except Exception as error:  # a value that the SDK cannot read is no reason not to serve
@@ -241,6 +238,14 @@ class ServerSpan:
         self._span.end()
 
 
+def service_resource(service_name: str, worker_id: str) -> Resource:
+    """Return what traces, metrics and logs of a process are of, with the environment's attributes first."""
+    own = Resource(
+        {SERVICE_NAME: service_name, SERVICE_VERSION: __version__, "service.instance.id": worker_id}
+    )
+    return Resource.create(own.merge(OTELResourceDetector().detect()).attributes)
+
+
 def _forget_variables_of_no_effect() -> None:
     """Empty counts as absent, says the specification, and "none" is a compression; the SDK fails on both."""
     for name, value in list(os.environ.items()):
@@ -291,4 +296,4 @@ def _as_parent(parent: SpanContext | None) -> otel_context.Context:
     return empty if parent is None else trace.set_span_in_context(NonRecordingSpan(parent), empty)
 
 
-__all__ = ["NO_TRACE", "Attributes", "Headers", "PhaseSpan", "ServerSpan", "Telemetry"]
+__all__ = ["NO_TRACE", "Attributes", "Headers", "PhaseSpan", "ServerSpan", "Telemetry", "service_resource"]

@@ -44,7 +44,7 @@ class PromptDrafts(Protocol):
     """A part that computes what drafts read of prompts."""
 
     def compute(self, chunks: Sequence[DraftChunk], abort: AbortWords | None = None) -> None:
-        """Compute `chunks` into the draft segments of their blocks; only log a failure.
+        """Compute `chunks` into the draft segments of their blocks, if they have some; only log a failure.
 
         `abort` has a word for each of them. Called on the engine's thread.
         """
@@ -65,7 +65,8 @@ class DraftChunks:
             steps = [
                 draft_step(chunk.step)
                 for chunk in chunks
-                if chunk.step.start + len(chunk.step.token_ids) <= limit
+                if chunk.step.memory.draft is not None
+                and chunk.step.start + len(chunk.step.token_ids) <= limit
             ]
             if steps:
                 self._runner.step(steps, abort if len(steps) == len(chunks) else None)

@@ -32,7 +32,11 @@ class EagleChunks:
         """See `PromptDrafts.compute`."""
         try:
             self._compute(
-                [chunk for i, chunk in enumerate(chunks) if abort is None or not abort.is_aborted(i)]
+                [
+                    chunk
+                    for i, chunk in enumerate(chunks)
+                    if chunk.step.memory.draft is not None and (abort is None or not abort.is_aborted(i))
+                ]
             )
         except Exception:
             _log.exception("the drafting head did not compute %d chunks", len(chunks))

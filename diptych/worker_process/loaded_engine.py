@@ -20,6 +20,7 @@ from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import rows_dtype
 from diptych.image_spec import ImageSpec
 from diptych.runtime.block_hash import HASH_VERSION
+from diptych.runtime.kv_layout_name import draft_part
 from diptych.worker_process.draft_chunks import DraftChunks, PromptDrafts
 from diptych.worker_process.draft_loader import LoadedDraft
 from diptych.worker_process.eagle_chunks import EagleChunks
@@ -130,10 +131,10 @@ class LoadedEngine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Properties that another worker must share to exchange blocks with this one."""
+        """Properties that another worker must share to exchange blocks with this one, but for its drafter."""
         parts = [self.layout.name, self.model.shape.served_factors]
         if (draft := self.layout.draft) is not None:
-            parts.append(f"draft/{draft.name}/{_dtype_name(draft.dtype)}")
+            parts.append(draft_part(draft.name, _dtype_name(draft.dtype)))
         if self.model.own_order:
             parts.append("batch-invariant")
         layout = "+".join(filter(None, parts))

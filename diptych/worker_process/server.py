@@ -23,6 +23,7 @@ from diptych.runtime.discovery.publisher import DirectoryPublisher
 from diptych.runtime.discovery.records import Role, WorkerRecord, record_to_json
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.model_name import model_names
+from diptych.runtime.otlp_export import start_metric_export
 from diptych.runtime.process import announce_ready, incarnation, leave
 from diptych.runtime.role_change import EXIT_STATUS, ROLES
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
@@ -114,6 +115,8 @@ class WorkerServer:
             config_digest=settings.digest,
             computes=self._engine.computes,
         )
+        name = f"diptych-{settings.program}"
+        metric_export = start_metric_export(self._spec.registry, name, settings.worker_id)
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")
         record = self._record(address)
@@ -137,6 +140,8 @@ class WorkerServer:
         await unix_server.close(LAST_MESSAGES_S)
         await server.stop(LAST_MESSAGES_S)
         await _end(engine, beat)
+        if metric_export is not None:
+            await metric_export.close()
         await self._close()
         await http.close()
         if status == 0 and self._becomes is not None and not stop.is_set():

@@ -128,8 +128,8 @@ class StepThread(Generic[Owner]):
             try:
                 if await completion():
                     return compute(rows, flight.abort)
-            except Exception:
-                _log_failure(rows)
+            except Exception as error:
+                _log_failure(rows, error)
                 work = compute_parts
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute, self._on_retry)
@@ -157,8 +157,8 @@ def compute_rows(
     """
     try:
         return compute(rows, abort)
-    except Exception:
-        _log_failure(rows)
+    except Exception as error:
+        _log_failure(rows, error)
     return compute_parts(rows, abort, compute, on_retry)
 
 
@@ -190,12 +190,12 @@ def compute_parts(
     return results
 
 
-def _log_failure(rows: Sequence[Row]) -> None:
-    """Log the exception that is being handled. Ends the process where no step can succeed any more.
+def _log_failure(rows: Sequence[Row], error: Exception) -> None:
+    """Log `error`, which is being handled. Ends the process where no step can succeed any more.
 
     All requests then go on elsewhere, or here after the restart: tried again, they would fail.
     """
-    if context_lost():
+    if context_lost(error):
         _log.critical("the GPU is lost to a fault of a kernel: this process ends", exc_info=True)
         leave(1)
     _log.exception("a step of %d rows failed; its halves are computed apart", len(rows))

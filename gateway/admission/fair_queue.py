@@ -2,8 +2,8 @@
 
 `FairQueue` is deficit round robin (Shreedhar and Varghese, 1995): each turn a tenant is credited a quantum of
 tokens, and its next request goes when the credit covers it. A tenant with long prompts, many requests or high
-priorities therefore delays itself only: all others get the same tokens per second. Pure; costs are in prompt
-tokens.
+priorities therefore delays itself only: all others get the same tokens per second. What it gets at other
+gateways it pays out of its turns (`gateway.admission.elsewhere`). Pure; costs are in prompt tokens.
 """
 
 from __future__ import annotations
@@ -14,27 +14,38 @@ from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from gateway.admission.elsewhere import Elsewhere
+
 T = TypeVar("T", bound=Hashable)
 QUANTUM = 512.0
 
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    """Requests of one tenant, at least one, and the tokens it may still spend in this turn."""
+    """Requests of one tenant, at least one, and the tokens it may still spend.
+
+    ``has_turn``: it is its turn, and the quantum is in its credit.
+    """
 
     heap: list[tuple[int, int, T]] = field(default_factory=list)  # its first entry waits, others may be over
     cost: float = 0.0  # of all waiting requests
     credit: float = 0.0
+    has_turn: bool = False
 
 
 class FairQueue(Generic[T]):
     """Deficit round robin over tenants; of one tenant higher priority first, then arrival.
 
     Items are hashable and each is in the queue once.
+
+    Args:
+        quantum: credit of a turn.
+        elsewhere: what tenants owe for service elsewhere; None: nothing.
     """
 
-    def __init__(self, quantum: float = QUANTUM) -> None:
+    def __init__(self, quantum: float = QUANTUM, elsewhere: Elsewhere | None = None) -> None:
         self._quantum = quantum
+        self._elsewhere = elsewhere or Elsewhere()
         self._tenants: OrderedDict[str, _TenantQueue[T]] = OrderedDict()  # in order of their turns
         self._waiting: dict[T, tuple[str, float]] = {}  # tenant and cost
         self._arrivals = 0
@@ -72,11 +83,12 @@ class FairQueue(Generic[T]):
             cost = self._waiting[item][1]
             if len(wanted) == 1:
                 own.credit = max(own.credit, cost)
+            elif not own.has_turn:
+                own.credit += self._elsewhere.pay(tenant, self._quantum)
+                own.has_turn = True
             if own.credit >= cost:
                 return item
-            own.credit += self._quantum
-            if own.credit < cost:
-                self._tenants.move_to_end(tenant)
+            self._end_turn(tenant)
         return None
 
     def pop(self, tenants: Collection[str] | None = None) -> T:
@@ -86,8 +98,8 @@ class FairQueue(Generic[T]):
             raise LookupError("the queue is empty")
         tenant, cost = self._waiting[item]
         self._tenants[tenant].credit -= cost
-        if len(self._tenants) > 1 and self._tenants[tenant].credit <= 0:
-            self._tenants.move_to_end(tenant)
+        if self._tenants[tenant].credit <= 0:
+            self._end_turn(tenant)
         self.discard(item)
         return item
 
@@ -103,14 +115,20 @@ class FairQueue(Generic[T]):
         if not own.heap:
             del self._tenants[tenant]  # and its credit: an idle tenant saves none
 
+    def _end_turn(self, tenant: str) -> None:
+        self._tenants[tenant].has_turn = False
+        self._tenants.move_to_end(tenant)
+
     def cost_before(self, tenant: str, cost: float) -> float:
         """Estimate the cost served before a new request of ``tenant`` with ``cost``.
 
         That is all of the tenant's own, and of each other tenant's as much as its turns allow meanwhile.
+        Turns in which it pays for service elsewhere are the others'.
         """
         own = self._tenants[tenant].cost if tenant in self._tenants else 0.0
         others = (other.cost for name, other in self._tenants.items() if name != tenant)
-        return own + sum(min(theirs, own + cost) for theirs in others)
+        turns = own + cost + self._elsewhere.debt(tenant)
+        return own + sum(min(theirs, turns) for theirs in others)
 
 
 class FairShares:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import Capacity
@@ -71,6 +71,16 @@ class AdmissionGate:
     def set_quota(self, held: int, attainable: int) -> None:
         """Set the KV memory that this gateway may use, in tokens."""
         self._call_back(self.queue.set_quota(held, attainable, self._clock()))
+
+    def charge_elsewhere(self, served: Mapping[str, int], running: Mapping[str, int]) -> float:
+        """Charge tenants for what they got at other gateways; return the tokens that were charged."""
+        charged, admitted = self.queue.charge_elsewhere(served, running, self._clock())
+        self._call_back(admitted)
+        return charged
+
+    def forget_elsewhere(self) -> None:
+        """Charge nothing for other gateways any more."""
+        self._call_back(self.queue.forget_elsewhere(self._clock()))
 
     def _call_back(self, admitted: list[Ticket]) -> None:
         for ticket in admitted:

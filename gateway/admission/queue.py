@@ -11,7 +11,8 @@ that wait for their first sequence and requests that wait for more of them take 
 `_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
 
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
-there are several tenants, one that is alone leaves `_reserve` to the others.
+there are several tenants, one that is alone leaves `_reserve` to the others. What tenants get at other
+gateways counts as well, as far as it is known (`gateway.admission.elsewhere`).
 
 Prefill workers get only as many tokens as keep them busy, decode workers only as many requests as their
 memory holds to the end (`gateway.admission.capacity`). The rest waits here, where tenants get fair shares and
@@ -25,12 +26,14 @@ the others are refused at once (`gateway.admission.wait`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import KvBudget
+from gateway.admission.elsewhere import Elsewhere
 from gateway.admission.fair_queue import FairQueue, FairShares
+from gateway.admission.fair_share_lines import ServedHere
 from gateway.admission.ticket import Ticket
 from gateway.admission.wait import MaxQueueDelay, WaitEstimator
 
@@ -66,7 +69,10 @@ class AdmissionQueue:
         self._shares = FairShares(max_waiting_tokens)
         self._wait = WaitEstimator(max_delay)
         self._tenants = tenants
-        self._queue: FairQueue[Ticket] = FairQueue()  # requests without a sequence so far
+        self.served_here = ServedHere()
+        self._elsewhere = Elsewhere()
+        # Requests without a sequence so far.
+        self._queue: FairQueue[Ticket] = FairQueue(elsewhere=self._elsewhere)
         self._more: FairQueue[Ticket] = (
             FairQueue()
         )  # requests with a first token that may start more sequences
@@ -90,6 +96,11 @@ class AdmissionQueue:
         return len(self._queue)
 
     @property
+    def running_of_tenants(self) -> Mapping[str, int]:
+        """Sequences that run, by tenant; tenants without any are left out."""
+        return self._running_of
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens of prompts without a first token, here and at the workers."""
         return self._shares.total
@@ -111,6 +122,21 @@ class AdmissionQueue:
     def set_quota(self, held: int, attainable: int, now: float) -> list[Ticket]:
         """Set this gateway's quota of KV memory (`KvBudget`), in tokens; return the newly admitted."""
         self.kv.quota, self.kv.attainable = held, attainable
+        return self._admit(now)
+
+    def charge_elsewhere(
+        self, served: Mapping[str, int], running: Mapping[str, int], now: float
+    ) -> tuple[float, list[Ticket]]:
+        """Charge tenants for what other gateways did (`Elsewhere.update`), tokens and sequences by tenant.
+
+        Return the tokens that were charged, and the newly admitted.
+        """
+        charged = self._elsewhere.update(served, running, self._queue.tenants, now)
+        return charged, self._admit(now)
+
+    def forget_elsewhere(self, now: float) -> list[Ticket]:
+        """Count this gateway alone; return the newly admitted."""
+        self._elsewhere.forget()
         return self._admit(now)
 
     def newly_admitted(self) -> list[Ticket]:
@@ -167,6 +193,8 @@ class AdmissionQueue:
         ticket.queued_kv = self._first_kv(ticket)
         self._queued_kv_tokens += ticket.queued_kv
         self._newly_admitted += [other for other in self._admit(now) if other is not ticket]
+        if not ticket.admitted:
+            self._elsewhere.note_waiting(tenant)
         return ticket
 
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
@@ -304,6 +332,7 @@ class AdmissionQueue:
                 self._turn_of_more = True
                 self._queue.pop({ticket.tenant})
                 self._queued_kv_tokens -= ticket.queued_kv
+                self.served_here.add(ticket.tenant, ticket.tokens)
                 self.dispatched_tokens += ticket.tokens
                 self._dispatched += 1
             self._set_running(ticket, start=count, now=now or 0.0)
@@ -330,13 +359,15 @@ class AdmissionQueue:
         if not len(queue):
             return None
         held, waiting = self._running_of, [*queue.tenants]
-        share, most = self._share(), self._most_of_one
+        shares, most = self._shares_of_places(), self._most_of_one
         allowed = [tenant for tenant in waiting if held[tenant] < most]
-        return queue.head([tenant for tenant in allowed if held[tenant] < share]) or queue.head(allowed)
+        below = [tenant for tenant in allowed if held[tenant] < shares[tenant]]
+        return queue.head(below) or queue.head(allowed)
 
-    def _share(self) -> float:
+    def _shares_of_places(self) -> Mapping[str, float]:
+        """Return the sequences that each tenant which runs or waits here should have here."""
         tenants = self._running_of.keys() | self._queue.tenants | self._more.tenants
-        return self._limit / max(len(tenants), 1)
+        return self._elsewhere.shares(self._limit, tenants)
 
     @property
     def _most_of_one(self) -> int:
@@ -359,7 +390,9 @@ class AdmissionQueue:
             fits = free >= left and self._fits(ticket, left)
             return left if fits or not self.sequences else 0
         extras = self._most_extras - self._extras + (not ticket.running)
-        share = int(self._share()) if self._others_wait(ticket.tenant) else self._most_of_one
+        share = self._most_of_one
+        if self._others_wait(ticket.tenant):
+            share = int(self._shares_of_places()[ticket.tenant])
         wanted = min(left, max(extras, 1), max(share - self._running_of[ticket.tenant], 1))
         count = min(wanted, free)
         if count < (1 if ticket.started else min(self._at_least(ticket), wanted)):

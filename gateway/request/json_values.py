@@ -105,6 +105,13 @@ def array(path: str, value: object, at_most: int) -> list[object]:
     return value
 
 
+def members(path: str, value: object) -> dict[str, object]:
+    """Return the members of an object. Raises InvalidParameter."""
+    if not isinstance(value, dict):
+        raise InvalidParameter(path, "must be an object")
+    return value
+
+
 def token_ids(path: str, values: Sequence[object]) -> Sequence[int]:
     """Return the ids, checked in C where all are good; only a bad list is looked at element by element."""
     if set(map(type, values)) == {int}:

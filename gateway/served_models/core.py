@@ -27,6 +27,7 @@ from gateway.adapters.registry import AdapterRegistry
 from gateway.admission.gate import AdmissionGate
 from gateway.admission.memory_quota import MemoryQuota
 from gateway.admission.queue import AdmissionQueue
+from gateway.admission.shared_fair_shares import FairShareTable, SharedFairShares
 from gateway.admission.wait import MaxQueueDelay
 from gateway.config import GatewaySettings
 from gateway.generate import Generator
@@ -120,6 +121,12 @@ class ModelCore:
         self._quota = MemoryQuota(
             self.gate, QuotaTableStore(settings.redis_url, self.digest, settings.worker_id)
         )
+        self._fair_shares = SharedFairShares(
+            self.gate,
+            FairShareTable(settings.redis_url, self.digest, settings.worker_id),
+            shared.tenants,
+            shared.metrics,
+        )
         self.tokens = ResumeTokens(
             settings.secret_bytes, self.digest, wall_clock=time.time, several=neighbours.several
         )
@@ -173,6 +180,8 @@ class ModelCore:
         """Follow the directory, and link to the model's workers."""
         self.worker_pool.start()
         self._quota.start()
+        if self._settings.fair_shares == "shared":
+            self._fair_shares.start()
         if self._settings.auto_roles:
             self.auto_roles.start()
 
@@ -185,6 +194,7 @@ class ModelCore:
         """End all links; what still runs is lost."""
         await self.adapter_service.close()
         await self._quota.close()
+        await self._fair_shares.close()
         await self.auto_roles.close()
         await self.roles.close()
         await self.worker_pool.close()

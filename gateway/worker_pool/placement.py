@@ -9,7 +9,7 @@ from gateway.adapters.adapter import Adapter
 from gateway.attempt.types import LocalPrefill, Role
 from gateway.attempt.work import Job
 from gateway.worker_pool.adapter_loads import AdapterLoads
-from gateway.worker_pool.candidates import DecodeCandidate, PrefillCandidate
+from gateway.worker_pool.drafter_pairs import PromptHits, kept_by_pair, pair_candidates
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.encoders import EncoderCandidate, choose_encoder, reads_images
 from gateway.worker_pool.local_prefill import LocalMode, choose_local
@@ -70,8 +70,8 @@ class AttemptPlacer:
         """Predict the prompt tokens to compute: those that the best pair of workers does not save."""
         prompt = job.request.prompt_ids
         prefill, decode = self._registry.serving(Role.PREFILL), self._registry.serving(Role.DECODE)
-        hits = self._prefixes.hits([*prefill, *decode], job, prompt)
-        saved = most_saved_tokens(len(prompt), *_candidates(prefill, decode, hits)) if hits else 0
+        hits = PromptHits(self._prefixes, [*prefill, *decode], job, prompt)
+        saved = most_saved_tokens(len(prompt), *pair_candidates(prefill, decode, hits))
         return max(len(prompt) - saved, 1)
 
     def falls_back(self, job: Job) -> bool:
@@ -109,7 +109,7 @@ class AttemptPlacer:
         if request.images_end:
             encoders = self._encoders(request)
             prefill = [w for w in prefill if reads_images(w.record, encoders)]
-        hits = self._prefixes.hits([*prefill, *decode], job, token_ids)
+        hits = PromptHits(self._prefixes, [*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
         if isinstance(route, NoWorker) and proven != (prefill, decode):
@@ -122,12 +122,13 @@ class AttemptPlacer:
             return route if adapter is None else self._without_adapter(route, adapter)
         worker = self._registry.require(route.decode_id)
         target = worker.record
+        source = None if route.prefill_id is None else self._registry.require(route.prefill_id).record
         if route.local is not LocalPrefill.NO:
             worker.unreported_local += request.tokens - route.matched_blocks * target.block_size
         return Placement(
             route,
             BY_COST if self._has_index() else WITHOUT_INDEX,
-            self._prefixes.namespace(job, target.kept),
+            self._prefixes.namespace(job, kept_by_pair(source, target)),
             predicted_tokens=route.matched_blocks * target.block_size,
             encode_id=self._encoder_of(route, job, encoders),
         )
@@ -159,7 +160,7 @@ class AttemptPlacer:
         request: RouteRequest,
         prefill: Sequence[Worker],
         decode: Sequence[Worker],
-        hits: Mapping[str, Held],
+        hits: PromptHits,
     ) -> Route | NoWorker:
         route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
         if isinstance(route, NoWorker):  # a slow worker is better than none
@@ -171,10 +172,11 @@ class AttemptPlacer:
         request: RouteRequest,
         prefill: Sequence[Worker],
         decode: Sequence[Worker],
-        hits: Mapping[str, Held],
+        hits: PromptHits,
     ) -> Route | NoWorker:
-        route = choose_route(request, *_candidates(prefill, decode, hits))
-        return self._choose_local(request, route, decode, hits) or route
+        usable = [w for w in prefill if w.record.worker_id not in request.avoid]
+        route = choose_route(request, *pair_candidates(usable, decode, hits))
+        return self._choose_local(request, route, decode, hits.whole) or route
 
     def _choose_local(
         self,
@@ -208,14 +210,3 @@ class AttemptPlacer:
     def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
         now = self._clock()
         return [w for w in workers if not self._ejections.is_ejected(w.record.worker_id, now)]
-
-
-def _candidates(
-    prefill: Sequence[Worker], decode: Sequence[Worker], hits: Mapping[str, Held]
-) -> tuple[list[PrefillCandidate], list[DecodeCandidate]]:
-    """Return the router's view of these workers; `hits`: blocks of the prompt by worker id."""
-    token_s = prefill_token_s(w.rates for w in prefill or decode)
-    return (
-        [w.prefill_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in prefill],
-        [w.decode_candidate(hits.get(w.record.worker_id, NOTHING), token_s) for w in decode],
-    )

@@ -42,15 +42,20 @@ class PrefixIndexReader:
     def namespace(self, job: Job, kept: str) -> bytes:
         """Return the key of the request's block hashes; another tenant, salt or adapter has another one.
 
-        `kept` is `WorkerRecord.kept` of the worker whose blocks are meant.
+        `kept` is `WorkerRecord.kept` of the worker whose blocks are meant, or its `kv_dtype` for those that
+        lack its drafter's segment.
         """
         adapter = job.request.adapter
         return self._cached_namespace(
             job.tenant, job.request.salt, kept, b"" if adapter is None else adapter.digest
         )
 
-    def hits(self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, Held]:
+    def hits(
+        self, workers: Iterable[Worker], job: Job, token_ids: tuple[int, ...], *, drafted: bool = True
+    ) -> dict[str, Held]:
         """Return the leading cached blocks by worker, of whichever role; the last token is always computed.
+
+        `drafted`: those that have the segment of the worker's drafter, if there is one; else those without.
 
         Key chains differ by what blocks keep (`WorkerRecord.kept`) and by block size, so each pair of them
         is looked up once.
@@ -58,7 +63,9 @@ class PrefixIndexReader:
         if not job.request.cache_read or job.request.prompt_logprobs is not None:
             return {}  # cached tokens have no logits
         found: dict[str, Held] = {}
-        for kept, block_size in dict.fromkeys((w.record.kept, w.record.block_size) for w in workers):
+        records = [worker.record for worker in workers]
+        kept_of = [(one.kept if drafted else one.kv_dtype, one.block_size) for one in records]
+        for kept, block_size in dict.fromkeys(kept_of):
             namespace, images = self.namespace(job, kept), job.request.images
             rows = () if images is None else images.image_rows(namespace)
             keys = self._keys(namespace, block_size, token_ids, rows)[: (len(token_ids) - 1) // block_size]

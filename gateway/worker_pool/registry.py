@@ -21,8 +21,8 @@ from gateway.worker_pool.local_prefill import LocalCandidate
 from gateway.worker_pool.prefix_held import Held
 from gateway.worker_pool.step_rates import StepRates
 
-KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "draft_digest")
-"""Fields of the records that are equal for workers that can exchange blocks."""
+KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "own_layout", "block_size")
+"""Properties of the records that are equal for workers that can exchange blocks (drafter_pairs.py)."""
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
 UNKNOWN_BATCH = 65536  # a worker that reports no batch size sets no limit
 UNKNOWN_LOAD_COST = 0.1  # of a token in a tier, in tokens to compute, before a worker has loaded any
@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def kv_format(self) -> str:
-        """The format of its KV blocks, equal for workers that can exchange them."""
+        """The format of its KV blocks but for a drafter's part, equal for workers that can exchange them."""
         return "/".join(str(getattr(self.record, name)) for name in KV_FORMAT)
 
     @property
@@ -108,11 +108,11 @@ class Worker:
         self.unreported.clear()
         self.unreported_local = 0
 
-    def prefill_candidate(self, held: Held, token_s: float) -> PrefillCandidate:
+    def prefill_candidate(self, held: Held, token_s: float, drafter: str | None = None) -> PrefillCandidate:
         """Return it as a candidate for the router, with the request's blocks here; see `decode_candidate`."""
         return PrefillCandidate(
             self.record.worker_id,
-            self.kv_format,
+            self._pairs_as(drafter),
             self._waiting_tokens,
             memory_domain=self.record.memory_domain,
             cached_blocks=held.cached,
@@ -121,10 +121,11 @@ class Worker:
             load_cost=self._load_cost(token_s),
         )
 
-    def decode_candidate(self, held: Held, token_s: float) -> DecodeCandidate:
+    def decode_candidate(self, held: Held, token_s: float, drafter: str | None = None) -> DecodeCandidate:
         """Return it as a candidate for the router, with the request's blocks here.
 
-        `token_s`: seconds a token of prefill, by which loading from tiers is charged.
+        `token_s`: seconds a token of prefill, by which loading from tiers is charged. `drafter`: what the
+        other worker of a pair must have; None: its own.
         """
         size, unreported = self.record.block_size, self.unreported.values()
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
@@ -132,7 +133,7 @@ class Worker:
         sequences = self.load.running + self.load.waiting + sum(len(work.choices) for work in unreported)
         return DecodeCandidate(
             self.record.worker_id,
-            self.kv_format,
+            self._pairs_as(drafter),
             block_size=size,
             max_tokens=self.max_tokens,
             free_blocks=max(self.load.free_blocks - promised, 0),
@@ -148,6 +149,9 @@ class Worker:
         return EncoderCandidate(
             self.record.worker_id, self.record.image_rows, self._waiting_tokens, self.accepts_work
         )
+
+    def _pairs_as(self, drafter: str | None) -> str:
+        return f"{self.kv_format}/{self.record.drafter if drafter is None else drafter}"
 
     @property
     def _waiting_tokens(self) -> int:

@@ -12,10 +12,13 @@ import torch
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_routes import Holders
 from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import work_pb2
+from kvtransfer.drivers.client_link import INCOMPATIBLE
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.holder_codec import read_holder
 from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.peer import Copying, Peer
 from kvtransfer.drivers.puller import Puller
@@ -25,14 +28,19 @@ from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
-from kvtransfer.transports import in_process, registry
+from kvtransfer.transports import in_process, registry, tcp
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
+from kvtransfer.transports.tcp_by_rank import has_shares_alone, one_holder
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 _RELINK_PAUSE_S = 0.2
 _UNMAP_AFTER_S = 1.0
 _RELINK_FOR_S = 120.0
+
+
+class RanksUnreachable(HandoffDenied):
+    """Ranks of a decode worker that ranks of this one do not reach."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ class HandoffClient:
         self._connecting: dict[str, asyncio.Lock] = {}
         self._last_denials: dict[str, _Denial] = {}
         """Last failed try to link to each address: all calls that waited for it fail with it."""
+        self._takes_whole: set[tuple[str, int]] = set()
+        """Decode processes some of whose ranks were not reached from some of this worker's."""
         self._opening: set[PeerLink] = set()
         """Links whose transport is being opened: they get heartbeats and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,6 +164,27 @@ class HandoffClient:
         self._peers.clear()
 
     async def _link(self, address: str, expected_incarnation: int) -> Peer:
+        """Return the linked Peer; its ranks send whole blocks to this one where they reach none of its."""
+        process = (address, expected_incarnation)
+        try:
+            return await self._link_once(address, expected_incarnation)
+        except RanksUnreachable as error:
+            if process in self._takes_whole:
+                raise
+            _log.warning("blocks for the decode worker at %s go whole: %s", address, error.failure.message)
+            self._takes_whole.add(process)
+            return await self._link_once(address, expected_incarnation)
+
+    def _holders(self, process: tuple[str, int]) -> Holders:
+        """Return the processes that send shares of blocks to a decode process; empty: blocks go whole."""
+        if self._device.type != "cpu" or self._tls is not None or not has_shares_alone(self._layout):
+            return ()
+        if tcp.NAME not in self._transports or process in self._takes_whole:
+            return ()
+        own = None if self._ranks is None else self._ranks.holders
+        return own if own is not None else one_holder(self._layout)
+
+    async def _link_once(self, address: str, expected_incarnation: int) -> Peer:
         if self._closed:
             raise HandoffDenied(_PEER_LOST, "this worker is closing")
         link = await PeerLink.connect(
@@ -165,6 +196,7 @@ class HandoffClient:
             () if self._ranks is None else self._ranks.pids,
             self._tls,
             self._chunk_tokens,
+            self._holders((address, expected_incarnation)),
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -198,15 +230,21 @@ class HandoffClient:
 
     async def _attach(self, peer: Peer, link: PeerLink) -> None:
         hello = link.welcome
+        whole = link.shares_drafter
+        try:
+            layout = self._layout if whole else self._layout.in_blocks_of(hello.block_bytes)
+        except ValueError as error:
+            raise HandoffDenied(INCOMPATIBLE, str(error)) from error
         welcome = Welcome(
             peer.address,
             hello.endpoint,
             hello.token,
-            self._layout,
+            layout,
             hello.num_blocks,
             hello.pull_endpoint,
             hello.pull_token,
             self._tls,
+            holders=tuple(map(read_holder, hello.holders)),
         )
         try:
             if hello.transport in registry.IN_PLACE:
@@ -219,10 +257,12 @@ class HandoffClient:
             else:
                 await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
-                channel = await registry.open_channel(hello.transport, welcome, scratch.memory)
-                copying = Copying(scratch, channel, self._puller(welcome, channel, scratch))
+                sent = scratch.memory if whole else scratch.memory.without_draft()
+                channel = await registry.open_channel(hello.transport, welcome, sent)
+                copying = Copying(scratch, sent, channel, self._puller(welcome, channel, sent))
         except TransportError as error:
-            raise HandoffDenied(_PEER_LOST, str(error)) from error
+            denied = RanksUnreachable if welcome.holders else HandoffDenied
+            raise denied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
         lease = Lease(now, self._lease_times)
         progress = TransferProgress(now, self._lease_times.interval_s, self._stall_s)
@@ -234,7 +274,10 @@ class HandoffClient:
             on_message=lambda response: _record_message(lease, response),
             progress=progress,
         )
-        _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
+        if not whole:
+            _log.warning("decode worker %s has another drafter: it drafts without one", hello.worker_id)
+        by_rank = f" between {len(hello.holders)} ranks there and those here" if hello.holders else ""
+        _log.info("linked to decode worker %s, transport %s%s", hello.worker_id, hello.transport, by_rank)
 
     async def _map_pool(self, welcome: Welcome, rank_tokens: Sequence[bytes]) -> KVMemory:
         """Map the decode worker's pool in all processes that compute. Raises TransportError."""
@@ -251,11 +294,11 @@ class HandoffClient:
         """Return the keys of the prefix cache of the own blocks."""
         return [] if self._scratch is None else self._scratch.cached_keys()
 
-    def _puller(self, welcome: Welcome, channel: PushChannel, scratch: Scratch) -> Puller | None:
+    def _puller(self, welcome: Welcome, channel: PushChannel, memory: KVMemory) -> Puller | None:
         if not welcome.pull_endpoint or self._layout.windows is not None:
             return None  # what a decode worker has of a prefix is of use with its windowed blocks only
         return Puller(
-            lambda table: registry.open_pulls(welcome, channel, scratch.memory, table),
+            lambda table: registry.open_pulls(welcome, channel, memory, table),
             self.pull_rates,
             self._layout.block_size,
             self._on_pull_end,

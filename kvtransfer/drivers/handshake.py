@@ -1,8 +1,8 @@
 """Handshake of two workers: model and KV layout must be equal, then a transport is chosen.
 
 Both sides check the fingerprint; a difference is refused with the field's name. Every field must be equal but
-one: the ranks of a worker all write, or read, their heads of blocks that hold all heads, so that the degrees
-are free.
+two. The ranks of a worker all write, or read, their heads of blocks that hold all heads, so that the degrees
+are free. And drafters may differ: then blocks go without a drafter's segment, by transports that can do that.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from diptych.runtime.kv_layout_name import drafter_of, without_draft
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
+from kvtransfer.drivers.holder_codec import holder_message, read_holders
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import pull_mapped
-from kvtransfer.transports.base import Locality, RankedReceiver, ReceivingTransport
+from kvtransfer.transports.base import (
+    HolderReceiver,
+    KVHolder,
+    Locality,
+    RankedReceiver,
+    ReceivingTransport,
+)
 from kvtransfer.transports.pull_frames import PullServer
-from kvtransfer.transports.registry import PULLS_FRAMES, PULLS_MAPPED
+from kvtransfer.transports.registry import MOVES_SEGMENTS, PULLS_FRAMES, PULLS_MAPPED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_FREE = frozenset({"tensor_parallel"})
+_FREE = frozenset({"tensor_parallel", "draft_digest"})
 """Fields in which two workers may differ."""
 
 
@@ -54,6 +62,11 @@ class Fingerprint:
     """Digest of the draft model, whose keys and values are a second segment of each block; empty without."""
 
     @property
+    def drafter(self) -> str:
+        """Name of what workers share whose drafters read one another's segments; empty without a drafter."""
+        return drafter_of(self.kv_layout, self.draft_digest)
+
+    @property
     def cache_layout(self) -> str:
         """Name of all by which gateways keep caches apart beside model, types and block size."""
         if self.sum_parts == 1:
@@ -75,11 +88,16 @@ class Fingerprint:
 
 
 def incompatible_field(a: DataclassInstance, b: DataclassInstance) -> str | None:
-    """Return the name of the first field in which two fingerprints differ, None if they are equal."""
+    """Return the name of the first field that keeps two workers apart, None if there is none."""
     for field in fields(a):
-        if field.name not in _FREE and getattr(a, field.name) != getattr(b, field.name):
+        if field.name not in _FREE and _compared(a, field.name) != _compared(b, field.name):
             return field.name
     return None
+
+
+def _compared(fingerprint: DataclassInstance, name: str) -> object:
+    value = getattr(fingerprint, name)
+    return without_draft(value) if name == "kv_layout" else value
 
 
 def _admit(transport: ReceivingTransport, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
@@ -87,6 +105,15 @@ def _admit(transport: ReceivingTransport, writer: WriterId, pids: Sequence[int])
     if len(pids) > 1 and isinstance(transport, RankedReceiver):
         return transport.admit_ranks(writer, pids)
     return [transport.admit(writer, pids[0])]
+
+
+def _admit_holders(
+    transport: ReceivingTransport, writer: WriterId, hello: handoff_pb2.HandoffHello
+) -> Sequence[KVHolder]:
+    """Let the processes of a writer register that hold shares of its blocks; empty where blocks go whole."""
+    if not hello.holders or not isinstance(transport, HolderReceiver):
+        return ()
+    return transport.admit_holders(writer, read_holders(hello.holders))
 
 
 def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
@@ -105,9 +132,12 @@ class Handshake:
         num_blocks: int,
         transports: Sequence[ReceivingTransport],
         pulls: PullServer | None = None,
+        block_bytes: int = 0,
     ) -> None:
+        """Answer for a pool of `num_blocks` blocks of `block_bytes` bytes."""
         self._decode_id = decode_id
         self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
         self._num_blocks = num_blocks
         self.transports = transports
         self._pulls = pulls
@@ -118,13 +148,20 @@ class Handshake:
         if field is not None:
             return field
         locality = Locality(hello.host_id, hello.device, hello.pid)
+        whole = self.shares_drafter(hello)
         why = []
         for transport in (t for name in hello.transports for t in self.transports if t.name == name):
             reason = transport.unreachable_reason(locality)
+            if reason is None and not whole and transport.name not in MOVES_SEGMENTS:
+                reason = "moves whole blocks, and the drafters differ"
             if reason is None:
                 return transport
             why.append(f"{transport.name}: {reason}")
         return f"transports ({'; '.join(why) or 'none in common'})"
+
+    def shares_drafter(self, hello: handoff_pb2.HandoffHello) -> bool:
+        """Return whether blocks of this writer have the segments that blocks have here."""
+        return Fingerprint.from_proto(hello.fingerprint).drafter == self._fingerprint.drafter
 
     def make_welcome(
         self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport, forgotten: int = 0
@@ -136,6 +173,7 @@ class Handshake:
         writer = WriterId(hello.worker_id, hello.incarnation)
         pulls = self._pulls if transport.name in PULLS_FRAMES else None
         token, *rank_tokens = _admit(transport, writer, [hello.pid, *hello.rank_pids])
+        holders = _admit_holders(transport, writer, hello)
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,
@@ -145,9 +183,11 @@ class Handshake:
                 endpoint=transport.endpoint,
                 token=token,
                 rank_tokens=rank_tokens,
+                holders=map(holder_message, holders),
                 num_blocks=self._num_blocks,
                 pull_endpoint=_pull_endpoint(transport, pulls),
                 pull_token=b"" if pulls is None else pulls.admit(writer),
                 forgotten=forgotten,
+                block_bytes=self._block_bytes,
             )
         )

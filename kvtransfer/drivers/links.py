@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
+from diptych.engine.parallel.kv_routes import Holders
 from diptych.runtime.internal_tls import InternalTls
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
@@ -15,6 +16,7 @@ from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.client_link import INCOMPATIBLE, ClientLink, exchange_hello, open_stream
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
+from kvtransfer.drivers.holder_codec import holder_messages
 from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import host_id
@@ -25,9 +27,13 @@ _DECODE = "decode worker"
 class PeerLink(ClientLink):
     """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
 
-    def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
+    def __init__(
+        self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome, *, shares_drafter: bool = True
+    ) -> None:
         super().__init__(stream)
         self.welcome = welcome
+        self.shares_drafter = shares_drafter
+        """True if blocks have the same segments on both sides; else the model's own alone is handed off."""
 
     @classmethod
     async def connect(
@@ -40,6 +46,7 @@ class PeerLink(ClientLink):
         rank_pids: Sequence[int] = (),
         tls: InternalTls | None = None,
         chunk_tokens: int = 0,
+        holders: Holders = (),
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
@@ -48,6 +55,8 @@ class PeerLink(ClientLink):
             rank_pids: processes of this worker that write blocks, beside this one.
             tls: certificates; None: the link is plain.
             chunk_tokens: most tokens of a prompt that this worker computes at once.
+            holders: shares of the processes of this worker that have memories of their own; empty: it sends
+                whole blocks.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -62,17 +71,19 @@ class PeerLink(ClientLink):
             device=device,
             rank_pids=rank_pids,
             chunk_tokens=chunk_tokens,
+            holders=holder_messages(holders),
         )
         stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:
             welcome = await exchange_hello(stream, Request(hello=hello), _DECODE)
-            field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
+            theirs = Fingerprint.from_proto(welcome.fingerprint)
+            field = incompatible_field(fingerprint, theirs)
             if field is not None:
                 raise HandoffDenied(INCOMPATIBLE, f"the decode worker differs in {field}")
         except BaseException:
             await stream.close()
             raise
-        return cls(stream, welcome)
+        return cls(stream, welcome, shares_drafter=fingerprint.drafter == theirs.drafter)
 
 
 class ServerLink:

@@ -44,6 +44,8 @@ class Copying:
     """Own blocks, and the channels of one link that copy from and into them."""
 
     scratch: Scratch
+    exchanged: KVMemory
+    """Blocks of `scratch` as they are sent and pulled: whole, or the model's own segments alone."""
     channel: PushChannel
     puller: Puller | None
     """None where the decode worker's blocks cannot be pulled."""
@@ -323,12 +325,11 @@ class Peer:
         first, state.next_block = state.next_block, upto_block
         if granted.scratch is None:
             self._actions.run(self._sender.push(granted.ref, first, upto_block - first))
-        elif self._queue is not None and self._sender.is_writing(granted.ref):
-            blocks = granted.block_table[first:upto_block]
-            state.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
+        elif self._copying is not None and self._queue is not None and self._sender.is_writing(granted.ref):
+            blocks, memory = granted.block_table[first:upto_block], self._copying.exchanged
+            state.bytes_sent += len(blocks) * memory.layout.bytes_per_block
             targets = granted.target_table[first:upto_block]
-            computed = queued_work(granted.memory)
-            self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets, computed))
+            self._queue.put(Run(granted.ref, first, memory, blocks, targets, queued_work(memory)))
 
     def _push_window(self, granted: GrantedBlocks, num_tokens: int) -> None:
         """Send the windowed blocks that stay of a prompt, which is computed."""

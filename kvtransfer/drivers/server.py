@@ -15,6 +15,7 @@ from typing import cast
 import grpc
 
 from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.window_table import PromptWindow
 from diptych.runtime.failpoints import ARMED
 from diptych.runtime.internal_tls import InternalTls
@@ -109,12 +110,20 @@ class HandoffServer:
             destinations=self._receiver.destinations,
             arrived=lambda *event: self._actions.run(self._receiver.arrived(*event)),
             corrupt=self._on_corrupt,
+            exchanged=self._exchanged,
         )
         made = [make_receiver(name, memory, host, hooks, tls) for name in transports]
         self._pulls: PullServer | None = None
         if not PULLS_FRAMES.isdisjoint(transports):
-            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block, tls)
-        self._handshake = Handshake(self.local.id, fingerprint, self._memory.num_blocks, made, self._pulls)
+            self._pulls = PullServer(host, self._memory, self._receiver.prefix_block, tls, self._exchanged)
+        self._handshake = Handshake(
+            self.local.id,
+            fingerprint,
+            self._memory.num_blocks,
+            made,
+            self._pulls,
+            layout.bytes_per_block,
+        )
         self._forgotten = 0
         pool.on_forgotten.append(self._on_forgotten)
         self.service = LinkService(HANDOFF, self.serve_link)
@@ -196,7 +205,8 @@ class HandoffServer:
         if isinstance(transport, str):
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
         link = ServerLink(writer_id, stream)
-        writer = self._writers.link_up(link, transport)
+        whole = self._handshake.shares_drafter(hello)
+        writer = self._writers.link_up(link, transport, shares_drafter=whole)
         link.put(self._handshake.make_welcome(hello, transport, self._forgotten))
         reads_prefix = transport.name in PULLS_MAPPED
         self._actions.run(
@@ -208,6 +218,8 @@ class HandoffServer:
             )
         )
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
+        if not whole:
+            _log.warning("prefill worker %s has another drafter: no drafts after it", writer_id.worker_id)
         try:
             await link.run(self._handle)
         finally:
@@ -266,6 +278,10 @@ class HandoffServer:
         return self._receiver.stopped(writer, ref_of(stopped.grant), reason, stopped.failure.message)
 
     # -- transports
+
+    def _exchanged(self, writer: WriterId, memory: KVMemory) -> KVMemory:
+        """Return what of the blocks of `memory` is exchanged with a writer."""
+        return memory if self._writers.shares_drafter(writer) else memory.without_draft()
 
     def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
@@ -326,6 +342,7 @@ class HandoffServer:
                 in_place=done.in_place,
                 transport=LOCAL if done.writer == self.local.id else self._writers.transport_of(done.writer),
                 window=self._window_of(done),
+                drafted=done.writer == self.local.id or self._writers.shares_drafter(done.writer),
             )
         )
 

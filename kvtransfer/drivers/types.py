@@ -34,6 +34,8 @@ class Ready:
     """Name of the transport that brought them."""
     window: PromptWindow | None = None
     """Blocks of the layers with a window, where these have blocks of their own."""
+    drafted: bool = True
+    """False if the writer has another drafter, so that the blocks lack this worker's segment."""
 
     @property
     def held(self) -> list[int]:

@@ -28,6 +28,8 @@ class Writer:
     transport: ReceivingTransport
     lease: Lease
     link: ServerLink | None
+    shares_drafter: bool = True
+    """True if its blocks have the segments that blocks have here."""
 
 
 class WriterRegistry:
@@ -66,6 +68,11 @@ class WriterRegistry:
         writer = self._known.get(writer_id)
         return "" if writer is None else writer.transport.name
 
+    def shares_drafter(self, writer_id: WriterId) -> bool:
+        """Return whether the blocks of a known writer have the segments that blocks have here."""
+        writer = self._known.get(writer_id)
+        return writer is not None and writer.shares_drafter
+
     def send(self, writer_id: WriterId, response: Response) -> None:
         """Send a message to a writer; it is dropped without a link."""
         writer = self._known.get(writer_id)
@@ -84,7 +91,9 @@ class WriterRegistry:
             if writer.link is not None:
                 writer.link.close()
 
-    def link_up(self, link: ServerLink, transport: ReceivingTransport) -> Writer:
+    def link_up(
+        self, link: ServerLink, transport: ReceivingTransport, *, shares_drafter: bool = True
+    ) -> Writer:
         """Record the stream of a process; an earlier one of the same process ends."""
         now = time.monotonic()
         known = self._known.get(link.writer)
@@ -93,7 +102,7 @@ class WriterRegistry:
             self.link_lost(known, known.link)
             known = self._known.get(link.writer)
         if known is None:
-            known = Writer(link.writer, transport, Lease(now, self._lease_times), link)
+            known = Writer(link.writer, transport, Lease(now, self._lease_times), link, shares_drafter)
             self._known[link.writer] = known
         else:
             known.link, known.transport = link, transport

@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_routes import Holders
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.protocol.pull_table import Pull
@@ -51,6 +53,8 @@ class ReceiverHooks:
     """Reports blocks at their destinations, from this index of the grant on, with the digest of each."""
     corrupt: Callable[[WriterId, GrantRef], None]
     """Reports a block that does not match its digest."""
+    exchanged: Callable[[WriterId, KVMemory], KVMemory] = lambda writer, memory: memory
+    """Returns what of the blocks of the pool this writer's frames bring: all of it, or one segment."""
 
 
 class ReceivingTransport(Protocol):
@@ -107,6 +111,18 @@ class RankedReceiver(ReceivingTransport, Protocol):
 
     def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
         """Let these processes register as one writer; return the token of each."""
+        ...
+
+
+@runtime_checkable
+class HolderReceiver(ReceivingTransport, Protocol):
+    """A receiving end to which each process with a share of the blocks may send its own."""
+
+    def admit_holders(self, writer: WriterId, holders: Holders) -> Sequence[KVHolder]:
+        """Let the processes that hold these shares of a writer's blocks register as that writer.
+
+        Returns where each of them sends which shares; nothing where blocks are to be sent whole.
+        """
         ...
 
 
@@ -210,6 +226,18 @@ class Admission(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KVHolder:
+    """Process of a worker with a memory of its own, or several that share one."""
+
+    shares: tuple[KVShare, ...]
+    """Shares of each block that are there."""
+    endpoint: str
+    """Address for its shares, as host:port."""
+    tokens: tuple[bytes, ...]
+    """Proof of admission for each holder of the other worker, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """Answer of the decode worker about the transport that was chosen."""
 
@@ -225,6 +253,8 @@ class Welcome:
     tls: InternalTls | None = None
     """Certificates for its sockets; None: they are plain."""
     role: str = "decode"
+    holders: tuple[KVHolder, ...] = ()
+    """Processes that hold shares of blocks, the decode worker's own first; empty: blocks go whole."""
 
 
 class WriterRanks(Protocol):
@@ -233,6 +263,11 @@ class WriterRanks(Protocol):
     @property
     def pids(self) -> Sequence[int]:
         """Process ids, in the order of the ranks."""
+        ...
+
+    @property
+    def holders(self) -> Holders | None:
+        """Shares of each process with a memory of its own, this one's first; None: all have one memory."""
         ...
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:

@@ -18,7 +18,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
@@ -88,8 +88,10 @@ class InProcessReceiver:
         _RECEIVERS.pop(self._endpoint, None)
         self._writers.close()
 
-    def register(self, token: bytes) -> KVMemory:
-        """Return a memory over the pool for the writer that has this token. Raises TransportError."""
+    def register(self, token: bytes, layout: KVLayout) -> KVMemory:
+        """Return a memory over the pool for the writer that has this token, with no draft model's segment if
+        `layout` has none. Raises TransportError.
+        """
         writer = self._writers.take(token, os.getpid())
         # One gate for all memories that a writer was given: a step may still run in an earlier one.
         gate = self._gates.get(writer)
@@ -97,7 +99,8 @@ class InProcessReceiver:
             gate = self._gates[writer] = WriterGate(self._on_stuck)
         if gate.closed:  # kept again, it would forget the time by which its last step has to end
             raise TransportError("this writer was fenced")
-        memory = copy.copy(self._pool.memory)
+        pool = self._pool.memory
+        memory = copy.copy(pool if layout.draft is not None else pool.without_draft())
         _GATES[memory] = gate
         self._writers.keep(writer, gate)
         return memory
@@ -112,7 +115,7 @@ async def open_in_process(welcome: Welcome) -> KVMemory:
     receiver = _RECEIVERS.get(welcome.endpoint)
     if receiver is None:
         raise TransportError("the decode worker is not in this process")
-    return receiver.register(welcome.token)
+    return receiver.register(welcome.token, welcome.layout)
 
 
 def is_fenced(memory: KVMemory) -> bool:

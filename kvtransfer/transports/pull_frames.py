@@ -54,13 +54,19 @@ class PullServer:
 
     Args:
         prefix_block: finds the blocks that may be read at this moment.
+        exchanged: see `ReceiverHooks.exchanged`.
     """
 
     def __init__(
-        self, host: str, memory: KVMemory, prefix_block: PrefixBlocks, tls: InternalTls | None = None
+        self,
+        host: str,
+        memory: KVMemory,
+        prefix_block: PrefixBlocks,
+        tls: InternalTls | None = None,
+        exchanged: Callable[[WriterId, KVMemory], KVMemory] = lambda writer, memory: memory,
     ) -> None:
         def open_reader(writer: WriterId, connection: DataSocket) -> _RequestReader:
-            return _RequestReader(writer, connection, memory, prefix_block)
+            return _RequestReader(writer, connection, exchanged(writer, memory), prefix_block)
 
         self._listener = DataListener(host, open_reader, lambda writer: None, reusable_tokens=True, tls=tls)
 

@@ -33,9 +33,13 @@ from kvtransfer.transports.base import (
 from kvtransfer.transports.cuda_mapping import CudaMapping
 from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.tcp_by_rank import ByRankChannel, has_shares_alone
+from kvtransfer.transports.tcp_receiver_by_rank import ByRankReceiver
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU, in_process.NAME})
 """Transports with which the prefill worker computes straight into the decode worker's pool."""
+MOVES_SEGMENTS = IN_PLACE | {tcp.NAME}
+"""Transports by which the model's own segment of a block goes alone; the others move whole blocks."""
 PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 """Transports beside which a prefill worker reads the decode worker's cached blocks over a socket."""
 PULLS_MAPPED = frozenset({cuda_ipc.NAME})
@@ -106,10 +110,22 @@ def make_receiver(
         case cuda_ipc.NAME:
             return cuda_ipc.CudaIpcReceiver(pool, mapping_for(pool.memory.data.device), hooks)
         case tcp.NAME:
-            return tcp.tcp_receiver(host, pool.memory, hooks, tls)
+            return _tcp_receiver(pool.memory, host, hooks, tls)
         case process_group.GLOO | process_group.NCCL:
             return nccl.process_group_receiver(name, host, pool.memory, hooks, tls)
     raise ValueError(f"there is no transport {name!r}")
+
+
+def _tcp_receiver(
+    memory: KVMemory, host: str, hooks: ReceiverHooks, tls: InternalTls | None
+) -> ReceivingTransport:
+    """Make the end of the decode worker over tcp: by rank as well, where blocks have no segment beside shares
+    and sockets are plain.
+    """
+    whole = tcp.tcp_receiver(host, memory, hooks, tls)
+    if tls is not None or memory.device.type != "cpu" or not has_shares_alone(memory.layout):
+        return whole
+    return ByRankReceiver(whole, host, memory, hooks)
 
 
 async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
@@ -123,6 +139,8 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
     """Open the prefill worker's end of a copying transport for blocks of `scratch`. Raises TransportError."""
     match name:
         case tcp.NAME:
+            if welcome.holders:
+                return await ByRankChannel.open(welcome, scratch)
             return await tcp.TcpChannel.open(welcome)
         case process_group.GLOO | process_group.NCCL:
             return await nccl.ProcessGroupChannel.open(name, welcome, scratch)

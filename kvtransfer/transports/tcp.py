@@ -32,7 +32,7 @@ def tcp_receiver(
     """Make the end of the decode worker, which copies frames into `memory`."""
 
     def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
-        return _FrameReader(writer, connection, memory, hooks)
+        return _FrameReader(writer, connection, hooks.exchanged(writer, memory), hooks)
 
     return SocketReceiver(NAME, host, open_reader, hooks, tls=tls)
 

@@ -28,12 +28,15 @@ def sections() -> dict[str, Section]:
     from lab.gpu.adapted_steps import adapted_steps
     from lab.gpu.attention import attention
     from lab.gpu.batch_invariance import batch_invariance
-    from lab.gpu.beside import beside, beside_fp8
+    from lab.gpu.beside import beside, beside_4_bits, beside_experts, beside_fp8
     from lab.gpu.ceilings import ceilings
+    from lab.gpu.faults import faults
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
+    from lab.gpu.quality import divergence, greedy_text
     from lab.gpu.quantised import quantised
+    from lab.gpu.quantised_steps import expert_steps, quantised_steps
     from lab.gpu.service import service
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
@@ -49,14 +52,21 @@ def sections() -> dict[str, Section]:
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,
         "quantised": quantised,
+        "quantised steps": quantised_steps,
+        "expert steps": expert_steps,
+        "divergence": divergence,
+        "greedy text": greedy_text,
         "batch invariance": batch_invariance,
         "sharing": sharing,
         "block copies": block_copies,
         "handoff": handoff,
         "service": service,
         "shared card": shared_card,
+        "faults": faults,
         "beside": beside,
         "beside fp8": beside_fp8,
+        "beside 4 bits": beside_4_bits,
+        "beside experts": beside_experts,
     }
 
 

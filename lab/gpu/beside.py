@@ -1,5 +1,8 @@
 """The whole service of an 8B shape beside vLLM's, on one GPU: 1,024 tokens in, 128 out, greedy, closed loops.
 
+In bf16, in FP8, in AWQ's 4 bits (vLLM by Marlin), and Qwen3-30B-A3B's experts with as many layers as the disk
+has room for.
+
 Both serve the same folder of random weights, one after the other, in rounds by turns; one load generator asks
 both. A figure holds the median of the rounds beside the peer's. vLLM is an installation of its own: `--vllm`
 names its command, or it is found on the PATH or where `python -m lab.peers` keeps it.
@@ -9,6 +12,7 @@ In a dry run Diptych's own OpenAI API stands in for the peer.
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
 import tempfile
@@ -23,13 +27,14 @@ import torch
 from diptych.runtime.python_module import module_command
 from lab.gpu.llama_folder import write_llama_folder
 from lab.gpu.model_step import tiny
+from lab.gpu.qwen_moe import QWEN3_30B_A3B, fewer_layers, tiny_moe, write_qwen_moe_folder
 from lab.gpu.random_model import LLAMA_3_8B
 from lab.gpu.section import Context, Figure, Unmeasured, device_of, figure
 from lab.gpu.service import Load, run_bench
 from lab.peers.process import RunningServer
 from lab.peers.servers import MODEL_NAME, VLLM_ENVIRONMENT, Server
 
-Kind = Literal["bf16", "fp8"]
+Kind = Literal["bf16", "fp8", "4 bits", "experts"]
 OURS, PEER = "Diptych", "vLLM"
 _START_TIMEOUT_S = 300.0
 _TOKENS = 49_152
@@ -52,7 +57,7 @@ class Measure:
 MEASURES = (
     Measure(
         "tokens/s", "output_throughput", "tokens/s", False,
-        {"bf16": {1: 1.15, 16: 1.05, 64: 1.05}, "fp8": {16: 1.0, 64: 1.0}},
+        {"bf16": {1: 1.15, 16: 1.05, 64: 1.05}, "fp8": {16: 1.0, 64: 1.0}, "4 bits": {16: 1.0}},
     ),
     Measure("TTFT p50", "median_ttft_ms", "ms", True, {"bf16": {16: 2.0, 64: 2.0}}),
     Measure("TTFT p99", "p99_ttft_ms", "ms", True, {}),
@@ -112,11 +117,13 @@ def beside(context: Context, kind: Kind = "bf16") -> Iterator[Figure]:
         (Load(1, 3, 1024, 128), Load(16, 48, 1024, 128), Load(64, 192, 1024, 128)),
         (Load(2, 2, 24, 8),),
     )
+    if kind in ("4 bits", "experts"):
+        loads = loads[:2]
     vllm = None if context.dry else find_vllm(context.vllm)
     found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = _write_model(context, folder / "model", device)
+        model = _write_model(context, kind, folder / "model", device)
         servers = {OURS: diptych_server(kind, model, device)}
         if context.dry:
             servers[PEER] = replace(diptych_server(kind, model, device), name="stand-in")
@@ -126,20 +133,48 @@ def beside(context: Context, kind: Kind = "bf16") -> Iterator[Figure]:
             for who, server in servers.items():
                 context.say(f"{who}, round {number + 1}")
                 yield from _round(kind, who, server, folder, loads, found)
+        if kind == "4 bits":
+            yield from _memory(folder, model, servers[OURS].name)
     yield from figures(kind, found)
     if PEER not in servers:
         raise Unmeasured("no vLLM here: name its command with --vllm")
 
 
 beside_fp8 = partial(beside, kind="fp8")
+beside_4_bits = partial(beside, kind="4 bits")
+beside_experts = partial(beside, kind="experts")
 
 
-def _write_model(context: Context, folder: Path, device: torch.device) -> Path:
-    context.say("writing the model")
-    shape = replace(tiny(LLAMA_3_8B), vocab_size=_TOKENS) if context.dry else LLAMA_3_8B
-    path = write_llama_folder(folder, shape, device, torch.float32 if context.dry else torch.bfloat16)
-    torch.cuda.empty_cache()
+def _write_model(context: Context, kind: Kind, folder: Path, device: torch.device) -> Path:
+    dtype = torch.float32 if context.dry else torch.bfloat16
+    if kind == "experts":
+        shape = replace(tiny_moe(), vocab_size=_TOKENS) if context.dry else QWEN3_30B_A3B
+        shape = fewer_layers(shape, folder.parent)
+        context.say(f"writing {shape.num_layers} layers of the model")
+        path = write_qwen_moe_folder(folder, shape, device, dtype)
+    else:
+        context.say("writing the model")
+        shape = replace(tiny(LLAMA_3_8B), vocab_size=_TOKENS) if context.dry else LLAMA_3_8B
+        group = (16 if context.dry else 128) if kind == "4 bits" else None
+        path = write_llama_folder(folder, shape, device, dtype, awq_group=group)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return path
+
+
+def _memory(folder: Path, model: Path, name: str) -> Iterator[Figure]:
+    """Yield the weights' memory in each process of the server `name`, as its log has it, over the files'."""
+    files = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    for number, size in enumerate(weights_in_log((folder / f"{name}.log").read_text(errors="replace"))):
+        yield figure(
+            section_of("4 bits"), f"weights of process {number + 1} over the files'", size / files, "",
+            at_most=1.1, note=f"{size / 2**30:.2f} GiB",
+        )  # fmt: skip
+
+
+def weights_in_log(log: str) -> list[int]:
+    """Return the bytes of weights that each memory plan in a log names (diptych/engine/gpu_memory.py)."""
+    return [int(size) << 20 for size in re.findall(r"memory of \S+ in MiB: .*?\bweights (\d+)", log)]
 
 
 def _round(
@@ -169,11 +204,16 @@ def _round(
 
 def diptych_server(kind: Kind, model: Path, device: torch.device) -> Server:
     """Describe Diptych as a user starts it."""
-    numbers = ("--quantization", "fp8") if kind == "fp8" else ("--dtype", "bf16")
+    numbers: tuple[str, ...] = {
+        "bf16": ("--dtype", "bf16"),
+        "fp8": ("--quantization", "fp8"),
+        "4 bits": (),
+        "experts": ("--dtype", "bf16", "--gpu-sharing", "turns"),  # once in memory: twice does not fit
+    }[kind]
     if device.type != "cuda":
         numbers = ("--dtype", "fp32")
     return Server(
-        name=f"diptych-{kind}",
+        name=f"diptych-{kind.replace(' ', '-')}",
         family="diptych",
         precision=kind,
         arguments=(
@@ -189,7 +229,7 @@ def vllm_server(kind: Kind, model: Path, command: Path) -> Server:
     """Describe vLLM with its defaults: compiled, CUDA graphs, its own choice of attention."""
     numbers = ("--quantization", "fp8") if kind == "fp8" else ()
     return Server(
-        name=f"vllm-{kind}",
+        name=f"vllm-{kind.replace(' ', '-')}",
         family="vllm",
         precision=kind,
         arguments=(

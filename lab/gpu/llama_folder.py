@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,29 +12,59 @@ from safetensors.torch import save_file
 
 from diptych.engine.models.shape import ModelShape
 from diptych.runtime.settings import resolve_model
+from lab.gpu import awq
 
 _LAYERS_A_FILE = 8
 
 
-def write_llama_folder(folder: Path, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Path:
+Sizes = Mapping[str, tuple[int, ...]]
+"""Tensors of a file by name."""
+Make = Callable[[str, tuple[int, ...]], Mapping[str, torch.Tensor]]
+"""Returns what stands in a file for a tensor of a name and size."""
+
+
+def write_llama_folder(
+    folder: Path,
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    awq_group: int | None = None,
+) -> Path:
     """Write config, shards and the bundled model's tokenizer, whose tokens are fewer than the model's.
 
-    The weights are made on `device`. Needs transformers.
+    The weights are made on `device`; with `awq_group` matrices of layers are AWQ's, so many inputs a group.
+    Needs transformers.
     """
-    from transformers import AutoTokenizer
+    config = _config(shape)
+    make: Make = partial(random_tensor, device=device, dtype=dtype)
+    if awq_group is not None:
+        config["quantization_config"] = awq.config(awq_group)
+        make = partial(awq.tensors, plain=make, group=awq_group, device=device)
+    return write_folder(folder, config, _shards(shape), make)
 
+
+def write_folder(folder: Path, config: Mapping[str, object], shards: Iterable[Sizes], make: Make) -> Path:
+    """Write a folder of `config` and the tensors that `make` makes of each file's sizes, with a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    bundled = resolve_model("bundled")
-    AutoTokenizer.from_pretrained(bundled.parent, gguf_file=bundled.name).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(_config(shape)))
+    _write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     weight_map: dict[str, str] = {}
-    for number, sizes in enumerate(_shards(shape)):
+    for number, sizes in enumerate(shards):
         name = f"model-{number:05d}.safetensors"
-        save_file({key: _tensor(key, size, device, dtype) for key, size in sizes.items()}, folder / name)
-        weight_map |= dict.fromkeys(sizes, name)
+        made = {key: tensor for one, size in sizes.items() for key, tensor in make(one, size).items()}
+        save_file(made, folder / name)
+        weight_map |= dict.fromkeys(made, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    bundled = resolve_model("bundled")
+    AutoTokenizer.from_pretrained(bundled.parent, gguf_file=bundled.name).save_pretrained(folder)
 
 
 def _config(shape: ModelShape) -> dict[str, object]:
@@ -83,8 +114,10 @@ def _shards(shape: ModelShape) -> Iterator[dict[str, tuple[int, ...]]]:
     yield {"model.embed_tokens.weight": matrix, "model.norm.weight": (hidden,), "lm_head.weight": matrix}
 
 
-def _tensor(name: str, size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return weights that keep activations about one."""
+def random_tensor(
+    name: str, size: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return weights of this name that keep activations about one."""
     if len(size) == 1:
-        return torch.ones(size, dtype=dtype)
-    return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5).cpu()
+        return {name: torch.ones(size, dtype=dtype)}
+    return {name: torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5).cpu()}

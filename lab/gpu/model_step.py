@@ -19,6 +19,7 @@ from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape, Rotation
 from diptych.engine.sampling import SampleRow, SamplingParams
+from diptych.engine.weights import Weights
 from lab.gpu.ceilings import COPY, GEMM, READ
 from lab.gpu.random_model import LLAMA_3_8B, QWEN3_8B, matrix_elements, random_weights
 from lab.gpu.section import Context, Figure, device_of, figure
@@ -30,7 +31,7 @@ _AT_LEAST = {1: 0.80, 8: 0.80, 16: 0.80, 64: 0.80}
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Rows of decode steps and their context; a prompt's tokens, and those of a chunk of it."""
 
     batches: tuple[int, ...]
@@ -44,19 +45,19 @@ class _Sizes:
         return self.context // _BLOCK + 8
 
 
-WHOLE = _Sizes(batches=(1, 8, 16, 64), context=2048, prompt=8192, chunk=2048)
-DRY = _Sizes(batches=(2,), context=20, prompt=32, chunk=16)
+WHOLE = Sizes(batches=(1, 8, 16, 64), context=2048, prompt=8192, chunk=2048)
+DRY = Sizes(batches=(2,), context=20, prompt=32, chunk=16)
 _STEPS = 64
 """Positions after the context that steps are timed at, in turn."""
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """Model that is ready to be measured."""
 
     name: str
     shape: ModelShape
-    sizes: _Sizes
+    sizes: Sizes
     backend: TritonBackend
     memory: KVMemory
 
@@ -67,7 +68,8 @@ def model_step(context: Context) -> Iterator[Figure]:
     sizes = context.pick(WHOLE, WHOLE, DRY)
     for name, shape in (("Llama-3-8B", LLAMA_3_8B), ("Qwen3-8B", QWEN3_8B)):
         context.say(f"{name}: making weights, recording decode steps")
-        bench = _make(name, tiny(shape) if context.dry else shape, sizes, device)
+        shape = tiny(shape) if context.dry else shape
+        bench = make(name, shape, sizes, random_weights(shape, device, torch.bfloat16), device)
         for batch in sizes.batches:
             yield _decode(context, bench, batch)
         yield _prefill(context, bench)
@@ -78,16 +80,19 @@ def model_step(context: Context) -> Iterator[Figure]:
 
 
 def tiny(shape: ModelShape) -> ModelShape:
+    """Return the shape in the sizes of a dry run."""
     return replace(
         shape, vocab_size=99, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16,
         intermediate_size=48, max_context=64, layers=shape.layers[:1], rotations=(Rotation(1e4, 16),),
     )  # fmt: skip
 
 
-def _make(name: str, shape: ModelShape, sizes: _Sizes, device: torch.device) -> _Bench:
+def make(name: str, shape: ModelShape, sizes: Sizes, weights: Weights, device: torch.device) -> Bench:
+    """Put `weights` on the device and record decode steps over a memory of random numbers."""
     dtype = torch.bfloat16
-    backend = TritonBackend(shape, random_weights(shape, device, dtype), device)
-    torch.cuda.empty_cache()
+    backend = TritonBackend(shape, weights, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     rows = max(sizes.batches)
     backend.plan_decode(rows, _BLOCK)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
@@ -95,11 +100,13 @@ def _make(name: str, shape: ModelShape, sizes: _Sizes, device: torch.device) -> 
     memory = KVMemory.on_device(layout, blocks, device)
     memory.data.normal_()
     backend.prepare_decode(memory)
-    return _Bench(name, shape, sizes, backend, memory)
+    return Bench(name, shape, sizes, backend, memory)
 
 
-def _decode(context: Context, bench: _Bench, batch: int) -> Figure:
-    context.say(f"{bench.name}: decode, batch {batch}")
+def decode_seconds(context: Context, bench: Bench, batch: int) -> tuple[list[float], float]:
+    """Return the seconds of decode steps of `batch` rows, each launched while the one before is computed,
+    and the median with nothing ahead.
+    """
     shape, sizes, per_row = bench.shape, bench.sizes, bench.sizes.blocks_a_row
     steps = min(_STEPS, shape.max_context - sizes.context)
     blocks = list(range(bench.memory.num_blocks))
@@ -134,6 +141,13 @@ def _decode(context: Context, bench: _Bench, batch: int) -> Figure:
     )
     seconds = _times(ahead, rounds)
     launched.pop().collect()
+    return seconds, alone
+
+
+def _decode(context: Context, bench: Bench, batch: int) -> Figure:
+    context.say(f"{bench.name}: decode, batch {batch}")
+    shape, sizes = bench.shape, bench.sizes
+    seconds, alone = decode_seconds(context, bench, batch)
     median = statistics.median(seconds)
     element = bench.memory.layout.dtype.itemsize
     matrices = matrix_elements(shape)
@@ -150,11 +164,11 @@ def _decode(context: Context, bench: _Bench, batch: int) -> Figure:
         against="bytes of weights and KV over bandwidth, or operations over the GEMM rate",
         ratio=roof / median,
         at_least=_AT_LEAST.get(batch),
-        note=f"{batch / median:.0f} tokens/s, {_spread(seconds)}; {alone * 1e3:.3f} ms with nothing ahead",
+        note=f"{batch / median:.0f} tokens/s, {spread(seconds)}; {alone * 1e3:.3f} ms with nothing ahead",
     )
 
 
-def _prefill(context: Context, bench: _Bench) -> Figure:
+def _prefill(context: Context, bench: Bench) -> Figure:
     context.say(f"{bench.name}: prefill")
     shape, length, chunk = bench.shape, bench.sizes.prompt, bench.sizes.chunk
     table = range(length // _BLOCK)
@@ -176,7 +190,7 @@ def _prefill(context: Context, bench: _Bench) -> Figure:
         "tokens/s",
         against="bf16 GEMM rate",
         ratio=(linear + attention) / context.needs(GEMM) / median,
-        note=_spread(seconds),
+        note=spread(seconds),
     )
 
 
@@ -192,6 +206,7 @@ def _times(work: Callable[[int], object], rounds: int) -> list[float]:
     return seconds
 
 
-def _spread(seconds: Sequence[float]) -> str:
+def spread(seconds: Sequence[float]) -> str:
+    """Return the middle half of the times over their median, in words."""
     quartiles = statistics.quantiles(seconds, n=4)
     return f"spread {100 * (quartiles[2] - quartiles[0]) / statistics.median(seconds):.1f}%"

@@ -43,7 +43,8 @@ def random_weights(shape: ModelShape, device: torch.device, dtype: torch.dtype) 
     def tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm"):
             return torch.ones(size, dtype=dtype, device=device)
-        return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5)
+        kind = torch.float32 if name.endswith("router") else dtype
+        return torch.randn(size, dtype=kind, device=device).mul_(size[-1] ** -0.5)
 
     matrix = (shape.vocab_size, shape.hidden_size)
     layers = tuple(

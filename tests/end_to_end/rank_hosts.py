@@ -34,6 +34,7 @@ def serving_across_hosts(
     host: str = HERE,
     elsewhere: Sequence[str] = (),
     prefix: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Stack, list[int]]]:
     """Run a system whose workers have ranks with memories of their own; yield it and the pids of the parents
     of these ranks.
@@ -43,6 +44,7 @@ def serving_across_hosts(
         host: address of the workers that the ranks reach.
         elsewhere: command that becomes `diptych rank`, such as `ip netns exec NAME`.
         prefix: command that becomes `diptych up`.
+        env: more variables of all processes.
     """
     key = folder / "rank-key"
     key.write_text("a secret of ranks, for this test")
@@ -58,13 +60,16 @@ def serving_across_hosts(
             command += ["--rank-key-file", str(key), "--model", str(model)]
             with (folder / f"ranks-{role}.log").open("ab") as log:
                 started += [
-                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) for _ in range(count)
+                    subprocess.Popen(
+                        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+                    )
+                    for _ in range(count)
                 ]
         for flag, value in given.items():
             chosen += ["--set", f"{role}.{flag}={str(value).lower() if isinstance(value, bool) else value}"]
-    env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
+    given_env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300", **(env or {})}
     try:
-        with running_stack(*chosen, *flags, *NO_LOCAL_PREFILL, env=env, prefix=prefix) as stack:
+        with running_stack(*chosen, *flags, *NO_LOCAL_PREFILL, env=given_env, prefix=prefix) as stack:
             yield stack, [process.pid for process in started]
             stack.wait_idle(120)
     finally:

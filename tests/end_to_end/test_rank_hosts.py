@@ -55,6 +55,7 @@ def test_two_ranks_without_common_memory_are_one_process_and_live_as_one(tmp_pat
     drafting = tp(2, **{"speculative-tokens": 3})
     with serving_across_hosts(model, tp(2), drafting, tmp_path, *PULLS) as (stack, parents):
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        assert "transport tcp between 2 ranks there and those here" in stack.log.read_text()
         longer = [*PROMPTS[2], *expected[2], 7, 9]
         (after,) = alone(model, 2, [longer], TOKENS, backend="torch")
         assert answer(stack, longer, TOKENS) == after

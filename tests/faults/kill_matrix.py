@@ -273,13 +273,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=5, help="in each cell")
     parser.add_argument("--state", nargs="*", default=[state.name for state in (*STATES, *LOCAL_STATES)])
     parser.add_argument("--victim", nargs="*", default=list(VICTIMS))
+    parser.add_argument(
+        "--gpu-sharing", metavar="WAY", help="each pair of workers in one process, as `diptych up` does it"
+    )
     add_output(parser)
     options = parser.parse_args(argv)
+    hosting = () if options.gpu_sharing is None else ("--device", "cpu", "--gpu-sharing", options.gpu_sharing)
     matrix, local = Matrix(), {state.name for state in LOCAL_STATES}
     for mode, names in (("never", set(options.state) - local), ("always", set(options.state) & local)):
         cells = list(plan(options.kills, sorted(names), options.victim))
         if cells:
-            with breakable_system(*PAIRS, local_prefill=mode) as (system, model):
+            with breakable_system(*PAIRS, *hosting, local_prefill=mode) as (system, model):
                 run(system, model, cells, matrix=matrix)
     return tell(matrix.result(), options.output)
 

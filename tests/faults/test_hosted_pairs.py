@@ -114,6 +114,19 @@ def test_streams_go_on_after_the_only_hosting_process_was_killed(hosted: Breakab
     check(hosted, tiny, [("S8", "decode")])
 
 
+def test_streams_go_on_after_a_fault_of_a_prefill_kernel(hosted: Breakable, tiny: Path) -> None:
+    """Fault in a prompt's step beside streams: the process that computes both phases ends itself."""
+    before = int(hosted.stack.account["decode"][0]["pid"])
+    prompts = [list(range(10 + seed, 10 + seed + 90)) for seed in range(7)]
+    expected = [greedy(tiny, prompt) for prompt in prompts]
+    hosted.armory.arm("prefill.device_fault", "fail", after=4)
+    answers = asyncio.run(answers_of(hosted, prompts))
+    assert hosted.armory.taken("prefill.device_fault") == before, "the check could not fail"
+    assert answers == expected
+    settle_after(hosted, before)
+    assert "the GPU is lost to a fault of a kernel: this process ends" in hosted.stack.log.read_text()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("cells", [FEW, MORE], ids=["few", "more"])
 def test_no_token_is_lost_when_a_hosting_process_is_killed(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tests.end_to_end import reference
 from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.stack import running_stack
+from tests.faults.failpoints import Armory
 from tests.faults.system import eventually, settle
 
 TOKENS = reference.MOST_TOKENS
@@ -55,4 +57,22 @@ def test_text_through_one_process_for_both_phases_is_that_of_transformers(sharin
             )
             settle(stack)
             assert asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4)) == expected
+        stack.wait_idle()
+
+
+def test_streams_go_on_after_a_cuda_fault_in_a_prefill_kernel(tmp_path: Path) -> None:
+    """Lose the context of the process that computes both phases while 64 streams are on their way."""
+    flags = ("--device", "cuda", "--dtype", "fp32", "--kv-memory-mib", "2048", "--gpu-sharing", "turns")
+    armory = Armory(tmp_path)
+    prompts = [reference.prompts()[:30][number % 30] for number in range(64)]
+    expected = [reference.greedy(prompt, TOKENS) for prompt in prompts[:30]]
+    with running_stack(*flags, env={**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "150"}) as stack:
+        pid = stack.account["decode"][0]["pid"]
+        armory.arm("prefill.device_fault", "fail", after=3)
+        answers = asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=64))
+        assert armory.taken("prefill.device_fault") == pid
+        assert answers == [expected[number % 30] for number in range(64)]
+        assert "the GPU is lost to a fault of a kernel" in stack.log.read_text()
+        eventually(lambda: stack.account["decode"][0]["restarts"] == 1, 60.0, "the process is started again")
+        settle(stack)
         stack.wait_idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_routes import Holders
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.worker.v1 import work_pb2
@@ -25,7 +27,9 @@ from kvtransfer.drivers.types import GrantedBlocks, Ready
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import Key, PendingTransfer
 from kvtransfer.protocol.transfer_table import EscalationTimeouts
+from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
+from tests.kvtransfer.thread_ranks import spread_over_threads, writer_ranks
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
 FINGERPRINT = Fingerprint(
@@ -40,6 +44,24 @@ FINGERPRINT = Fingerprint(
     hash_version=1,
 )
 INCARNATION = 7
+
+
+BY_RANK: dict[str, tuple[Holders, Holders]] = {
+    "2 ranks to 3": (
+        ((KVShare(range(2), range(2)),), (KVShare(range(2), range(1, 3)),)),
+        tuple((KVShare(range(2), range(head, head + 1)),) for head in range(3)),
+    ),
+    "1 rank to 2 stages": (
+        ((KVShare(range(2), range(3)),),),
+        ((KVShare(range(1), range(3)),), (KVShare(range(1, 2), range(3)),)),
+    ),
+    "3 ranks to 1": (
+        tuple((KVShare(range(2), range(head, head + 1)),) for head in range(3)),
+        ((KVShare(range(2), range(3)),),),
+    ),
+}
+"""Prefill and decode workers whose ranks have memories of their own, over tcp: each sends to each what both
+hold. In the first pair both prefill ranks have the head in the middle."""
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -117,7 +139,17 @@ def fill(granted: GrantedBlocks, num_tokens: int, seed: int) -> None:
     """Write recognisable numbers, as the model would, into the blocks that are not computed yet."""
     first = granted.computed_tokens // LAYOUT.block_size
     for place in range(first, LAYOUT.blocks_for(num_tokens)):
-        granted.memory.data[granted.block_table[place]] = pattern(seed, place)
+        write_whole(granted.memory, granted.block_table[place], pattern(seed, place))
+
+
+def write_whole(memory: KVMemory, block: int, numbers: torch.Tensor) -> None:
+    """Write a block, whichever ranks hold shares of it."""
+    write_block(memory, block, host_view(numbers.flatten().view(torch.uint8)))
+
+
+def read_whole(memory: KVMemory, block: int) -> torch.Tensor:
+    """Return a block, whichever ranks hold shares of it."""
+    return torch.frombuffer(read_block(memory, block), dtype=LAYOUT.dtype).view(LAYOUT.block_shape)
 
 
 def pattern(seed: int, place: int) -> torch.Tensor:
@@ -141,6 +173,7 @@ async def make_pair() -> AsyncIterator[Callable[..., Any]]:
 async def pairs() -> AsyncIterator[Callable[..., Any]]:
     """Yield the value of the fixture, for tests that bring their own event loop."""
     closing: list[Callable[[], Any]] = []
+    ranks = ExitStack()
 
     async def decode_end(
         transport: str,
@@ -150,13 +183,15 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         **fingerprint: object,
     ) -> DecodeEnd:
         end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
+        if transport in BY_RANK:
+            ranks.enter_context(spread_over_threads(end.memory.memory, BY_RANK[transport][1]))
         end.server = HandoffServer(
             worker_id="decode",
             incarnation=INCARNATION,
             fingerprint=replace(FINGERPRINT, **fingerprint),
             memory=end.memory,
             pool=end.pool,
-            transports=[transport],
+            transports=["tcp" if transport in BY_RANK else transport],
             running=lambda: end.running,
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
@@ -177,13 +212,22 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         aborted: list[Key] = []
         lost: list[tuple[str, list[Key]]] = []
         scratch = BlockPool(scratch_blocks)
+        holders = BY_RANK[transport][0] if transport in BY_RANK else None
+
+        def make_scratch() -> tuple[KVMemory, BlockPool]:
+            memory = KVMemory(LAYOUT, scratch_blocks)
+            if holders is not None:
+                ranks.enter_context(spread_over_threads(memory, holders))
+            return memory, scratch
+
         client = HandoffClient(
             worker_id="prefill",
             incarnation=11,
             fingerprint=FINGERPRINT,
             layout=LAYOUT,
-            transports=[transport],
-            scratch=lambda: (KVMemory(LAYOUT, scratch_blocks), scratch),
+            transports=["tcp" if transport in BY_RANK else transport],
+            scratch=make_scratch,
+            ranks=None if holders is None else writer_ranks(holders),
             on_abort=aborted.append,
             on_peer_lost=lambda address, keys: lost.append((address, keys)),
             stall_s=stall_s,
@@ -202,6 +246,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
     finally:
         for close in reversed(closing):
             await close()
+        ranks.close()
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ class SimulatedGroup:
     """Stand-in for `RankGroup`: the ranks 1 and up of one worker."""
 
     grid = SimpleNamespace(stages=1)
+    holders = None
 
     def __init__(self, cluster: Cluster, machine: Machine, count: int) -> None:
         self._cluster, self._machine = cluster, machine

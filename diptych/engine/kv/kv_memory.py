@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -54,6 +54,10 @@ class KVLayout:
     """Layout of the draft model's segment of each block; None: a block is this model's alone."""
     windows: WindowGroups | None = None
     """Groups of layers that lie in blocks of their own; None: a block has all layers."""
+    foreign_bytes: int = 0
+    """Bytes at the end of each block that mean nothing here: a draft model's segment, in the pool of a worker
+    with another one.
+    """
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -65,6 +69,8 @@ class KVLayout:
             raise ValueError("latents are kept once for all heads: num_kv_heads must be 1")
         if self.draft is not None and (self.draft.block_size, self.draft.draft) != (self.block_size, None):
             raise ValueError("the draft model's segment has blocks of as many tokens, and no further segment")
+        if self.foreign_bytes and self.draft is not None:
+            raise ValueError("blocks have a draft model's segment, or bytes of another one's")
         if self.windows is not None and (self.latent or self.draft is not None):
             raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
 
@@ -101,7 +107,7 @@ class KVLayout:
     def bytes_per_block(self) -> int:
         """Bytes of one block over all its layers, the draft model's included."""
         if self.draft is None:
-            return self.own_bytes
+            return self.own_bytes + self.foreign_bytes
         return self.draft_offset + -(-self.draft.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property
@@ -113,6 +119,16 @@ class KVLayout:
     def draft_offset(self) -> int:
         """Bytes from the beginning of a block to the draft model's segment."""
         return -(-self.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+    def in_blocks_of(self, size: int) -> KVLayout:
+        """Return the layout of this model's own segments in blocks of `size` bytes, whose rest is foreign.
+
+        Raises ValueError for blocks that are too small, or in which numbers would not be aligned.
+        """
+        foreign = size - self.own_bytes
+        if foreign < 0 or (foreign and size % SEGMENT_BYTES):
+            raise ValueError(f"blocks of {size} bytes do not begin with {self.own_bytes} of this model's")
+        return replace(self, draft=None, foreign_bytes=foreign)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
@@ -226,6 +242,15 @@ class KVMemory:
         self.blocks = blocks
         own = blocks[:, offset : offset + layout.own_bytes].view(layout.dtype)
         self.data = own.unflatten(1, layout.block_shape)
+
+    def without_draft(self) -> KVMemory:
+        """Return the model's own segments as blocks, over the same bytes; itself if they have no other."""
+        if self.draft is None:
+            return self
+        own = KVMemory.__new__(KVMemory)
+        own._bytes, own.draft = None, None
+        own._lay_segment(replace(self.layout, draft=None), self.blocks[:, : self.layout.own_bytes], 0)
+        return own
 
     @property
     def address(self) -> int:

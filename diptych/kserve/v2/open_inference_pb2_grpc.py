@@ -59,6 +59,11 @@ class GRPCInferenceServiceStub:
                 request_serializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataRequest.SerializeToString,
                 response_deserializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataResponse.FromString,
                 _registered_method=True)
+        self.ModelConfig = channel.unary_unary(
+                '/inference.GRPCInferenceService/ModelConfig',
+                request_serializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigResponse.FromString,
+                _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
                 request_serializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
@@ -104,6 +109,13 @@ class GRPCInferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ModelConfig(self, request, context):
+        """Triton's extension.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ModelInfer(self, request, context):
         """The whole answer.
         """
@@ -145,6 +157,11 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelMetadata,
                     request_deserializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataRequest.FromString,
                     response_serializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataResponse.SerializeToString,
+            ),
+            'ModelConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelConfig,
+                    request_deserializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigRequest.FromString,
+                    response_serializer=diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
@@ -292,6 +309,33 @@ class GRPCInferenceService:
             '/inference.GRPCInferenceService/ModelMetadata',
             diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataRequest.SerializeToString,
             diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelMetadataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/ModelConfig',
+            diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+            diptych_dot_kserve_dot_v2_dot_open__inference__pb2.ModelConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from diptych.runtime.kv_layout_name import drafter_of, without_draft
+
 Role = Literal["prefill", "decode", "encode"]
 
 
@@ -85,6 +87,16 @@ class WorkerRecord:
     def kept(self) -> str:
         """Return what its blocks keep: the type of keys and values, and the draft model with its own."""
         return f"{self.kv_dtype}+{self.draft_digest}" if self.draft_digest else self.kv_dtype
+
+    @property
+    def drafter(self) -> str:
+        """Return what workers share whose drafters can use one another's keys and values; empty without."""
+        return drafter_of(self.kv_layout, self.draft_digest)
+
+    @property
+    def own_layout(self) -> str:
+        """Return the layout of its blocks without the drafter's segment."""
+        return without_draft(self.kv_layout)
 
     @property
     def dead(self) -> list[str]:

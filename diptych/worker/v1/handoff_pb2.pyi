@@ -79,8 +79,29 @@ class HandoffServiceLinkResponse(_message.Message):
     forgotten: PrefixForgotten
     def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., forgotten: _Optional[_Union[PrefixForgotten, _Mapping]] = ...) -> None: ...
 
+class KVHolder(_message.Message):
+    __slots__ = ("shares", "endpoint", "tokens")
+    class Share(_message.Message):
+        __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")
+        FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+        NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+        FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+        NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+        first_layer: int
+        num_layers: int
+        first_head: int
+        num_heads: int
+        def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ...) -> None: ...
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    shares: _containers.RepeatedCompositeFieldContainer[KVHolder.Share]
+    endpoint: str
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, shares: _Optional[_Iterable[_Union[KVHolder.Share, _Mapping]]] = ..., endpoint: _Optional[str] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids", "chunk_tokens")
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids", "holders", "chunk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +110,7 @@ class HandoffHello(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
@@ -98,11 +120,12 @@ class HandoffHello(_message.Message):
     host_id: str
     device: str
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    holders: _containers.RepeatedCompositeFieldContainer[KVHolder]
     chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., holders: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "rank_tokens")
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "block_bytes", "holders", "rank_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +136,8 @@ class HandoffWelcome(_message.Message):
     PULL_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     PULL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     RANK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
@@ -124,8 +149,10 @@ class HandoffWelcome(_message.Message):
     pull_endpoint: str
     pull_token: bytes
     forgotten: int
+    block_bytes: int
+    holders: _containers.RepeatedCompositeFieldContainer[KVHolder]
     rank_tokens: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ..., rank_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., pull_endpoint: _Optional[str] = ..., pull_token: _Optional[bytes] = ..., forgotten: _Optional[int] = ..., block_bytes: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., rank_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GrantAsk(_message.Message):
     __slots__ = ("id",)

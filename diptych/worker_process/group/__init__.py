@@ -7,7 +7,13 @@
     rank_program.py     the program of the other ranks
     orders.py           what rank 0 sends
 
-The blocks hold all heads. The ranks of a group run on one host and map the same memories, their worker's own
-and those of decode workers, so that each writes its heads where the one grant says. Nothing but the
-computation knows of ranks: a copy, a digest or a pull is of whole blocks.
+    rendezvous.py           meeting of ranks of other hosts, and the secret they prove
+    remote_rank.py          such a rank as rank 0 has it; remote_rank_program.py: its program
+    spread_blocks.py        blocks whose shares are in several memories, as rank 0 has them
+    share_service.py        what such a rank does with shares beside its steps: share_pushes.py sends them to
+                            ranks of another worker, share_arrivals.py takes theirs
+
+The blocks hold all heads. The ranks of one host map the same memories, their worker's own and those of decode
+workers, so that each writes its heads where the one grant says. A rank of another host holds its shares of
+blocks, and sends or receives them itself on rank 0's word.
 """

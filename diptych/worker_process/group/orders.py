@@ -4,17 +4,20 @@ plans    StepPlan; where torch computes, answered with an empty message when the
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool and
          DropMemory, of which all but the last are answered with None, or with RankFailed
 
-A rank on another host has a memory of its own. Between plans it gets WriteShare and CopyBlock, and carries
-them out in this order; it answers none. A third connection brings ReadShare, which it answers with the digest
-of the bytes and the bytes.
+A rank on another host has a memory of its own. Between plans it gets WriteShare, PlaceShare and CopyBlock,
+and carries them out in this order; it answers none. Two more connections are:
+
+blocks   ReadShare, answered with the digest of the bytes and the bytes
+shares   ListenForShares, OpenPushes and PushShare, each answered with Answered when it is done, whatever
+         comes meanwhile; ClosePushes, EndSession and DropShare; the other way also ArrivedShare, SessionBroke
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import xxhash
+from typing import Any
 
 from diptych.engine.dtype import Precision
 from diptych.engine.kv.kv_memory import KVLayout
@@ -22,7 +25,9 @@ from diptych.engine.parallel.gloo_communicator import LOOPBACK
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel_model import Dealing
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Welcome
+from kvtransfer.transports.rank_data import Pieces, PushTarget
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class StartRank:
     """Address at which this process exchanges numbers with the others, where they do so over a network."""
     across_hosts: bool = False
     """True if some ranks are on another host: no memory is common to all."""
+    holder: int = 0
+    """Number of this process among those of the group that have a memory of their own."""
     files_digest: bytes = b""
     """Digest of the model's files (same_files.py) that a rank of another host must have as well."""
 
@@ -126,10 +133,80 @@ class ReadShare:
     after: int
 
 
+@dataclass(frozen=True)
+class PlaceShare:
+    """Order to write a share that this rank keeps to a block: pieces by their place in its memory."""
+
+    number: int
+    block: int
+    staged: int
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
+class ListenForShares:
+    """Order to listen for shares of blocks of memory `number`; the answer is the endpoint."""
+
+    request: int
+    number: int
+    secret: bytes
+    """Maker of the tokens that senders show."""
+
+
+@dataclass(frozen=True)
+class DropShare:
+    """Order to forget a share that this rank keeps."""
+
+    staged: int
+
+
+@dataclass(frozen=True)
+class EndSession:
+    """Order to close the data connections of a session."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class OpenPushes:
+    """Order to connect to ranks of another worker; the answer is None."""
+
+    request: int
+    channel: int
+    targets: Sequence[PushTarget]
+
+
+@dataclass(frozen=True)
+class PushShare:
+    """Order to send this rank's shares of a block, once it has carried out so many writes and copies.
+
+    The answer, digests in the order of the targets, comes when the kernel has the bytes.
+    """
+
+    request: int
+    channel: int
+    number: int
+    block: int
+    ref: GrantRef
+    index: int
+    after: int
+
+
+@dataclass(frozen=True)
+class ClosePushes:
+    """Order to close the connections of a channel."""
+
+    channel: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """End of what was asked over the connection of shares."""
+
+    request: int
+    result: Any
+
+
 Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory
-Planned = StepPlan | WriteShare | CopyBlock
-
-
-def share_digest(payload: bytes | bytearray | memoryview) -> bytes:
-    """Return the 16 bytes that go with a share of a block, against faults on its way."""
-    return xxhash.xxh3_128(payload).digest()
+Planned = StepPlan | WriteShare | PlaceShare | CopyBlock
+ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

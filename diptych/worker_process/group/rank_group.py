@@ -30,6 +30,7 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
+from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import exchange_file
@@ -90,6 +91,8 @@ class RankGroup:
         self.grid, self.size = grid, grid.size
         self._other_hosts = other_hosts
         self._remote: list[RemoteRank] = []
+        self.holders: Holders | None = None
+        """See `WriterRanks.holders`; known once all ranks have joined."""
         self.weight_bytes: Sequence[int] = [0] * grid.size
         """Bytes of the weights of each process, this one first; 0 until they are loaded."""
         self._stop_fd = StopWord.file()
@@ -136,8 +139,11 @@ class RankGroup:
             order = replace(order, store_host=host, host=host, across_hosts=True)
             self._await_hosts(shares)
         for number, rank in enumerate(self._others, start=1):
-            own = rank.host if isinstance(rank, RemoteRank) else order.host
-            rank.control.send(replace(order, number=number, host=own))
+            if isinstance(rank, RemoteRank):
+                holder = number - len(self._ranks)
+                rank.control.send(replace(order, number=number, host=rank.host, holder=holder))
+            else:
+                rank.control.send(replace(order, number=number))
         return join_group(
             0,
             self.grid,
@@ -155,6 +161,7 @@ class RankGroup:
         _log.info("waiting for %d ranks of other hosts at %s:%d", count, meeting.host, meeting.port)
         self._remote = [RemoteRank(joined, self.fail) for joined in meeting.accept(count)]
         here = len(self._ranks) + 1
+        self.holders = (tuple(shares[:here]), *((share,) for share in shares[here:]))
         others = list(zip(self._remote, shares[here:], strict=True))
         self.memories.add_hosts(
             [rank.control for rank in self._remote],

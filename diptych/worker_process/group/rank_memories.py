@@ -11,8 +11,9 @@ from typing import Any
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.runtime.log_format import OneLineFormatter
 from diptych.runtime.nonblocking_stderr import NonblockingStream
-from diptych.runtime.process import OneLineFormatter, leave
+from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import (
     AllocateShare,
     DropMemory,

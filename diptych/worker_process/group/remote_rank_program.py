@@ -7,6 +7,7 @@ worker of the other role, and nothing outside its process is written by it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import signal
@@ -42,6 +43,7 @@ from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.same_files import files_digest
 from diptych.worker_process.group.share_memory import ShareMemory
+from diptych.worker_process.group.share_service import ShareService
 from kvtransfer.transports.process_group import open_store
 
 CANNOT_SERVE = 2
@@ -61,25 +63,40 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
     path = fetched_model(model)
     ends = _join(*parse_address(address), key)
     control, plans = ends["control"], ends["plans"]
-    _start("life", lambda: ends["life"].recv_bytes())
+    refused = threading.Event()
+    _start("life", lambda: _await_end(ends["life"], refused))
     try:
-        loaded, share = _load(control.recv(), path)
+        order: StartRank = control.recv()
+        loaded, share = _load(order, path)
     except (OSError, EOFError):
         _leave_group()
     except Exception as error:
+        refused.set()
         _log.exception("this rank cannot start")
-        control.send(RankFailed(str(error) or repr(error)))
-        control.recv()  # rank 0 says why, and ends
+        with contextlib.suppress(OSError, EOFError):
+            control.send(RankFailed(str(error) or repr(error)))
+            control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
     memories = Memories(control, share)
     own = ShareMemory(memories.mapped)
+    shares = ShareService(ends["shares"], order.host, order.holder, own)
     _start("memories", memories.serve)
     _start("blocks", lambda: own.answer(ends["blocks"]))
+    _start("shares", shares.serve)
     planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
     _start("plans", lambda: _take_plans(plans, planned))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)
     _compute(plans, planned, loaded, memories, own)
+
+
+def _await_end(life: Connection[Any, Any], refused: threading.Event) -> None:
+    """Wait for the end of the group. Raises OSError, EOFError, unless this rank refused it and says why."""
+    try:
+        life.recv_bytes()
+    except (OSError, EOFError):
+        if not refused.is_set():
+            raise
 
 
 def _compute(

@@ -1,9 +1,10 @@
-"""Meeting of a group's ranks on several hosts: four TCP connections each, on which both ends prove a secret.
+"""Meeting of a group's ranks on several hosts: five TCP connections each, on which both ends prove a secret.
 
     life      nothing is ever sent; its end is the other process' end, or that of the network between them
     control   orders about memories, as to ranks of this host (orders.py)
     plans     steps, and writes to blocks between them, in order; the answers to steps
     blocks    shares of blocks that rank 0 reads
+    shares    what ranks do with shares beside steps: send them to other workers' ranks, and receive theirs
 
     nonces    32 bytes each way
     proofs    HMAC-SHA256 of the secret over the side's name and both nonces, each way
@@ -15,25 +16,30 @@ between the hosts of a group must be one that is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from diptych.engine.parallel.communicator import GroupBroken
 
-KINDS = ("life", "control", "plans", "blocks")
-PROTOCOL = 1
+KINDS = ("life", "control", "plans", "blocks", "shares")
+PROTOCOL = 2
 """Number of the messages between the processes of a group; another one with every change of them."""
 JOIN_S = 300.0
 """Seconds that rank 0 waits for the ranks of other hosts."""
 HANDSHAKE_S = 5.0
 """Seconds until the other end must have proven the secret, and as many until its greeting has begun."""
+MAX_HANDSHAKES = 64
+"""Connections that prove the secret at once. One more ends the oldest: a true rank needs milliseconds."""
 LOST_S = 15
 """Seconds without an answer of the other host's kernel after which its processes count as lost."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5))
@@ -92,40 +98,92 @@ class Rendezvous:
         Raises GroupBroken when there are fewer within `timeout_s` seconds.
         """
         until = time.monotonic() + timeout_s
-        joining: dict[bytes, _Joining] = {}
+        handshakes = _Handshakes(self._key)
+        self._listener.setblocking(False)
         try:
-            while len(joined := [one for one in joining.values() if _is_whole(one)]) < count:
+            while len(joined := handshakes.joined()) < count:
                 left = until - time.monotonic()
-                if left <= 0 or not self._accept_one(left, joining):
+                if left <= 0:
                     raise GroupBroken(
                         f"{len(joined)} of {count} ranks of other hosts joined at {self.host}:{self.port} "
                         f"within {timeout_s:.0f} s"
                     )
+                # The pipe has a byte for each handshake that ended, which may have been the last that misses.
+                ready = wait([self._listener, handshakes.ended], left)
+                if handshakes.ended in ready:
+                    handshakes.ended.recv_bytes()
+                if self._listener in ready:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        handshakes.begin(self._listener.accept()[0])
         finally:
             self._listener.close()
+            handshakes.close()
         return [Joined(one.greeting.host, one.greeting.pid, one.ends) for one in joined[:count]]
 
-    def _accept_one(self, timeout_s: float, joining: dict[bytes, _Joining]) -> bool:
-        """Take a connection, if one comes in time."""
-        self._listener.settimeout(timeout_s)
+
+class _Handshakes:
+    """Handshakes of connections, each on a thread of its own: one that stalls keeps no other waiting."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._lock = threading.Lock()
+        self._joining: dict[bytes, _Joining] = {}
+        self._open: dict[socket.socket, None] = {}
+        """Connections in a handshake, the oldest first."""
+        self.ended, self._tell = Pipe(duplex=False)
+        """Gets a message at the end of each handshake."""
+
+    def begin(self, connection: socket.socket) -> None:
+        """Shake hands with who connected, and end the oldest handshake where there are too many."""
+        with self._lock:
+            if len(self._open) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # its thread sees the end, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[connection] = None
+        threading.Thread(target=self._run, args=(connection,), name="handshake", daemon=True).start()
+
+    def joined(self) -> list[_Joining]:
+        """Return the processes that have all their connections, and are there."""
+        with self._lock:
+            return [one for one in self._joining.values() if _is_whole(one)]
+
+    def close(self) -> None:
+        """End the handshakes that still run."""
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._open.clear()
+            self._tell.close()
+
+    def _run(self, connection: socket.socket) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            return False
+            greeting, end = self._shake_hands(connection)
+        except (OSError, EOFError) as error:
+            _log.warning("a connection to the rendezvous is refused: %s", error)
+            greeting = None
+        with self._lock:
+            self._open.pop(connection, None)
+            if greeting is not None:
+                self._joining.setdefault(greeting.name, _Joining(greeting)).ends[greeting.kind] = end
+            if not self._tell.closed:
+                self._tell.send_bytes(b"ended")
+
+    def _shake_hands(self, connection: socket.socket) -> tuple[Greeting, Connection[Any, Any]]:
+        """Return what another end greets with, once it has proven the secret. Raises OSError, EOFError."""
+        end = _open(connection, self._key, b"rank-0", b"rank")
         try:
-            end = _open(connection, self._key, b"rank-0", b"rank")
             if not end.poll(HANDSHAKE_S):
                 raise NotAdmitted("the other end says nothing")
             greeting: Greeting = end.recv()
-        except (OSError, EOFError) as error:
-            _log.warning("a connection to the rendezvous is refused: %s", error)
-            return True
-        if greeting.protocol != PROTOCOL:
-            _log.error("a rank on %s is of another release of diptych", greeting.host)
+            if greeting.protocol != PROTOCOL:
+                raise NotAdmitted(f"a rank on {greeting.host} is of another release of diptych")
+        except BaseException:
             end.close()
-            return True
-        joining.setdefault(greeting.name, _Joining(greeting)).ends[greeting.kind] = end
-        return True
+            raise
+        return greeting, end
 
 
 def join(host: str, port: int, key: bytes) -> Ends:

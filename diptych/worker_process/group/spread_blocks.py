@@ -1,22 +1,31 @@
 """Whole blocks of a group whose ranks have memories of their own: gathered, scattered and copied by rank 0.
 
     gather   own shares from own memory, the rest from the ranks that hold them: what a handoff sends
-    scatter  each rank's share of what a handoff brought, among the plans of steps: a step that reads a block
-             comes after its bytes, and bytes for a block that was freed come before whatever is written next
+    scatter  each rank's share of what was brought, among the plans of steps: a step that reads a block comes
+             after its bytes, and bytes for a block that was freed come before whatever is written next
+    by rank  shares that ranks send and receive themselves, on rank 0's word alone; one that came is placed as
+             one that is scattered
 
-So the protocol of the handoff, its grants, digests and promises, is that of single processes.
+So the protocol of the handoff, its grants and promises, is that of single processes. A handoff is by rank;
+whole blocks are gathered and scattered where a prefix is pulled, or the other worker knows no ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group.orders import ClosePushes, DropShare, EndSession
 from diptych.worker_process.group.remote_rank import RemoteRank
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.host_blocks import host_view
+from kvtransfer.transports.rank_data import Pieces, PushTarget, RankEvent
 
 
 class SpreadShares:
@@ -38,6 +47,9 @@ class SpreadShares:
     ) -> None:
         self._data, self._shape, self._dtype = memory.data, memory.layout.block_shape, memory.layout.dtype
         self._number, self._own, self._others = number, own, others
+        self._ranks = [rank for rank, _ in others]
+        self.holders: Holders = (tuple(own), *((share,) for _, share in others))
+        """See `RankBlocks.holders`."""
 
     def gather_block(self, block: int) -> memoryview:
         """See `SpreadBlocks.gather_block`. Ends the process where a rank does not answer."""
@@ -64,6 +76,42 @@ class SpreadShares:
             share.of(self._data[dst]).copy_(share.of(self._data[src]))
         for rank, _ in self._others:
             rank.copy_block(self._number, src, dst)
+
+    # -- by rank
+
+    def listen(self, secret: bytes, on_event: Callable[[int, RankEvent], None]) -> list[Future[str]]:
+        """See `RankBlocks.listen`."""
+        for holder, rank in enumerate(self._ranks, start=1):
+            rank.shares.on_event = partial(on_event, holder)
+        return [rank.listen(self._number, secret) for rank in self._ranks]
+
+    def place_share(self, holder: int, staged: int, block: int, pieces: Pieces) -> None:
+        """See `RankBlocks.place_share`."""
+        self._ranks[holder - 1].place_share(self._number, block, staged, pieces)
+
+    def drop_share(self, holder: int, staged: int) -> None:
+        """See `RankBlocks.drop_share`."""
+        self._ranks[holder - 1].shares.tell(DropShare(staged))
+
+    def end_session(self, holder: int, session: int) -> None:
+        """See `RankBlocks.end_session`."""
+        self._ranks[holder - 1].shares.tell(EndSession(session))
+
+    def open_pushes(self, holder: int, channel: int, targets: Sequence[PushTarget]) -> Future[None]:
+        """See `RankBlocks.open_pushes`."""
+        return self._ranks[holder - 1].open_pushes(channel, targets)
+
+    def push_share(self, holder: int, channel: int, block: int, ref: GrantRef, index: int) -> Future[bytes]:
+        """See `RankBlocks.push_share`."""
+        return self._ranks[holder - 1].push_share(self._number, channel, block, ref, index)
+
+    def close_pushes(self, holder: int, channel: int) -> None:
+        """See `RankBlocks.close_pushes`."""
+        self._ranks[holder - 1].shares.tell(ClosePushes(channel))
+
+    def fail(self, error: BaseException) -> None:
+        """See `RankBlocks.fail`."""
+        self._ranks[0].fail(error)
 
 
 def _bytes_of(numbers: torch.Tensor) -> memoryview:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.v1 import admin_pb2 as pb
 from gateway.worker_pool.codec import Load
+from gateway.worker_pool.drafter_pairs import lost_drafts
 from gateway.worker_pool.registry import Worker
 
 _ROLES = {
@@ -84,10 +85,10 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
         return pb.WORKER_STATE_CONNECTING, "heartbeat or step overdue; not routed"
     if why := _no_partner(worker, others):
         return pb.WORKER_STATE_INCOMPATIBLE, why
-    return (
-        pb.WORKER_STATE_READY,
-        "" if worker.leased else "it is not in the directory; it serves all the same",
-    )
+    if not worker.leased:
+        return pb.WORKER_STATE_READY, "it is not in the directory; it serves all the same"
+    partners = [other.record for other in _partners(worker, others) if other.kv_format == worker.kv_format]
+    return pb.WORKER_STATE_READY, lost_drafts(worker.record, partners)
 
 
 def _no_partner(worker: Worker, others: Sequence[Worker]) -> str:
@@ -96,10 +97,16 @@ def _no_partner(worker: Worker, others: Sequence[Worker]) -> str:
     if record.role == "encode":
         readers = [other.record.image_rows for other in others if other.record.role == "prefill"]
         return "no prefill worker takes its rows" if readers and record.image_rows not in readers else ""
-    partners = [other for other in others if other.record.role not in (record.role, "encode")]
+    partners = _partners(worker, others)
     if partners and all(partner.kv_format != worker.kv_format for partner in partners):
         return "no worker of the other role can exchange blocks with it"
     return ""
+
+
+def _partners(worker: Worker, others: Sequence[Worker]) -> list[Worker]:
+    """Return the workers of the other role that compute the text model."""
+    roles = (worker.record.role, "encode")
+    return [] if worker.record.role == "encode" else [w for w in others if w.record.role not in roles]
 
 
 def _stands_in(other: Worker, worker: Worker) -> bool:

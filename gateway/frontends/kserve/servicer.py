@@ -16,31 +16,22 @@ from google.protobuf.message import Message
 
 from diptych import __version__
 from diptych.kserve.v2 import open_inference_pb2 as oip
-from diptych.runtime.errors import DiptychError, InvalidParameter, SlowReader
+from diptych.runtime.errors import DiptychError, SlowReader
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
 from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.frontends.kserve import answer
-from gateway.frontends.kserve.images import IMAGE
-from gateway.frontends.kserve.request import (
-    OUTPUTS,
-    VERSION,
-    InferGenerateRequest,
-    check_version,
-    read_request,
-    with_client_field,
-)
+from gateway.frontends.kserve.models import config_of, find_model, metadata_of
+from gateway.frontends.kserve.request import InferGenerateRequest, read_request, with_client_field
 from gateway.request.validation import parse_message
-from gateway.served_models.core import ModelCore
 from gateway.served_models.router import ModelRouter
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE = DESCRIPTOR.full_name
 STREAM_INFER: Final = f"{SERVICE}/ModelStreamInfer"
 MAX_RUNNING: Final = 256  # requests of one stream; a client that sends more waits
-_INPUTS: Final = (("text_input", "BYTES", 1), ("token_ids", "INT64", -1), ("sampling_parameters", "BYTES", 1))
 
 
 class KServeServicer:
@@ -63,6 +54,7 @@ class KServeServicer:
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server_metadata,
             "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
             "ModelInfer": self._model_infer,
         }
         add_service(
@@ -81,22 +73,18 @@ class KServeServicer:
         return oip.ServerReadyResponse(ready=self._ready())
 
     async def _model_ready(self, request: oip.ModelReadyRequest, call: GrpcCall) -> Message:
-        core, _ = self._find(request.name, request.version, call)
+        core, _ = find_model(self._router, request.name, request.version, call.caller)
         return oip.ModelReadyResponse(ready=self._ready() and not core.why_not_ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
         return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, call: GrpcCall) -> Message:
-        core, name = self._find(request.name, request.version, call)
-        metadata = oip.ModelMetadataResponse(name=name, versions=[VERSION], platform="diptych")
-        for name, datatype, size in _INPUTS:
-            metadata.inputs.add(name=name, datatype=datatype, shape=[size])
-        if core.model.images is not None:
-            metadata.inputs.add(name=IMAGE, datatype="BYTES", shape=[-1])
-        for name, datatype in OUTPUTS.items():
-            metadata.outputs.add(name=name, datatype=datatype, shape=[-1])
-        return metadata
+        return metadata_of(*find_model(self._router, request.name, request.version, call.caller))
+
+    async def _model_config(self, request: oip.ModelConfigRequest, call: GrpcCall) -> Message:
+        found = find_model(self._router, request.name, request.version, call.caller)
+        return oip.ModelConfigResponse(config=config_of(*found))
 
     async def _model_infer(self, message: oip.ModelInferRequest, call: GrpcCall) -> Message:
         asked = read_request(message, streaming=False)
@@ -105,15 +93,6 @@ class KServeServicer:
             return answer.whole(await self._router.collect(asked.request, call), asked)
         except DiptychError as error:
             raise with_client_field(error, asked.names) from error
-
-    def _find(self, name: str, wanted: str, call: GrpcCall) -> tuple[ModelCore, str]:
-        """Return the model that a call names, and its name or that of its adapter."""
-        if not name:
-            raise InvalidParameter("name", "is required")
-        core, own_name = self._router.models.describe(name, call.caller)
-        adapter = core.require_name(own_name, call.caller)
-        check_version(name, wanted)
-        return core, core.name if adapter is None else adapter.name
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""

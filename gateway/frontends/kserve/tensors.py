@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature, printable
@@ -150,3 +150,14 @@ def _to_raw(datatype: str, values: Sequence[Element]) -> bytes:
     if datatype != "BYTES":
         return struct.pack(f"<{len(values)}{_RAW[datatype]}", *values)
     return b"".join(struct.pack("<I", len(v)) + v for v in values if isinstance(v, bytes))
+
+
+def contents_field(datatype: str) -> str | None:
+    """Return the field of typed contents that has elements of a type; None: there is no such type."""
+    return _TYPED.get(datatype)
+
+
+def text_of(datatype: str, contents: oip.InferTensorContents) -> list[Any]:
+    """Return typed contents as JSON has them: numbers, truth values, and texts in UTF-8."""
+    values = list(getattr(contents, _TYPED[datatype]))
+    return [one.decode("utf-8", "replace") for one in values] if datatype == "BYTES" else values

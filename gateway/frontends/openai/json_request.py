@@ -19,6 +19,11 @@ async def read_json(request: web.BaseRequest, max_bytes: int = limits.MAX_BODY_B
     """Return the body, of at most `max_bytes`, or the response that says why it is not read."""
     if request.content_type != "application/json":
         return refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
+    return await read_bytes(request, max_bytes)
+
+
+async def read_bytes(request: web.BaseRequest, max_bytes: int) -> bytes | web.Response:
+    """Return a body of any type, as `read_json` does."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
         return refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
     too_large = f"the body must be at most {max_bytes} bytes"

@@ -45,6 +45,7 @@ class OpenAIRoutes:
     Args:
         adapters: loads and unloads adapters.
         operators: other paths for operators, by method.
+        others: returns the handlers of a path of another protocol by method; empty for one that is none.
         fallback: answers what is refused for lack of workers or room.
         allow_origins: origins whose pages may read the answers (CORS); "*": all. Empty: none is told so.
     """
@@ -57,10 +58,12 @@ class OpenAIRoutes:
         adapters: AdapterRoutes | None = None,
         *,
         operators: Mapping[str, Mapping[str, Respond]] | None = None,
+        others: Callable[[str], Mapping[str, Respond]] = lambda path: {},
         max_body_bytes: int = limits.MAX_BODY_BYTES,
         fallback: Fallback | None = None,
     ) -> None:
         self._fallback = fallback
+        self._others = others
         self._max_body_bytes = max_body_bytes
         self._cors = cors.AllowedOrigins(allow_origins)
         self._calls = calls
@@ -115,6 +118,8 @@ class OpenAIRoutes:
         """Return the handlers of a path with a name in it; empty for one that is not known."""
         if path.startswith(f"{_MODELS}/"):
             return {"GET": self._model_card, "HEAD": self._model_card}
+        if other := self._others(path):
+            return other
         if self.batches is not None:
             return self.batches.methods(path)
         return dict.fromkeys(("GET", "POST", "DELETE"), no_batches) if is_of_batches(path) else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,21 @@ def test_files_that_are_no_model_are_refused_before_anything_starts(case: str, t
     write, said = CASES[case]
     with pytest.raises(BadOptions, match=said):
         check_options(StackOptions(model=str(write(tmp_path))))
+
+
+def test_what_refuses_a_model_imports_no_torch(tmp_path: Path) -> None:
+    """A refusal takes less than a second: torch alone takes two."""
+    pointer, _ = CASES["lfs_gguf"]
+    program = (
+        "import sys; from diptych.__main__ import main; sys.argv[1:] = ['up', '--model', sys.argv[1]]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code, end\n"
+        "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules), 'heavy'"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(pointer(tmp_path))], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "is a Git LFS pointer" in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["", " ", "\t"])

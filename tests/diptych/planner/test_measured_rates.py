@@ -54,16 +54,34 @@ def test_a_single_load_is_scaled_by_its_prompt() -> None:
 
 def test_prompts_beside_decode_steps_take_as_long_as_the_server_says() -> None:
     lone = [_load(1, 100, 30, 5, 20), _load(1, 300, 70, 5, 60)]
-    beside = [_load(8, 200, 900, 12, 500), _load(2, 200, 90, 6, 60), _load(2, 20, 30, 6, 5)]
+    always = 2 / (0.060 + 32 * 0.006)  # one client has its answer for as long as the other its prompt
+    beside = [_load(8, 200, 900, 12, 500), _load(2, 200, 90, 6, 60, always), _load(2, 20, 30, 6, 5)]
     rates = Measured.of_results([*lone, *beside])
     assert rates.prompts_beside == pytest.approx(1.5), "of two clients, and the longer prompts"
     assert rates.overhead_s == pytest.approx(0.010)
     assert rates.prefill_s(200, 0) == pytest.approx(0.040)
+    waits = _load(2, 200, 90, 6, 60, 2 / (0.060 + 32 * 0.006 + 0.064))
+    rates = Measured.of_results([*lone, beside[0], waits])
+    assert rates.prompts_beside == pytest.approx(1 + 0.5 / 0.75), "its own prompt waits for a quarter"
     assert Measured.of_results(lone).prompts_beside == 1.0
     unknown = [_load(1, 100, 30, 5), _load(2, 100, 90, 6)]
     assert Measured.of_results(unknown).prompts_beside == 1.0
     faster = _load(2, 200, 90, 6, 30)
     assert Measured.of_results([*lone, faster, beside[0]]).prompts_beside == 1.0
+
+
+def test_context_costs_what_its_bytes_take_to_be_read() -> None:
+    step_s, stream_s, share = 0.004, 0.0005, 0.0003
+    loads = []
+    for clients, prompt in ((1, 16), (1, 300), (4, 16), (16, 16), (32, 16), (32, 300)):
+        context = prompt + 33 / 2
+        # Answers that take nearly all of a client's time: the streams of a step are the clients.
+        tpot_s = step_s + clients * (stream_s + share * step_s * context)
+        loads.append(_load(clients, prompt, 1e-3, 1000 * tpot_s, rate=clients / (32 * tpot_s)))
+    rates = Measured.of_results(loads, share)
+    assert rates.step_per_context == pytest.approx(share * step_s, rel=0.05)
+    assert rates.step_s(32, 1000) == pytest.approx(step_s + 32 * (stream_s + share * step_s * 1000), rel=0.05)
+    assert Measured.of_results(loads).step_s(32, 1000) == Measured.of_results(loads).step_s(32, 0)
 
 
 def _turns(clients: int, prompt_s: float, step_s: float, factor: float) -> Mapping[str, object]:

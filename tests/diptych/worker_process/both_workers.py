@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -41,6 +41,7 @@ from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_pacing import StepPacing
+from diptych.runtime.kv_layout_name import draft_part
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
@@ -248,6 +249,7 @@ async def house(
     drafter: Drafter | None = None,
     bounds: LocalBounds = LOCAL_BOUNDS,
     draft: str | None = None,
+    drafts: tuple[Sequence[str | None], Sequence[str | None]] | None = None,
     max_loras: int = 0,
     heads: MedusaHeads | None = None,
     trees: str = "",
@@ -263,11 +265,13 @@ async def house(
     worker has a core that it lends to the others; by the stretch decode steps are paced
     (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens. Decode workers
     compute prompts within `bounds` themselves, where a gateway says so. A `draft` model (`draft_model`)
-    drafts in place of a drafter, or `heads` or `eagle`, with `trees` as in --speculative-tree. Each worker
-    has `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
+    drafts in place of a drafter, or `heads` or `eagle`, with `trees` as in --speculative-tree. `drafts`
+    are the draft models of each decode and each prefill worker, where they differ. Each worker has
+    `max_loras` slots for adapters. `prefill_tiers` makes the tiers of each prefill worker, by its number;
     these pull from decode workers by `pull_mode`.
     """
     made, plan = House(), parse_plan(trees)
+    decode_kinds, prefill_kinds = drafts or ([draft] * decodes, [draft] * prefills)
     async with AsyncExitStack() as stack:
         cores = os.memfd_create("cores")
         stack.callback(os.close, cores)
@@ -277,25 +281,51 @@ async def house(
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = _runner(backend, next(shares), StepPacing(stretch or 1.0), shape)
-            drafts = eagle or _draft_runner(draft, backend)
+            kind = decode_kinds[number]
+            segment = eagle or _draft_runner(kind, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
             if heads is not None:
                 assert runner.give_hidden_rows() is None
                 drafter = MedusaDraft(heads, plan)
             made.decodes.append(
-                await _decode(stack, transport, number, blocks, runner, drafter, bounds, drafts, plan, shape)
+                await _decode(
+                    stack,
+                    transport,
+                    number,
+                    blocks,
+                    runner,
+                    drafter,
+                    bounds,
+                    segment,
+                    plan,
+                    shape,
+                    kind or "",
+                )
             )
             _add_adapters(made.decodes[-1].loop, runner, max_loras)
             made.decodes[-1].loop.requests.adapters.on_slot_free = made.decodes[-1].handoff.blocks_freed
         for number in range(prefills):
             runner = _runner(backend, next(shares), shape=shape)
-            drafts = eagle or _draft_runner(draft, backend)
+            kind = prefill_kinds[number]
+            segment = eagle or _draft_runner(kind, backend)
             if eagle is not None:
                 assert runner.give_features(eagle.layers) is None
             tiers = None if prefill_tiers is None else prefill_tiers(number)
             made.prefills.append(
-                _prefill(stack, transport, number, scratch, chunk, runner, drafts, shape, tiers, pull_mode)
+                _prefill(
+                    stack,
+                    transport,
+                    number,
+                    scratch,
+                    chunk,
+                    runner,
+                    segment,
+                    shape,
+                    tiers,
+                    pull_mode,
+                    kind or "",
+                )
             )
             loop = made.prefills[-1].loop
             _add_adapters(loop, runner, max_loras)
@@ -328,12 +358,14 @@ def _runner(
     return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
 
 
-def _fingerprint(laid: KVLayout) -> Fingerprint:
+def _fingerprint(laid: KVLayout, draft: str) -> Fingerprint:
+    parts = [laid.name] if laid.draft is None else [laid.name, draft_part(laid.draft.name, "float32")]
     return Fingerprint(
         model_digest="tiny",
         dtype="fp32",
         kv_dtype="float32",
-        kv_layout=laid.name,
+        kv_layout="+".join(parts),
+        draft_digest=draft,
         block_size=BLOCK,
         num_layers=laid.num_layers,
         num_kv_heads=laid.num_kv_heads,
@@ -353,6 +385,7 @@ async def _decode(
     drafts: Runner | FeatureHead | None,
     plan: TreePlan | None,
     shape: ModelShape | None,
+    draft: str,
 ) -> Decode:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = allocate_pool(laid, blocks), BlockPool(blocks)
@@ -382,7 +415,7 @@ async def _decode(
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
         incarnation=100 + number,
-        fingerprint=_fingerprint(laid),
+        fingerprint=_fingerprint(laid, draft),
         memory=memory,
         pool=pool,
         transports=[transport],
@@ -420,6 +453,7 @@ def _prefill(
     shape: ModelShape | None,
     tier_stack: TierStack | None,
     pull_mode: PullMode,
+    draft: str,
 ) -> Prefill:
     laid = layout(drafts.model if isinstance(drafts, Runner) else drafts, shape)
     memory, pool = KVMemory(laid, scratch), BlockPool(scratch)
@@ -452,7 +486,7 @@ def _prefill(
     client = HandoffClient(
         worker_id=f"prefill-{number}",
         incarnation=200 + number,
-        fingerprint=_fingerprint(laid),
+        fingerprint=_fingerprint(laid, draft),
         layout=laid,
         transports=[transport],
         scratch=lambda: (memory, pool),

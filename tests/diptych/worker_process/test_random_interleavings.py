@@ -71,8 +71,35 @@ class Walk:
             await asyncio.gather(*(one(number) for number in range(self.requests or REQUESTS)))
         trouble.cancel()
         await asyncio.gather(trouble, return_exceptions=True)
+        await self.preempt_one(gateways[0])
         for gateway in gateways:
             await gateway.close()
+
+    async def preempt_one(self, gateway: Gateway) -> None:
+        """Preempt a request between two of its tokens: whether blocks run out depends on the machine."""
+        decode, prefill = self.house.decodes[0], self.house.prefills[0]
+        planned = Plan("preempted", PROMPTS[3], 24, "finish", 0.0, 0.0)
+        for attempt in range(1, 30):
+            key = planned.name, attempt
+            heard = gateway.start(decode, prefill, self.work(key, planned.prompt, planned.max_tokens))
+            for _ in range(1_000_000):
+                if heard.tokens or heard.ended.is_set():
+                    break
+                await asyncio.sleep(0)
+            decode.loop.requests.preempt_request(key)
+            await heard.ended.wait()
+            await self.settle(key, planned, decode, prefill)
+            self.outcomes[word := heard.terminal_messages[0]] += 1
+            if word == "decode preempted":
+                break
+        delivered = tuple(heard.tokens)
+        assert 0 < len(delivered) < planned.max_tokens
+        key = planned.name, attempt + 1
+        message = self.work(key, planned.prompt, planned.max_tokens, delivered=delivered)
+        again = gateway.start(decode, prefill, message)
+        await again.ended.wait()
+        assert again.terminal_messages[0] == "decode finished"
+        assert delivered + tuple(again.tokens) == self.expected(planned)
 
     async def trouble(self, gateways: list[Gateway]) -> None:
         """Take grants back, break links, lose a gateway: what the world does to workers now and then."""

@@ -96,6 +96,20 @@ def test_a_rank_that_died_while_others_joined_is_not_counted(meeting: Rendezvous
         assert joined.ends["plans"].recv() == "here"
 
 
+def test_silent_connections_keep_no_rank_out(meeting: Rendezvous) -> None:
+    """Nor do more of them than there are handshakes at once: the oldest one ends."""
+    thread, found = accepting(meeting, 1, timeout_s=60)
+    silent = [socket.create_connection((HOST, meeting.port)) for _ in range(rendezvous.MAX_HANDSHAKES + 1)]
+    silent[0].settimeout(60)
+    while silent[0].recv(64):
+        pass  # its nonce; then it is ended
+    ends = rendezvous.join(HOST, meeting.port, KEY)
+    thread.join()
+    assert len(found) == 1
+    for end in (*silent, *ends.values()):
+        end.close()
+
+
 def test_too_few_ranks_are_an_error_that_counts_them(meeting: Rendezvous) -> None:
     with pytest.raises(GroupBroken, match=r"0 of 2 ranks of other hosts joined at 127\.0\.0\.1:\d+"):
         meeting.accept(2, 0.2)

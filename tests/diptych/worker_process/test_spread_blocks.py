@@ -5,25 +5,20 @@ The ranks are threads with real connections, and the program's own service of th
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_shares import KVShare
-from diptych.worker_process.group.orders import ReadShare, WriteShare, share_digest
-from diptych.worker_process.group.remote_rank import DamagedShare, RemoteRank
-from diptych.worker_process.group.rendezvous import KINDS, Joined
-from diptych.worker_process.group.share_memory import ShareMemory
+from diptych.worker_process.group.orders import WriteShare
+from diptych.worker_process.group.remote_rank import DamagedShare
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.transports.host_blocks import read_block, write_block
+from kvtransfer.transports.rank_data import share_hash
+from tests.kvtransfer.thread_ranks import GroupOver, ThreadRank
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=3, head_dim=4, block_size=2, dtype=torch.bfloat16)
 SHARES = (
@@ -35,56 +30,10 @@ SHARES = (
 """Two stages of two ranks: rank 0 has the first one."""
 
 
-class GroupOver(Exception):
-    """End of a group, which ends its processes elsewhere."""
-
-
-class ThreadRank:
-    """A rank with a memory of its own, whose plans wait until they are carried out."""
-
-    def __init__(self, share: KVShare, *, damages: bool = False) -> None:
-        self.memory = KVMemory(share.narrow(LAYOUT), 4)
-        pairs = {kind: socket.socketpair() for kind in KINDS}
-        ends = {kind: Connection(ours.detach()) for kind, (ours, _) in pairs.items()}
-        self.rank = RemoteRank(Joined("there", 1, ends), fail)
-        self._sockets = [theirs for _, theirs in pairs.values()]
-        self._theirs = {kind: Connection(os.dup(theirs.fileno())) for kind, (_, theirs) in pairs.items()}
-        self.own = ShareMemory({0: self.memory})
-        self._serving = threading.Thread(target=self._damage if damages else self._serve, daemon=True)
-        self._serving.start()
-
-    def carry_out_next(self) -> None:
-        plans: Connection[Any, Any] = self._theirs["plans"]
-        self.own.carry_out(plans.recv())
-
-    def close(self) -> None:
-        for theirs in self._sockets:
-            with contextlib.suppress(OSError):
-                theirs.shutdown(socket.SHUT_RDWR)
-            theirs.close()
-        self._serving.join()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            self.own.answer(self._theirs["blocks"])
-
-    def _damage(self) -> None:
-        blocks: Connection[Any, Any] = self._theirs["blocks"]
-        asked: ReadShare = blocks.recv()
-        payload = bytearray(self.memory.block_bytes(asked.block))
-        blocks.send_bytes(share_digest(payload))
-        payload[5] ^= 1
-        blocks.send_bytes(payload)
-
-
-def fail(error: BaseException) -> NoReturn:
-    raise GroupOver from error
-
-
 @pytest.fixture
 def ranks() -> Iterator[list[ThreadRank]]:
     """The three other ranks."""
-    made = [ThreadRank(share) for share in SHARES[1:]]
+    made = [ThreadRank(share, LAYOUT, 4, in_step=True) for share in SHARES[1:]]
     yield made
     for rank in made:
         rank.close()
@@ -162,15 +111,26 @@ def test_a_block_is_read_once_the_writes_before_are_carried_out(
 
 def test_bytes_that_change_on_their_way_end_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:
     """Both ways: a rank refuses what it is to write, and rank 0 what it has read."""
-    order = WriteShare(0, 2, share_digest(b"other"), bytes(ranks[0].memory.layout.bytes_per_block))
+    order = WriteShare(0, 2, share_hash(b"other"), bytes(ranks[0].memory.layout.bytes_per_block))
     with pytest.raises(ValueError, match="damaged"):
         ranks[0].own.carry_out(order)
-    damaging = ThreadRank(SHARES[1], damages=True)
+    damaging = ThreadRank(SHARES[1], LAYOUT, 4, damages=True)
     memory.spread = SpreadShares(memory, 0, SHARES[:1], [(damaging.rank, SHARES[1])])
     with pytest.raises(GroupOver) as ended:
         read_block(memory, 2)
     assert isinstance(ended.value.__cause__, DamagedShare)
     damaging.close()
+
+
+def test_writes_wait_for_no_network_that_stalls(ranks: list[ThreadRank]) -> None:
+    """More bytes than the connection holds, of which the rank reads none until all are given to it."""
+    one, count = ranks[0], 20_000
+    share = bytes(payload(4)[: one.memory.layout.bytes_per_block])
+    for _ in range(count):
+        one.rank.write_share(0, 1, share)
+    for _ in range(count):
+        one.carry_out_next()
+    assert bytes(one.memory.block_bytes(1)) == share
 
 
 def test_a_rank_that_is_gone_ends_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:

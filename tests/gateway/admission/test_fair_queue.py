@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +45,14 @@ def test_fair_queue_turns_are_by_tokens() -> None:
     for _ in range(90):
         served["long" if queue.pop().startswith("l") else "short"] += 1
     assert 0.7 < served["long"] * 400 / (served["short"] * 50) < 1.4
+
+
+def test_fair_queue_ends_a_turn_where_the_credit_does_not_cover_the_next_request() -> None:
+    """Whatever the costs: a rest of credit is kept for the next turn, and buys no second quantum."""
+    for cost in (30, 33, 51, 99):
+        queue = filled(*((f"{tenant}{n}", tenant, 0, cost) for n in range(40) for tenant in "xy"))
+        longest = max(len(list(turn)) for _, turn in groupby(one[0] for one in drained(queue)[:60]))
+        assert longest <= 100 // cost + 1
 
 
 def test_fair_queue_gives_an_idle_tenant_no_credit() -> None:

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from kernels.gpu.tuning import prefill_bytes, prefill_default
+import pytest
+import torch
+
+from kernels.gpu import tuning
+from kernels.gpu.card_tiles import CARDS, card_of, decode_programs
+from kernels.gpu.tuning import decode_default, prefill_bytes, prefill_default
 
 H200, A100, L40S = 227 << 10, 163 << 10, 99 << 10
 """Bytes of compute capability 9.0, 8.0 and 8.9 (CUDA C++ Programming Guide, technical specifications)."""
+NAMES = {
+    "NVIDIA H200": 16,
+    "NVIDIA H100 80GB HBM3": 11,
+    "NVIDIA A100-SXM4-80GB": 8,
+    "NVIDIA L40S": 4,
+    "NVIDIA GeForce RTX 4090": 4,
+    "an unknown card": 16,
+}
+
+
+def test_every_card_has_programs_of_decode_attention() -> None:
+    assert {name: decode_programs(name, 16) for name in NAMES} == NAMES
+    assert {card.name for card in CARDS} == {found.name for name in NAMES if (found := card_of(name))}
+    assert [card.name for card in CARDS if card.measured] == ["H200"]
+
+
+def test_what_the_tuner_found_goes_before_the_card_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(tuning.FILE_VARIABLE, str(tmp_path / "found.json"))
+    monkeypatch.setattr(tuning, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    device, default = torch.device("cpu"), decode_default(128, 2, 16)
+    tuning.look_up.cache_clear()
+    assert tuning.look_up(device, "paged_decode", "of some shape", default)["programs"] == 8
+    tuning.keep(device, "paged_decode", "of some shape", {"programs": 6})
+    found = tuning.look_up(device, "paged_decode", "of some shape", default)
+    assert found == {**dict(default), "programs": 6}
+    assert tuning.look_up(device, "paged_decode", "of another", default)["programs"] == 8
+    tuning.look_up.cache_clear()
 
 
 @pytest.mark.parametrize("memory", [H200, A100, L40S])

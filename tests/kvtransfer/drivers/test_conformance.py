@@ -12,13 +12,23 @@ import uvloop
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, HandoffDenied, PeerLost
 from kvtransfer.protocol.lease import LeaseTimes
-from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, sampled, until
+from tests.kvtransfer.conftest import (
+    BY_RANK,
+    INCARNATION,
+    LAYOUT,
+    fill,
+    pairs,
+    pattern,
+    read_whole,
+    sampled,
+    until,
+)
 
 BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
 
 
-@pytest.fixture(params=["shared_memory", "in_process", "tcp", "gloo", "cuda_ipc"])
+@pytest.fixture(params=["shared_memory", "in_process", "tcp", "gloo", "cuda_ipc", *BY_RANK])
 def transport(request: pytest.FixtureRequest) -> str:
     """Every transport; both ends are in this process."""
     return str(request.param)
@@ -52,7 +62,7 @@ async def test_commit_hands_off_the_blocks_as_written(make_pair, transport, time
     assert ready.times.kv_bytes_transferred == moved
     assert ready.times.HasField("kv_receive")
     for place, block in enumerate(ready.block_ids):
-        assert torch.equal(pair.decode.memory.memory.data[block], pattern(3, place))
+        assert torch.equal(read_whole(pair.decode.memory.memory, block), pattern(3, place))
     pair.decode.pool.release(ready.block_ids)
     assert pair.decode.settled()
     assert pair.prefill.scratch.available() == 16
@@ -76,7 +86,7 @@ async def test_ask_skips_the_cached_prefix(make_pair, transport, times):
     assert second.block_ids[:2] == first.block_ids[:2]
     expected = [pattern(1, 0), pattern(1, 1), pattern(2, 2), pattern(2, 3)]
     for block, wanted in zip(second.block_ids, expected, strict=True):
-        assert torch.equal(pair.decode.memory.memory.data[block], wanted)
+        assert torch.equal(read_whole(pair.decode.memory.memory, block), wanted)
 
 
 async def test_ask_leaves_the_last_token_to_compute(make_pair, transport, times):
@@ -300,7 +310,7 @@ def test_handoff_works_on_uvloop(transport):
             pair = await make(transport)
             ready = await handoff(pair, "r", 30, 3, work_pb2.PhaseTimes())
             for place, block in enumerate(ready.block_ids):
-                assert torch.equal(pair.decode.memory.memory.data[block], pattern(3, place))
+                assert torch.equal(read_whole(pair.decode.memory.memory, block), pattern(3, place))
             pair.decode.pool.release(ready.block_ids)
             granted = await pair.grant("lost", 10)
             (writer,) = pair.decode.server._writers._known.values()
@@ -340,7 +350,7 @@ async def test_many_attempts_at_once_return_every_block(make_pair, transport, ti
                 seen += 1
                 number = ready.first_tokens[0].token_id
                 for place, block in enumerate(ready.block_ids):
-                    assert torch.equal(pair.decode.memory.memory.data[block], pattern(number, place))
+                    assert torch.equal(read_whole(pair.decode.memory.memory, block), pattern(number, place))
                 pair.decode.pool.release(ready.block_ids)
                 pair.decode.server.blocks_freed()
             await asyncio.sleep(0.001)
@@ -371,4 +381,4 @@ async def test_aborted_writer_writes_nothing_after_stopped(make_pair, times, tra
     await peer.push(late, 10)
     await asyncio.sleep(0.05)
     for place, block in enumerate(ready.block_ids):
-        assert torch.equal(pair.decode.memory.memory.data[block], pattern(7, place))
+        assert torch.equal(read_whole(pair.decode.memory.memory, block), pattern(7, place))

@@ -18,13 +18,20 @@ HERE = host_id()
 HOOKS = ReceiverHooks(*[lambda *arguments: None] * 5)
 
 
-def answer(ours: list[str], theirs: list[str], host: str = HERE, device: str = "") -> str:
+def answer(
+    ours: list[str],
+    theirs: list[str],
+    host: str = HERE,
+    device: str = "",
+    ours_is: Fingerprint = FINGERPRINT,
+    theirs_is: Fingerprint = FINGERPRINT,
+) -> str:
     pool = allocate_pool(LAYOUT, 2)
     made = [make_receiver(name, pool, "127.0.0.1", HOOKS) for name in ours]
     hello = handoff_pb2.HandoffHello(
-        fingerprint=FINGERPRINT.to_proto(), transports=theirs, host_id=host, device=device
+        fingerprint=theirs_is.to_proto(), transports=theirs, host_id=host, device=device
     )
-    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).choose_transport(hello)
+    found = Handshake(WriterId("decode", 1), ours_is, 2, made).choose_transport(hello)
     return found if isinstance(found, str) else f"-> {found.name}"
 
 
@@ -49,11 +56,11 @@ def test_choose_transport_names_every_obstacle():
     assert said == "transports (nccl: its blocks must be on a GPU; shared_memory: on another host)"
 
 
-FREE = "tensor_parallel"
-"""The only field in which two workers may differ."""
+FREE = {"tensor_parallel", "draft_digest"}
+"""Fields in which two workers may differ."""
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint) if field.name != FREE])
+@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint) if field.name not in FREE])
 def test_incompatible_field_names_the_difference(field):
     value = getattr(FINGERPRINT, field)
     other = replace(FINGERPRINT, **{field: value + ("x" if isinstance(value, str) else 1)})
@@ -66,6 +73,29 @@ def test_degrees_may_differ_and_a_peer_that_names_no_parts_has_one():
     message = FINGERPRINT.to_proto()
     message.ClearField("sum_parts")
     assert Fingerprint.from_proto(message) == FINGERPRINT
+
+
+DRAFTING = replace(FINGERPRINT, kv_layout=f"{FINGERPRINT.kv_layout}+draft/l/bf16+order", draft_digest="d")
+PLAIN = replace(FINGERPRINT, kv_layout=f"{FINGERPRINT.kv_layout}+order")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PLAIN,
+        replace(DRAFTING, draft_digest="e"),
+        replace(DRAFTING, kv_layout=DRAFTING.kv_layout.replace("bf16", "fp32")),
+    ],
+    ids=["none", "digest", "type"],
+)
+def test_drafters_may_differ_where_a_transport_moves_segments(other):
+    assert incompatible_field(DRAFTING, other) is None
+    assert DRAFTING.drafter != other.drafter
+    assert answer(["gloo", "tcp"], ["gloo", "tcp"], ours_is=DRAFTING, theirs_is=other) == "-> tcp"
+    said = answer(["gloo"], ["gloo"], ours_is=DRAFTING, theirs_is=other)
+    assert said == "transports (gloo: moves whole blocks, and the drafters differ)"
+    assert answer(["gloo"], ["gloo"], ours_is=DRAFTING, theirs_is=replace(DRAFTING)) == "-> gloo"
+    assert incompatible_field(DRAFTING, FINGERPRINT) == "kv_layout", "the rest of the layout counts"
 
 
 def test_parts_keep_caches_apart():

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.batch import AXES, AbortWords, SequenceStep, depths, visible_ends, window_cuts
+from diptych.engine.batch import AXES, AbortWords, SequenceStep, visible_ends, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.token_tree import depths
 
 Ints = npt.NDArray[np.int64]
 GATHERED_TOKENS = 65_536

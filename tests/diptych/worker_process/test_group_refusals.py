@@ -1,0 +1,92 @@
+"""What does not work with several parts, ranks or stages, refused by the name of its flag at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode_worker.config import DecodeSettings
+from diptych.engine.dtype import stored_dtype
+from diptych.engine.loaded_model import Model
+from diptych.engine.parallel.pipeline import ALONE
+from diptych.engine.parallel_model import Dealing, load_native_parts, open_parts
+from diptych.engine.runner import Runner
+from diptych.runtime.settings_sources import BadSettings
+from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.drafting_loader import NoHiddenRows, _check_hidden_rows
+from diptych.worker_process.engine_loader import ImpossibleSettings, _check_reads_images, _window_groups
+from prefill_worker.config import PrefillSettings
+from tests.diptych.worker_process.both_workers import WINDOWED
+from tests.end_to_end import tiny_model
+
+GROUPS: list[dict[str, Any]] = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"sum_parts": 2}]
+NAMES = ["--tensor-parallel 2", "--pipeline-parallel 2", "--sum-parts 2"]
+ROLES = pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
+EACH = pytest.mark.parametrize(("group", "named"), list(zip(GROUPS, NAMES, strict=True)), ids=NAMES)
+
+
+def settings(role: type[WorkerSettings], **given: Any) -> WorkerSettings:
+    return role.model_validate({"model": "m", "secret": "ab" * 32, **given})
+
+
+@EACH
+@ROLES
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"kv_tier": "ram:1g"},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "fp8"},
+        {"backend": "triton"},
+        {"batch_invariant": True},
+        {"device": "cuda"},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_flags_that_do_not_go_with_a_group(
+    role: type[WorkerSettings], group: dict[str, Any], named: str, refused: dict[str, Any]
+) -> None:
+    flag = "--" + next(iter(refused)).replace("_", "-")
+    with pytest.raises((ValueError, BadSettings)) as caught:
+        settings(role, **group, **refused)
+    assert named in str(caught.value)
+    assert flag in str(caught.value) or "groups compute on CPUs" in str(caught.value)
+    settings(role, **group)  # the control: the group alone is well
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["Medusa", "EAGLE", "EAGLE-3", "MTP"])
+def test_heads_that_draft_from_hidden_rows(group: dict[str, Any], named: str, kind: str) -> None:
+    with pytest.raises(NoHiddenRows, match=rf"\({kind}\) does not go with {named}"):
+        _check_hidden_rows(settings(DecodeSettings, **group, speculative_model="heads"), kind)
+
+
+@EACH
+def test_images(group: dict[str, Any], named: str) -> None:
+    with pytest.raises(ImpossibleSettings, match=f"{named} does not go with a model that reads images"):
+        _check_reads_images(settings(PrefillSettings, **group))
+
+
+@EACH
+def test_windows_keep_one_block_for_all_layers(
+    group: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not refused: the blocks behind a window are kept, and the log says so."""
+    model = Model(WINDOWED, "fp32", torch.float32, None, "native-parts")  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        assert _window_groups(settings(DecodeSettings, **group), model) is None
+    assert f": {named}" in caplog.text
+
+
+def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The worker says at its start that it takes none, and again where one is loaded."""
+    opened = open_parts(tiny_model.write(tmp_path), "fp32", Dealing(2))
+    loaded = load_native_parts(opened, "fp32", ALONE, -1, 1)
+    made = Model(opened.shape, "fp32", stored_dtype("fp32"), loaded.backend, loaded.name)
+    store = AdapterStore(Runner(made, 1), slots=8, max_rank=64)
+    assert store.max_loras == 0
+    assert "no LoRA adapters: adapters are not computed by the native-parts step" in caplog.text

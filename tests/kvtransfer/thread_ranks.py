@@ -1,0 +1,126 @@
+"""Ranks with memories of their own that are threads: real connections, and the program's own service."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.kv_routes import Holders
+from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group.orders import ReadShare
+from diptych.worker_process.group.remote_rank import RemoteRank
+from diptych.worker_process.group.rendezvous import KINDS, Joined
+from diptych.worker_process.group.share_memory import ShareMemory
+from diptych.worker_process.group.share_service import ShareService
+from diptych.worker_process.group.spread_blocks import SpreadShares
+from kvtransfer.transports.rank_data import share_hash
+
+HERE = "127.0.0.1"
+
+
+class GroupOver(Exception):
+    """End of a group, which ends its processes elsewhere."""
+
+
+def fail(error: BaseException) -> NoReturn:
+    raise GroupOver from error
+
+
+class ThreadRank:
+    """A rank with a memory of its own.
+
+    Args:
+        share: what it holds of blocks of `layout`.
+        holder: its number among those with memories of their own.
+        in_step: its plans wait until `carry_out_next`.
+        damages: it answers one question for a share, with other bytes than their digest's.
+    """
+
+    def __init__(
+        self,
+        share: KVShare,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        holder: int = 1,
+        in_step: bool = False,
+        damages: bool = False,
+    ) -> None:
+        self.memory = KVMemory(share.narrow(layout), num_blocks)
+        pairs = {kind: socket.socketpair() for kind in KINDS}
+        ends = {kind: Connection(ours.detach()) for kind, (ours, _) in pairs.items()}
+        self._closing = False
+        self.rank = RemoteRank(Joined(HERE, holder, ends), self._lost)
+        self._sockets = [theirs for _, theirs in pairs.values()]
+        self._theirs = {kind: Connection(os.dup(theirs.fileno())) for kind, (_, theirs) in pairs.items()}
+        self.own = ShareMemory({0: self.memory})
+        self.service = ShareService(self._theirs["shares"], HERE, holder, self.own)
+        serving = [self._damage if damages else lambda: self.own.answer(self._theirs["blocks"])]
+        serving += [self.service.serve, *([] if in_step else [self._carry_out])]
+        self._threads = [threading.Thread(target=self._until_gone, args=(serve,)) for serve in serving]
+        for thread in self._threads:
+            thread.start()
+
+    def carry_out_next(self) -> None:
+        """Carry out the next write or copy."""
+        plans: Connection[Any, Any] = self._theirs["plans"]
+        self.own.carry_out(plans.recv())
+
+    def close(self) -> None:
+        """End the rank."""
+        self._closing = True
+        for theirs in self._sockets:
+            with contextlib.suppress(OSError):
+                theirs.shutdown(socket.SHUT_RDWR)
+            theirs.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _lost(self, error: BaseException) -> Any:
+        """Raise for who asks for something; a thread that serves the connection sees the end of this test."""
+        if not (self._closing and threading.current_thread().name.startswith(("shares-", "plans-"))):
+            fail(error)
+
+    def _until_gone(self, serve: Callable[[], object]) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            serve()
+
+    def _carry_out(self) -> None:
+        while True:
+            self.carry_out_next()
+
+    def _damage(self) -> None:
+        blocks: Connection[Any, Any] = self._theirs["blocks"]
+        asked: ReadShare = blocks.recv()
+        payload = bytearray(self.memory.block_bytes(asked.block))
+        blocks.send_bytes(share_hash(payload))
+        payload[5] ^= 1
+        blocks.send_bytes(payload)
+
+
+@contextlib.contextmanager
+def spread_over_threads(memory: KVMemory, holders: Holders) -> Iterator[Sequence[ThreadRank]]:
+    """Give all but the first of these shares of `memory` to ranks of their own."""
+    ranks = [
+        ThreadRank(share, memory.layout, memory.num_blocks, holder=holder)
+        for holder, (share,) in enumerate(holders[1:], start=1)
+    ]
+    others = [(one.rank, share) for one, (share,) in zip(ranks, holders[1:], strict=True)]
+    memory.spread = SpreadShares(memory, 0, holders[0], others)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def writer_ranks(holders: Holders) -> Any:
+    """Return what a client knows of a group with these holders."""
+    return SimpleNamespace(pids=(), holders=holders)
