@@ -396,7 +396,12 @@ PLANTED: list[Any] = [
     (local_prompt_skips_a_block, "everything", 10),
     (adapters_share_cached_blocks, "pulls", 40),
     (stored_blocks_are_not_verified, "tiers", 80),
-    (evicted_blocks_are_written_during_their_copy, "tiers", 120),
+    pytest.param(
+        evicted_blocks_are_written_during_their_copy,
+        "tiers",
+        400,
+        marks=(pytest.mark.full, pytest.mark.timeout(900)),
+    ),
     (loaded_blocks_are_granted_before_they_are_copied, "tiers", 10),
     (loaded_block_is_one_place_off, "tiers", 40),
     (later_attempts_forget_the_adapter, "everything", 40),
