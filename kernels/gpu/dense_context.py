@@ -3,6 +3,7 @@
 Prefill attention reads every key once for each tile of queries: at 8,192 tokens 64 times and more. Gathered
 once, keys and values come in whole tiles by Hopper's tensor memory accelerator (a quarter to a third faster
 on an H200 than from blocks, the gathering included), and are converted once where the cache holds FP8.
+Products of FP8 (fp8_prefill.py) take the cache's own numbers, and values with their tokens side by side.
 
 Each sequence has rows from the sum of its predecessors' lengths on, each rounded up to whole tiles; what pads
 a tile is zero, for a weight of zero does not silence NaN.
@@ -26,7 +27,9 @@ _TOKENS = 64
 
 @dataclass(frozen=True)
 class DenseContext:
-    """Keys and values of one layer, each `[kv_heads, rows, head_dim]`."""
+    """Keys and values of one layer, each `[kv_heads, rows, head_dim]`; values may be across, `[kv_heads,
+    head_dim, rows]`.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,14 +52,14 @@ def _bring(
     blocks, tables, starts, offsets, origin, keys_out, values_out, layer_offset, block_stride, table_stride,
     rows, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
-    BASED: tl.constexpr,
+    BASED: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Gather TOKENS tokens of one KV head of one sequence.
 
     `blocks` is the KV memory from `layer_offset` elements on, `block_stride` elements a block; `tables` int32
     `[S, table_stride]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `origin` int64 `[1]`: with BASED the
-    elements from `blocks` to the KV memory; `keys_out` and `values_out` are `[KV_HEADS, rows, D]`. WINDOW is
-    tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
+    elements from `blocks` to the KV memory; `keys_out` and `values_out` are `[KV_HEADS, rows, D]`, the second
+    with ACROSS `[KV_HEADS, D, rows]`. WINDOW is tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -85,11 +88,16 @@ def _bring(
         k = tl.where(real[None, :], k.to(keys_out.dtype.element_ty), 0.0)
         v_place = place[:, None] + KV_HEADS * WIDTH + lane[:, None] * D + dims[None, :]
         v = tl.load(v_place, mask=real[:, None] & in_head[None, :], other=0.0)
-        row = context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD) + at
+        base = context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD)
+        row = tl.multiple_of(base, TILE) + at
         out = (head.to(tl.int64) * rows + row)[:, None] * D + dims[None, :]
         mask = (at < filled)[:, None] & in_head[None, :]
         tl.store(keys_out + out, tl.trans(k), mask=mask)
-        tl.store(values_out + out, v.to(values_out.dtype.element_ty), mask=mask)
+        if ACROSS:
+            v_out = (head.to(tl.int64) * D + dims)[None, :] * rows + row[:, None]
+        else:
+            v_out = out
+        tl.store(values_out + v_out, v.to(values_out.dtype.element_ty), mask=mask)
 
 
 def bring_context(
@@ -106,6 +114,7 @@ def bring_context(
     dtype: torch.dtype,
     base: torch.Tensor | None = None,
     zeroed: bool = False,
+    across: bool = False,
 ) -> DenseContext:
     """Gather what the chunks of S sequences attend to, in `dtype`, not yet multiplied by any scales.
 
@@ -113,7 +122,7 @@ def bring_context(
     int32 `[S]` and `offsets` int32 `[S + 1]` as in paged_prefill; `context_tokens` is at least the sum of the
     sequences' lengths, chunks included. With a `window`, in tokens, what no token of a chunk sees is left
     out. `base` as in rotary_write. With `zeroed` rows of no sequence are zero, not what memory had. Returns
-    keys and values `[kv_heads, rows, head_dim]`.
+    keys and values `[kv_heads, rows, head_dim]`, with `across` values `[kv_heads, head_dim, rows]`.
     """
     sequences, kv_heads = tables.shape[0], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim
@@ -126,6 +135,6 @@ def bring_context(
         layer * 2 * kv_heads * blocks.shape[-1], blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads,
         D=head_dim, D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
         TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), BASED=base is not None,
-        num_warps=4,
+        ACROSS=across, num_warps=4,
     )  # fmt: skip
-    return DenseContext(keys, values)
+    return DenseContext(keys, values.view(kv_heads, head_dim, rows) if across else values)

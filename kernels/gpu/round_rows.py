@@ -19,7 +19,7 @@ _GROUPS = 8
 
 
 @triton.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """Round float32 `x`, at most 448, to a number of E4M3, ties to even; the result is still float32."""
     bits = x.to(tl.int32, bitcast=True)
     even = (bits >> 20) & 1
@@ -46,7 +46,7 @@ def round_to(scaled, PEAK_OF: tl.constexpr, TYPE: tl.constexpr, BY_HAND: tl.cons
     if tl.int8 == TYPE:
         scaled = _to_whole(scaled)
     elif BY_HAND:
-        scaled = _to_e4m3(scaled)
+        scaled = to_e4m3(scaled)
     return scaled.to(TYPE)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lab.gpu.attention_peers import Peer, decode_peers, prefill_peers
 from lab.gpu.ceilings import COPY, GEMM
+from lab.gpu.fp8_attention import fp8_prefill_figure
 from lab.gpu.paged_case import HEAD_DIM, HEADS, KV_HEADS, PagedCase, paged_case, random_query
 from lab.gpu.section import Context, Figure, Unmeasured, device_of, figure
 from lab.gpu.timing import Timing, Work, measure
@@ -35,6 +36,7 @@ def attention(context: Context) -> Iterator[Figure]:
     yield _fp8_point(context, device, *context.pick(_FP8, _FP8, _DRY_DECODE[0][:2]))
     for tokens in context.pick(_PREFILL, _PREFILL[:1], (20,)):
         yield from _prefill_point(context, device, tokens)
+        yield from fp8_prefill_figure(context, SECTION, device, tokens)
 
 
 def _decode_point(

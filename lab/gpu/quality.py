@@ -30,6 +30,7 @@ from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from kernels import packed_matrix, scaled_matrix
 from kernels.packed_matrix import pack
 from kernels.scaled_matrix import FP8, INT8
+from lab.gpu.fp8_attention import attention_steps
 from lab.gpu.section import Context, Figure, device_of, figure
 from lab.peers.process import RunningServer
 from lab.peers.servers import Server
@@ -65,6 +66,26 @@ def divergence(context: Context) -> Iterator[Figure]:
             SECTION, f"mean KL of {name}", total / len(pieces), "nats", at_most=_MOST_KL,
             note=f"{count} windows of {length} tokens, activations and KV in bf16",
         )  # fmt: skip
+    yield from _attention_figure(context, shape, weights, pieces)
+
+
+def _attention_figure(
+    context: Context, shape: ModelShape, weights: Weights, pieces: Sequence[Sequence[int]]
+) -> Iterator[Figure]:
+    """Yield the mean KL of attention with products of FP8 from 16 bits, both over keys and values in FP8."""
+    from kernels.gpu.fp8_prefill import lacks_fp8
+
+    context.say("attention in FP8")
+    device = device_of(context)
+    if (why := lacks_fp8(device, shape.head_dim)) is not None:
+        context.say(why)
+        return
+    plain, eight = attention_steps(shape, _as_bf16(weights), device)
+    total = sum(_mean_kl(plain, eight, shape, device, piece, (FP8, FP8)) for piece in pieces)
+    yield figure(
+        SECTION, "mean KL of attention with products of FP8", total / len(pieces), "nats",
+        note=f"{len(pieces)} windows of {len(pieces[0])} tokens, activations in bf16",
+    )  # fmt: skip
 
 
 def _four_bits(matrix: torch.Tensor) -> Any:
@@ -114,11 +135,17 @@ def _map(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor]) -> We
 
 
 def _mean_kl(
-    meaning: Backend, step: Backend, shape: ModelShape, device: torch.device, token_ids: Sequence[int]
+    meaning: Backend,
+    step: Backend,
+    shape: ModelShape,
+    device: torch.device,
+    token_ids: Sequence[int],
+    kept: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.bfloat16),
 ) -> float:
+    """Return the mean KL of `step` from `meaning`, whose keys and values are `kept` in such numbers."""
     logits = [
         _logits(backend, shape, dtype, device, token_ids).log_softmax(-1)
-        for backend, dtype in ((meaning, torch.float32), (step, torch.bfloat16))
+        for backend, dtype in zip((meaning, step), kept, strict=True)
     ]
     return float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean())
 

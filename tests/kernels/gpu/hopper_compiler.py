@@ -99,6 +99,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
+    from kernels.gpu.fp8_prefill import fp8_prefill
     from kernels.gpu.norm_round import norm_round
     from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
     from kernels.gpu.packed_linear import packed_linear, unpack
@@ -157,6 +158,27 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 ),
             )
         )
+        if kept == torch.float8_e4m3fn and scales is not None:
+            for what, rule in (
+                ("", {}),
+                (" with window, cap and sinks", {"window": 80, "cap": 9.0, "sinks": sinks}),
+            ):
+                made.append(
+                    (
+                        f"prefill with products of FP8{what} {name}",
+                        lambda rule=rule: fp8_prefill(
+                            query,
+                            blocks,
+                            1,
+                            tables,
+                            lengths[:16],
+                            lengths,
+                            max_tokens=9,
+                            scales=scales,
+                            **rule,
+                        ),
+                    )
+                )
         tree = torch.zeros(16, 2, dtype=torch.int64)
         made.append(
             (
@@ -207,6 +229,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     attention(32, 8, 128, 16, bf16, bf16)
     attention(32, 8, 128, 16, bf16, fp8)
+    attention(16, 2, 256, 16, bf16, fp8)
     if not quick:
         attention(9, 3, 64, 16, bf16, bf16)
         attention(9, 3, 64, 16, fp32, fp32)

@@ -25,3 +25,4 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "wgmma.mma_async" in done.stdout, "prefill runs on Hopper's own matrix instructions"
     assert "cvt.rn.satfinite.e4m3x2" in done.stdout, "rows are rounded to FP8 by the card's instruction"
+    assert ".f32.e4m3.e4m3" in done.stdout, "attention in FP8 multiplies FP8"

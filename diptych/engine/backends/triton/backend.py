@@ -22,7 +22,7 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters
-from diptych.engine.backends.triton.batch_invariant import NO_TREES, invariant_operators
+from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.backends.triton.device_wait import wait_for_stream
@@ -66,9 +66,10 @@ class TritonBackend:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._shape = shape
         with self._current(), torch.no_grad():
-            make = invariant_operators if batch_invariant else chosen_operators
-            chosen = operators if operators is not None else make()
             scales = None if kv_scales is None else kv_scales.to(self._device)
+            chosen = operators or chosen_operators(
+                shape, self._device, fp8_cache=scales is not None, batch_invariant=batch_invariant
+            )
             layers = Layers(shape, pack(weights, self._device), chosen, scales)
         self._begin(layers)
 

@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.prefill_attention import VARIABLE, chosen_operators
 from diptych.engine.models.shape import UnsupportedModel
 from kernels.gpu import flash_prefill as module
+from kernels.gpu import fp8_prefill as fp8
 from kernels.gpu.flash_prefill import flash_prefill
+from kernels.gpu.fp8_prefill import fp8_prefill
+from kernels.gpu.invariant_attention import invariant_prefill
 from kernels.gpu.paged_prefill import paged_prefill
+from tests.kernels.cpu.tiny_models import shape_of
 
 
-@pytest.mark.parametrize("environment", [{}, {VARIABLE: ""}, {VARIABLE: "own"}])
-def test_our_own_kernel_is_the_default(environment: dict[str, str]) -> None:
-    assert chosen_operators(environment).paged_prefill is paged_prefill
+def choose(name: str | None, head_dim: int = 64, device: str = "cpu", **how: Any) -> Operators:
+    environment = {} if name is None else {VARIABLE: name}
+    shape = shape_of(head_dim=head_dim)
+    return chosen_operators(shape, torch.device(device), environment=environment, **how)
+
+
+@pytest.mark.parametrize("name", [None, "", "own"])
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_our_own_kernel_is_the_default(name: str | None, fp8_cache: bool) -> None:
+    assert choose(name, fp8_cache=fp8_cache).paged_prefill is paged_prefill
 
 
 def test_the_library_is_taken_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "lacks_flash", lambda: None)
-    assert chosen_operators({VARIABLE: "flash"}).paged_prefill is flash_prefill
+    assert choose("flash").paged_prefill is flash_prefill
+
+
+def test_products_of_fp8_are_taken_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("fp8", fp8_cache=True).paged_prefill is fp8_prefill
+    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert choose("fp8", device="cuda", fp8_cache=True).paged_prefill is fp8_prefill
 
 
 def test_what_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PACKAGE", "no_such_package_of_attention")
     with pytest.raises(UnsupportedModel, match="DIPTYCH_PREFILL_ATTENTION=flash: no FlashAttention-3 here"):
-        chosen_operators({VARIABLE: "flash"})
-    with pytest.raises(UnsupportedModel, match="'faster': it must be own or flash"):
-        chosen_operators({VARIABLE: "faster"})
+        choose("flash")
+    with pytest.raises(UnsupportedModel, match="'faster': it must be own, flash or fp8"):
+        choose("faster")
+    with pytest.raises(UnsupportedModel, match="=fp8: it goes with --kv-cache-dtype fp8"):
+        choose("fp8")
+    with pytest.raises(UnsupportedModel, match="=fp8: heads of 72: multiples of 16"):
+        choose("fp8", head_dim=72, fp8_cache=True)
+    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UnsupportedModel, match=r"=fp8: compute capability 8\.0"):
+        choose("fp8", device="cuda", fp8_cache=True)
+
+
+def test_the_batch_invariant_step_refuses_products_of_fp8() -> None:
+    assert choose(None, batch_invariant=True).paged_prefill is invariant_prefill
+    with pytest.raises(UnsupportedModel, match="--batch-invariant: DIPTYCH_PREFILL_ATTENTION=fp8"):
+        choose("fp8", fp8_cache=True, batch_invariant=True)

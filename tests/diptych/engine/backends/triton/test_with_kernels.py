@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,10 +14,15 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.linear import FEW_ROWS
+from diptych.engine.backends.triton.operators import Operator
+from diptych.engine.backends.triton.prefill_attention import VARIABLE
 from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
+from kernels.fp8_attention import fp8_attention
+from kernels.gpu.fp8_prefill import fp8_prefill, lacks_fp8
 from kernels.gpu.skinny_linear import MOST_ROWS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.backends.triton.switched_shapes import SWITCHES
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
@@ -63,11 +70,52 @@ def test_steps_with_an_fp8_cache_equal_the_torch_backend(name: str, device: torc
     compare(name, torch.float32, scales, device)
 
 
-def compare(name: str, dtype: torch.dtype, scales: torch.Tensor | None, device: torch.device) -> None:
-    """Packed prompts, then a decode row beside a chunk, then recorded decode steps."""
+def test_steps_with_products_of_fp8_equal_their_meaning(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := lacks_fp8(device, 64)) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv(VARIABLE, "fp8")
+    calls: list[int] = []
+
+    def counted(*args: Any, **rule: Any) -> torch.Tensor:
+        calls.append(rule["max_tokens"])
+        return fp8_prefill(*args, **rule)
+
+    monkeypatch.setattr("kernels.gpu.fp8_prefill.fp8_prefill", counted)
+    compare("qwen2", torch.float32, torch.full((2, 2, 1), 0.03), device, _fp8_meaning)
+    assert 21 in calls
+
+
+def _fp8_meaning(
+    query: torch.Tensor, blocks: torch.Tensor, layer: int, tables: torch.Tensor, starts: torch.Tensor,
+    offsets: torch.Tensor, *, window: int | None, scales: torch.Tensor, out: torch.Tensor, **rule: Any,
+) -> torch.Tensor:  # fmt: skip
+    kept = {name: rule[name] for name in ("scale", "cap", "sinks")}
+    for row, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        out[begin:end] = fp8_attention(
+            query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales, tile=128,
+            **kept,
+        )  # fmt: skip
+    return out
+
+
+def compare(
+    name: str,
+    dtype: torch.dtype,
+    scales: torch.Tensor | None,
+    device: torch.device,
+    prefill: Operator | None = None,
+) -> None:
+    """Packed prompts, then a decode row beside a chunk, then recorded decode steps; with `prefill` it is the
+    attention of the reference's prompts.
+    """
     shape = shape_of(max_context=256, vocab_size=67, intermediate_size=90, hidden_size=64, **SHAPES[name])
     weights, kept = weights_of(shape, dtype), dtype if scales is None else torch.float8_e4m3fn
-    oracle = TorchBackend(shape, weights, scales)
+    oracle: TorchBackend | TritonBackend = TorchBackend(shape, weights, scales)
+    if prefill is not None:
+        operators = replace(REFERENCE_OPERATORS, paged_prefill=prefill)
+        oracle = TritonBackend(shape, weights, "cpu", operators, scales)
     backend = TritonBackend(shape, weights, device, kv_scales=scales)
     theirs, ours = (Pool(layout_of(shape, 16, kept), 9, seed=1) for _ in range(2))
     ours.memory = KVMemory.on_device(ours.layout, 9, device)
