@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, operand_type, power_of_two
+from kernels.gpu.product_tiles import product_tile
 from kernels.gpu.route_experts import RoutedRows
 from kernels.gpu.swiglu import ACTIVATIONS, gated
 
 _FEW = 16
 """Rows of a step up to which tiles have as many."""
-_FEW_TILE = {"ROWS": 16, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 3}
-_MANY_TILE = {"ROWS": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
 _COLUMNS = 1024
 
 
@@ -198,7 +197,7 @@ def _launch(
         return
     if weight.dtype != x.dtype or x.shape[1] != weight.shape[2]:
         raise ValueError(f"{x.dtype} {tuple(x.shape)} times experts of {weight.dtype} {tuple(weight.shape)}")
-    tiles = _FEW_TILE if one_tile or tokens <= _FEW else _MANY_TILE
+    tiles = product_tile(x.device, f"experts, {'few' if one_tile or tokens <= _FEW else 'many'} rows")
     rows = triton.cdiv(tokens, tiles["ROWS"])
     _expert_linear[(triton.cdiv(out.shape[1], tiles["BN"]), len(weight), rows)](
         check_dense("x", x), check_dense("weight", weight), weight if bias is None else bias,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.product_tiles import Tile, product_tile
 from kernels.packed_matrix import PackedMatrix
 
 _TABLE, _FP8, _FP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -168,24 +169,19 @@ def matrix_constants(weight: PackedMatrix) -> dict[str, Any]:
     }
 
 
-def few_tile(outputs: int, weight: PackedMatrix) -> dict[str, int]:
-    """Return the tile of a step of up to sixteen rows of a matrix, or an expert's, of `outputs` rows.
+def few_tile(outputs: int, weight: PackedMatrix) -> Tile:
+    """Return the tile of a step of up to sixteen rows of a matrix, or an expert's, of `outputs` rows, on the
+    card where the matrix is.
 
-    64 outputs a program, four stages and the next tile's codes ahead were best on an H200 for all four
-    products of an 8B layer together, in groups of 128 and 32 and in NF4. Smaller matrices have smaller tiles,
-    by arithmetic: a card wants a program for every other multiprocessor at least.
+    Smaller matrices have smaller tiles: a card wants a program for every other multiprocessor at least.
     """
-    width = 64 if outputs >= _WIDE else 32 if outputs >= _NARROW else 16
-    return {
-        "ROWS": 16, "BN": width, "AHEAD": 1, "num_warps": 4 if width == 64 else 2,
-        "num_stages": 4 if weight.four_bits else 3,
-    }  # fmt: skip
+    width = "wide" if outputs >= _WIDE else "narrow" if outputs >= _NARROW else "least"
+    return product_tile(weight.codes.device, f"{4 if weight.four_bits else 8} bits, few rows, {width}")
 
 
 _WIDE, _NARROW = 4096, 1024
 
 
-def many_tile(weight: PackedMatrix) -> dict[str, int]:
-    """Return the tile of more rows; by arithmetic: inputs of all stages fit the memory of any card."""
-    stages = 2 if weight.run > 64 else 3
-    return {"ROWS": 64, "BN": 64, "AHEAD": 0, "num_warps": 4, "num_stages": stages}
+def many_tile(weight: PackedMatrix) -> Tile:
+    """Return the tile of more rows, on the card where the matrix is."""
+    return product_tile(weight.codes.device, f"codes, many rows{', long runs' if weight.run > 64 else ''}")

@@ -14,34 +14,28 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, multiprocessors
-from kernels.scaled_matrix import INT8, SQUARE, ScaledMatrix
+from kernels.gpu.product_tiles import Tile, product_tile
+from kernels.scaled_matrix import INT8, ScaledMatrix
 
 FEW_ROWS = 16
 MANY_ROWS = 64
 _LARGE = 128
 
-Tile = dict[str, int]
-
-# Measured on an H200 with the matrices of an 8B layer, but for those of squares and few rows of int8.
-_FEW_FP8 = {"ROWS": FEW_ROWS, "BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4}
-_FEW = {"ROWS": FEW_ROWS, "BN": 32, "BK": SQUARE, "num_warps": 4, "num_stages": 3}
-_MANY_FP8 = {"ROWS": MANY_ROWS, "BN": 64, "BK": SQUARE, "num_warps": 4, "num_stages": 3}
-_SOME_INT8 = {"ROWS": MANY_ROWS, "BN": 64, "BK": 256, "num_warps": 4, "num_stages": 3}
-_MANY_INT8 = {"ROWS": _LARGE, "BN": _LARGE, "BK": 128, "num_warps": 4, "num_stages": 3}
-
 
 def choose_tile(weight: ScaledMatrix, rows: int, programs: int) -> Tile:
-    """Return the tile in which `weight` multiplies `rows` rows on a card that runs `programs` at once.
+    """Return the tile in which `weight` multiplies `rows` rows on its card, which runs `programs` at once.
 
     Large tiles of int8 are for products that give every multiprocessor one.
     """
     whole = weight.values.dtype == INT8
     if rows <= FEW_ROWS:
-        return _FEW if whole or weight.squares else _FEW_FP8
-    if not whole:
-        return _MANY_FP8
-    large = triton.cdiv(rows, _LARGE) * triton.cdiv(weight.shape[0], _LARGE)
-    return _MANY_INT8 if rows >= _LARGE and large >= programs else _SOME_INT8
+        product = "int8 or squares, few rows" if whole or weight.squares else "FP8, few rows"
+    elif not whole:
+        product = "FP8, many rows"
+    else:
+        large = triton.cdiv(rows, _LARGE) * triton.cdiv(weight.shape[0], _LARGE)
+        product = f"int8, {'many' if rows >= _LARGE and large >= programs else 'some'} rows"
+    return product_tile(weight.values.device, product)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, operand_type
+from kernels.gpu.product_tiles import product_tile
 from kernels.gpu.swiglu import ACTIVATIONS, gated
 
 MOST_ROWS = 16
@@ -19,10 +20,6 @@ MOST_ROWS = 16
 
 _MANY_OUTPUTS = 16384
 """Rows of weights from which tiles of 64 give every multiprocessor two programs."""
-# On an H200 these came nearest to its bandwidth: the tall one to 91% and 99% of it (N = 28,672 and 128,256),
-# the short one to 52% to 78% where there is less to read, and more programs fill the device sooner.
-_SHORT_TILE = {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4}
-_TALL_TILE = {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
 
 
 # The rows of a step vary: one kernel serves them all. What a matrix is decides the rest.
@@ -143,7 +140,8 @@ def _launch(
         raise ValueError(f"rows of {x.shape[1]} numbers times weights of {weight.shape[1]}")
     if len(x) == 0:
         return
-    tiles = _TALL_TILE if len(weight) >= _MANY_OUTPUTS else _SHORT_TILE
+    shape = "tall" if len(weight) >= _MANY_OUTPUTS else "short"
+    tiles = product_tile(x.device, f"16 bits, few rows, {shape}")
     _skinny_linear[(triton.cdiv(len(weight), tiles["BN"]),)](
         check_dense("x", x),
         check_dense("weight", weight),
