@@ -71,7 +71,7 @@ _SMALL: Mapping[str, Tile] = MappingProxyType({"16 bits, few rows, tall": {"num_
 OTHERS: Mapping[str, Mapping[str, Tile]] = MappingProxyType(
     {"H100": {}, "A100": {}, "L40S": _SMALL, "RTX 4090": _SMALL}
 )
-"""What cards of card_tiles.py have in place of an H200's numbers."""
+"""Tiles of cards of card_tiles.py in place of an H200's numbers."""
 
 
 def card_tile(card: str, product: str) -> Tile:
