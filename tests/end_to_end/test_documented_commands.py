@@ -160,6 +160,9 @@ def run_curl(command: Command, stack: Stack, folder: Path) -> None:
     answer = json.loads(run([word.replace("8000", str(port)) for word in command.words]).stdout)
     if any(word.endswith("tokenize") for word in command.words):
         assert answer.get("tokens") or answer["prompt"]
+    elif any("/v2/" in word for word in command.words):
+        [text] = [one["data"][0] for one in answer["outputs"] if one["name"] == "text_output"]
+        assert "Paris" in text
     else:
         assert "Paris" in answer["choices"][0]["message"]["content"]
 

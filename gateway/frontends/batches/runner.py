@@ -146,7 +146,7 @@ class BatchRunner:
         if record.status == "in_progress":
             await self._run_lines(record)
         if record.status == "finalizing":
-            await asyncio.to_thread(self._finish, record)
+            await _written(self._finish, record)
 
     async def _validate(self, record: BatchRecord) -> None:
         faults, ids, number = list[BadLine](), set[str](), 0
@@ -170,7 +170,7 @@ class BatchRunner:
         record.total = len(ids)
         record.errors = [fault.as_object() for fault in faults]
         record.move("failed" if faults else "in_progress", time.time())
-        await asyncio.to_thread(self._store.save, record)
+        await _written(self._store.save, record)
 
     @contextlib.contextmanager
     def _input(self, record: BatchRecord) -> Iterator[Iterator[tuple[int, bytes]]]:
@@ -200,7 +200,7 @@ class BatchRunner:
                 file.close()
         record.ending = run.ending
         record.move("finalizing", time.time())
-        await asyncio.to_thread(self._store.save, record)
+        await _written(self._store.save, record)
 
     async def _feed(self, run: _Run) -> None:
         """Begin lines as slots become free, until all have a result or it is to end early."""
@@ -245,7 +245,7 @@ class BatchRunner:
                 run.ending = "expired"
             if saved != len(run.done):
                 saved = len(run.done)
-                await asyncio.to_thread(self._store.save, record)
+                await _written(self._store.save, record)
             await asyncio.sleep(LOOK_S)
 
     def _finish(self, record: BatchRecord) -> None:
@@ -254,3 +254,16 @@ class BatchRunner:
         record.error_file_id = self._store.publish(record, ERRORS, now)
         record.move(record.ending, now)
         self._store.save(record)
+
+
+async def _written(write: Callable[[BatchRecord], None], record: BatchRecord) -> None:
+    """Write a record in a thread, to the end even where the caller is cancelled.
+
+    The batch's lock is released after it: a write that is late must not replace that of another gateway.
+    """
+    writing = asyncio.ensure_future(asyncio.to_thread(write, record))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.gather(writing, return_exceptions=True)
+        raise

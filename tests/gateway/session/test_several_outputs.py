@@ -330,8 +330,8 @@ async def test_every_end_cancels_all_choices_on_both_workers(
     async with running(bundled, redis_url, prefill, decode) as stack:
         request = stack.request(request_id="several", sampling=pb.SamplingParams(n=3))
         if how == "time_limit":
-            request.stopping.time_limit.CopyFrom(Duration(nanos=300_000_000))
-        call = stack.stub.StreamGenerate(request, timeout=0.4 if how == "deadline" else None)
+            request.stopping.time_limit.CopyFrom(Duration(seconds=2))
+        call = stack.stub.StreamGenerate(request, timeout=2.5 if how == "deadline" else None)
         (work,) = await decode.wait_for("attach")
         step(decode, work, [tokens_of(c, 0, answers[c][:2]) for c in range(3)])
         await call.read()
