@@ -148,6 +148,35 @@ def test_base_and_adapters_side_by_side_equal_merged_weights(adapted: Adapted) -
         assert len({tuple(adapted.greedy(name, prompt)) for name in SERVED}) == len(SERVED)
 
 
+def test_beams_are_those_of_transformers_with_merged_weights(adapted: Adapted) -> None:
+    prompt, width, found = tiny_model.prompt(1500, 30), 3, []
+    for name in SERVED:
+        with Client(adapted.stack.address) as client:
+            answer = client.generate(
+                prompt, lora="" if name == MODEL else name, beam_width=width, n=width, max_tokens=MAX_TOKENS
+            )
+        oracle = _oracle(adapted.folder, adapted.adapters.get(name))
+        eos, ids = oracle.config.eos_token_id, torch.tensor([prompt])
+        with torch.inference_mode():
+            rows = oracle.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                max_new_tokens=MAX_TOKENS,
+                pad_token_id=0,
+                eos_token_id=eos,
+            )
+        found.append([_through_end(row, eos) for row in rows[:, len(prompt) :].tolist()])
+        assert [list(one.token_ids) for one in answer.choices] == found[-1]
+    assert len({str(one) for one in found}) == len(SERVED)  # the control: the others' would be noticed
+
+
+def _through_end(tokens: list[int], eos: int) -> list[int]:
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+
+
 def test_a_prompt_shares_no_cached_token_between_adapters(adapted: Adapted) -> None:
     prompt = tiny_model.prompt(1000, 100)
     assert [adapted.cached(name, prompt) for name in SERVED] == [0, 0, 0]
