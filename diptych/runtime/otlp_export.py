@@ -3,7 +3,7 @@
 Each is sent where the environment asks for it (`OTEL_METRICS_EXPORTER=otlp`, `OTEL_LOGS_EXPORTER=otlp`) and
 names an endpoint. Metrics are those of `/metrics`: they are read on the event loop, as a scrape does, and
 sent by another thread. Log records are queued and sent by a thread of the SDK; a full queue loses the oldest.
-Nothing waits for a collector.
+Nothing waits for a collector. OpenTelemetry is imported where something is sent: `diptych bench` lacks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diptych.runtime.log_format import request_id_of
 from diptych.runtime.task_cancellation import end_task
-from diptych.runtime.telemetry import service_resource
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric as OtlpMetric
@@ -90,6 +89,8 @@ def start_metric_export(
         return None
     text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "").strip()
     interval_ms = int(text) if text.isdecimal() and int(text) else _INTERVAL_MS
+    from diptych.runtime.telemetry import service_resource
+
     export = MetricExport(registry, exporter, service_resource(service_name, worker_id), interval_ms / 1000)
     export.start()
     return export
@@ -206,6 +207,8 @@ def log_export_handler(service_name: str, worker_id: str) -> OtlpLogHandler | No
         return None
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+    from diptych.runtime.telemetry import service_resource
 
     provider = LoggerProvider(service_resource(service_name, worker_id), shutdown_on_exit=False)
     provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
