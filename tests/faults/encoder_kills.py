@@ -39,7 +39,7 @@ from tests.faults.system import (
 )
 
 FAMILIES = ("idefics3", "qwen3_vl")
-"""One whose images have several tiles, and one whose rows have a part for each of the first layers."""
+"""Families: images of the first have several tiles, rows of the other a part for each of the first layers."""
 TRANSPORTS = ("auto", "tcp")
 """With `auto` rows go through shared memory."""
 FLAGS = (*PAIRS, "--encode-workers", "2", "--kv-blocks", "512", "--set", "gateway.max-images=4")

@@ -78,7 +78,7 @@ def test_streams_outlive_a_rank(hosts: Hosts, role: str, where: str, after: int,
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_streams_outlive_a_rank_that_stops(hosts: Hosts, role: str) -> None:
-    """Its shares neither leave nor are taken: the step is late, or blocks are not acknowledged."""
+    """Shares of that rank neither leave nor are taken: the step is late, or blocks stay unacknowledged."""
     expected = ask(hosts.address, ["greedy"], length=120)
     where = {"prefill": "prefill.granted", "decode": "decode.step"}[role]
     hosts.armory.arm(where, "freeze", after=0 if role == "prefill" else 8)
@@ -99,7 +99,7 @@ def test_streams_outlive_a_rank_that_stops(hosts: Hosts, role: str) -> None:
 @pytest.mark.parametrize("after", [3, 4, 5, 6])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_streams_outlive_a_rank_between_two_shares(hosts: Hosts, how: str, after: int) -> None:
-    """One that stays stopped holds its group for no longer than a network that fell silent would."""
+    """A rank that stays stopped holds its group for no longer than a network that fell silent would."""
     length = 200 + 2 * after + (how == "stopped")
     hosts.armory.arm(BETWEEN_SHARES, "freeze", after=after)
     with ThreadPoolExecutor(1) as other:

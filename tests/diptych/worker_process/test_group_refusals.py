@@ -1,4 +1,4 @@
-"""What does not work with several parts, ranks or stages, refused by the name of its flag at the start."""
+"""Settings and models that do not go with several parts, ranks or stages: refused by flag at the start."""
 
 from __future__ import annotations
 

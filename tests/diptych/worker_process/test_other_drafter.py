@@ -67,7 +67,7 @@ async def test_the_models_own_keys_and_values_are_handed_over(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_one_prefill_worker_serves_decode_workers_of_every_drafter(transport: str) -> None:
-    """Its steps are of blocks of one size at a time, and all prompts come at once."""
+    """Steps are of blocks of one size at a time, and all prompts come at once."""
     drafts = ([None, "first", "same"], ["first"])
     many = house(transport, decodes=3, drafts=drafts, backend="native", blocks=90, scratch=200, chunk=32)
     async with many as made:

@@ -103,7 +103,7 @@ async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend
 
 
 SYSTEM = PROMPT[:30]
-"""What prompts begin with: more than the window."""
+"""Begin of all prompts, longer than the window."""
 
 
 def asking(number: int, tokens: int) -> tuple[int, ...]:
