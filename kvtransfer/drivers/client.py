@@ -30,7 +30,7 @@ from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
 from kvtransfer.transports import in_process, registry, tcp
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
-from kvtransfer.transports.tcp_by_rank import has_shares_alone, one_holder
+from kvtransfer.transports.tcp_by_rank import can_go_by_rank, one_holder
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -177,9 +177,9 @@ class HandoffClient:
 
     def _holders(self, process: tuple[str, int]) -> Holders:
         """Return the processes that send shares of blocks to a decode process; empty: blocks go whole."""
-        if self._device.type != "cpu" or self._tls is not None or not has_shares_alone(self._layout):
-            return ()
         if tcp.NAME not in self._transports or process in self._takes_whole:
+            return ()
+        if not can_go_by_rank(self._layout, self._device, self._tls):
             return ()
         own = None if self._ranks is None else self._ranks.holders
         return own if own is not None else one_holder(self._layout)

@@ -33,7 +33,7 @@ from kvtransfer.transports.base import (
 from kvtransfer.transports.cuda_mapping import CudaMapping
 from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
-from kvtransfer.transports.tcp_by_rank import ByRankChannel, has_shares_alone
+from kvtransfer.transports.tcp_by_rank import ByRankChannel, can_go_by_rank
 from kvtransfer.transports.tcp_receiver_by_rank import ByRankReceiver
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU, in_process.NAME})
@@ -119,11 +119,9 @@ def make_receiver(
 def _tcp_receiver(
     memory: KVMemory, host: str, hooks: ReceiverHooks, tls: InternalTls | None
 ) -> ReceivingTransport:
-    """Make the end of the decode worker over tcp: by rank as well, where blocks have no segment beside shares
-    and sockets are plain.
-    """
+    """Make the end of the decode worker over tcp: by rank as well, where that can be."""
     whole = tcp.tcp_receiver(host, memory, hooks, tls)
-    if tls is not None or memory.device.type != "cpu" or not has_shares_alone(memory.layout):
+    if not can_go_by_rank(memory.layout, memory.device, tls):
         return whole
     return ByRankReceiver(whole, host, memory, hooks)
 

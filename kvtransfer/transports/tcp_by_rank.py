@@ -14,10 +14,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+import torch
+
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_routes import Holders, kv_routes, within
 from diptych.engine.parallel.kv_shares import KVShare, whole_share
 from diptych.runtime.bind_address import join_host_port
+from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.transports.base import Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.failpoints import damage_payload, damage_place
@@ -45,9 +48,11 @@ def holders_of(memory: KVMemory) -> Holders:
     return one_holder(memory.layout)
 
 
-def has_shares_alone(layout: KVLayout) -> bool:
-    """Return whether blocks have nothing beside shares of heads: no draft model's segment, and no window."""
-    return layout.draft is None and layout.windows is None
+def can_go_by_rank(layout: KVLayout, device: torch.device, tls: InternalTls | None) -> bool:
+    """Return whether each rank can send and receive its own shares of blocks: these lie in host memory, with
+    nothing beside shares of heads (a draft model's segment, a window), and sockets are plain.
+    """
+    return device.type == "cpu" and tls is None and layout.draft is None and layout.windows is None
 
 
 def one_holder(layout: KVLayout) -> Holders:
