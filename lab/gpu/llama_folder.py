@@ -36,7 +36,7 @@ def write_llama_folder(
     The weights are made on `device`; with `awq_group` matrices of layers are AWQ's, so many inputs a group.
     Needs transformers.
     """
-    config = _config(shape)
+    config = decoder_config(shape, "LlamaForCausalLM", "llama")
     make: Make = partial(random_tensor, device=device, dtype=dtype)
     if awq_group is not None:
         config["quantization_config"] = awq.config(awq_group)
@@ -67,10 +67,11 @@ def _write_tokenizer(folder: Path) -> None:
     AutoTokenizer.from_pretrained(bundled.parent, gguf_file=bundled.name).save_pretrained(folder)
 
 
-def _config(shape: ModelShape) -> dict[str, object]:
+def decoder_config(shape: ModelShape, architecture: str, model_type: str) -> dict[str, object]:
+    """Return the fields of config.json that Llama and its kin share."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -89,17 +90,34 @@ def _config(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def _shards(shape: ModelShape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the tensors of each file: names and sizes."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a layer's norms and matrices of attention, by their names below it."""
+    hidden = shape.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
+    return {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries),
         "post_attention_layernorm": (hidden,),
+    }
+
+
+def outer_sizes(shape: ModelShape) -> Sizes:
+    """Return the sizes of the tensors outside of layers."""
+    matrix = (shape.vocab_size, shape.hidden_size)
+    return {
+        "model.embed_tokens.weight": matrix,
+        "model.norm.weight": (shape.hidden_size,),
+        "lm_head.weight": matrix,
+    }
+
+
+def _shards(shape: ModelShape) -> Iterator[Sizes]:
+    """Yield the tensors of each file: names and sizes."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    layer = attention_sizes(shape) | {
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
@@ -110,8 +128,7 @@ def _shards(shape: ModelShape) -> Iterator[dict[str, tuple[int, ...]]]:
             for number in range(first, min(first + _LAYERS_A_FILE, shape.num_layers))
             for name, size in layer.items()
         }
-    matrix = (shape.vocab_size, hidden)
-    yield {"model.embed_tokens.weight": matrix, "model.norm.weight": (hidden,), "lm_head.weight": matrix}
+    yield outer_sizes(shape)
 
 
 def random_tensor(

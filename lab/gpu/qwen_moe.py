@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 
 from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
-from lab.gpu.llama_folder import Sizes, random_tensor, write_folder
+from lab.gpu.llama_folder import (
+    Sizes,
+    attention_sizes,
+    decoder_config,
+    outer_sizes,
+    random_tensor,
+    write_folder,
+)
 from lab.gpu.model_step import tiny
 from lab.gpu.random_model import QWEN3_8B
 
@@ -48,16 +55,7 @@ def _is_matrix(size: tuple[int, ...]) -> bool:
 def _config(shape: ModelShape) -> dict[str, object]:
     experts = shape.experts
     assert experts is not None
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
+    return decoder_config(shape, "Qwen3MoeForCausalLM", "qwen3_moe") | {
         "moe_intermediate_size": experts.intermediate_size,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,
@@ -65,14 +63,6 @@ def _config(shape: ModelShape) -> dict[str, object]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "attention_bias": False,
-        "rms_norm_eps": shape.rms_eps,
-        "rope_theta": shape.rotations[0].theta,
-        "max_position_embeddings": shape.max_context,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
 
 
@@ -80,16 +70,9 @@ def _layer(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a layer's tensors, by their names below it."""
     experts, hidden = shape.experts, shape.hidden_size
     assert experts is not None
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
+    sizes = attention_sizes(shape) | {
         "self_attn.q_norm": (shape.head_dim,),
         "self_attn.k_norm": (shape.head_dim,),
-        "post_attention_layernorm": (hidden,),
         "mlp.gate": (experts.num_experts, hidden),
     }
     for number in range(experts.num_experts):
@@ -104,6 +87,4 @@ def _layer(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def _shards(shape: ModelShape) -> Iterator[Sizes]:
     for number in range(shape.num_layers):
         yield {f"model.layers.{number}.{name}.weight": size for name, size in _layer(shape).items()}
-    matrix = (shape.vocab_size, shape.hidden_size)
-    hidden = (shape.hidden_size,)
-    yield {"model.embed_tokens.weight": matrix, "model.norm.weight": hidden, "lm_head.weight": matrix}
+    yield outer_sizes(shape)

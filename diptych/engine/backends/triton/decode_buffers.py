@@ -41,13 +41,15 @@ _FIELDS: _Kinds = {
 }
 FIELD_TYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, (kind, _) in _FIELDS.items()}
 """Type of each field on the device."""
+BLOCKS = "block_ids"
+"""Field with the block of each row's token, which each table of layers has (`of_table`)."""
 WINDOW_LENGTHS = "window_lengths"
 """Field like `lengths`, of windowed tables, where there are any."""
 
 
-def block_field(table: int) -> str:
-    """Return the field with the block of each row's token in a table; 0 is that of all tokens."""
-    return f"block_ids_{table}" if table else "block_ids"
+def of_table(name: str, table: int) -> str:
+    """Return the field that is `name` for the layers of a table; 0 is that of all tokens."""
+    return f"{name}_{table}" if table else name
 
 
 def _fields(tables: int) -> _Kinds:
@@ -55,7 +57,7 @@ def _fields(tables: int) -> _Kinds:
     if tables == 1:
         return _FIELDS
     wide = {name: kind for name, kind in _FIELDS.items() if np.dtype(kind[0]).itemsize == 8}
-    blocks: _Kinds = {block_field(table): (np.int64, NO_BLOCK) for table in range(1, tables)}
+    blocks: _Kinds = {of_table(BLOCKS, table): (np.int64, NO_BLOCK) for table in range(1, tables)}
     return wide | blocks | _FIELDS | {WINDOW_LENGTHS: (np.int32, 0)}
 
 
@@ -71,7 +73,7 @@ class RowFields:
 
     def __init__(self, rows: int, device: torch.device, tables: int = 1) -> None:
         """Allocate fields of `rows` rows that have so many tables each."""
-        self._kinds, self._blocks = _fields(tables), [block_field(table) for table in range(tables)]
+        self._kinds, self._blocks = _fields(tables), [of_table(BLOCKS, table) for table in range(tables)]
         sizes = [np.dtype(kind).itemsize * rows for kind, _ in self._kinds.values()]
         pinned = device.type == "cuda"
         self._rows = rows

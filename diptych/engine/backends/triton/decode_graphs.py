@@ -22,11 +22,12 @@ import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import (
+    BLOCKS,
     TURNS,
     WINDOW_LENGTHS,
     BlockTables,
     RowFields,
-    block_field,
+    of_table,
 )
 from diptych.engine.backends.triton.device_wait import StepNap
 from diptych.engine.backends.triton.layers import Layers
@@ -207,7 +208,7 @@ class DecodeGraphs:
         lengths = ["lengths", *[WINDOW_LENGTHS] * (len(self._tables) - 1)]
         tables = (
             TableRows(
-                fields[block_field(number)][:rows],
+                fields[of_table(BLOCKS, number)][:rows],
                 (Group(memory.data, every, DecodeRows(every, table.device[:rows], fields[name][:rows]), ()),),
             )
             for number, (table, name) in enumerate(zip(self._tables, lengths, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks, written_blocks
 from diptych.engine.batch import AbortWords, SequenceStep, window_cuts
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -22,13 +23,8 @@ _ALIGNED = 16
 """Fields begin at multiples of so many bytes; memories lie multiples of so many numbers from the anchor."""
 
 
-BLOCKS, STARTS, TABLES = "block_ids", "starts", "tables"
-"""Fields that each table of layers has (`of_table`)."""
-
-
-def of_table(name: str, table: int) -> str:
-    """Return the field that is `name` for the layers of a table; 0 is that of all tokens."""
-    return f"{name}_{table}" if table else name
+STARTS, TABLES = "starts", "tables"
+"""Fields that each table of layers has, beside BLOCKS (`of_table`)."""
 
 
 class PromptFields:

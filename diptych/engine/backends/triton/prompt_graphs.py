@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
+from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
 from diptych.engine.backends.triton.device_wait import LONG_TOKENS
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep, TableRows
-from diptych.engine.backends.triton.prompt_buffers import BLOCKS, STARTS, TABLES, PromptFields, of_table
+from diptych.engine.backends.triton.prompt_buffers import STARTS, TABLES, PromptFields
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 

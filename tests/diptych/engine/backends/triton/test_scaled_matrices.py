@@ -304,7 +304,7 @@ def test_experts_of_full_numbers_are_rounded_and_kept_in_codes(precision: Precis
 
 
 def test_norms_and_activations_round_what_no_adapter_reads() -> None:
-    """Of a layer without adapters only the output product's inputs are rounded alone; no bit changes."""
+    """Count launches: without adapters only the output product's inputs are rounded alone; no bit changes."""
     shape = shape_of()
     weights = with_matrices(weights_of(shape, torch.bfloat16), lambda _, matrix: quantise(matrix, FP8))
     launched: Counter[str] = Counter()
