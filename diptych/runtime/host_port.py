@@ -10,8 +10,3 @@ def parse_address(text: str) -> tuple[str, int]:
     if host in ("0.0.0.0", "::"):  # noqa: S104: refused, not listened on
         raise ValueError("must be an address that other hosts reach")
     return host, int(port)
-
-
-def host_port(host: str, port: int) -> str:
-    """Return an address as HOST:PORT, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from diptych.runtime.host_port import host_port
+from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.internal_tls import InternalTls, NotTrusted, names_in, require_role
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError
@@ -89,7 +89,7 @@ class DataListener:
         if self._server is None:
             raise TransportError("not started")
         host, port = self._server.sockets[0].getsockname()[:2]
-        return host_port(host, port)
+        return join_host_port(host, port)
 
     def admit(self, writer: WriterId) -> bytes:
         """Let the process that shows the returned token, once unless tokens are reusable, act as `writer`."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_routes import Holders, kv_routes, within
 from diptych.engine.parallel.kv_shares import KVShare, whole_share
-from diptych.runtime.host_port import host_port
+from diptych.runtime.bind_address import join_host_port
 from kvtransfer.transports.base import Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.failpoints import damage_payload, damage_place
@@ -122,7 +122,7 @@ class ByRankChannel:
             holder = welcome.holders[target]
             pieces = tuple(within(piece, held) for piece in self._routes[source, target])
             host, port = endpoint_address(replace(welcome, endpoint=holder.endpoint))
-            targets.append(PushTarget(target, host_port(host, port), holder.tokens[source], pieces))
+            targets.append(PushTarget(target, join_host_port(host, port), holder.tokens[source], pieces))
         return self._ranks.open_pushes(source, self._number, targets)
 
     @property

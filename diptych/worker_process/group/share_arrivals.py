@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from diptych.runtime.host_port import host_port
+from diptych.runtime.bind_address import join_host_port
 from kvtransfer.transports.data_listener import REGISTRATION_S
 from kvtransfer.transports.rank_data import (
     ACCEPTED,
@@ -57,7 +57,7 @@ class ShareArrivals:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         port = self._listener.getsockname()[1]
-        self.endpoint = host_port(host, port)
+        self.endpoint = join_host_port(host, port)
         self._secret, self._largest, self._tell = secret, largest, tell
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._changed = threading.Condition()
