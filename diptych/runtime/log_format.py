@@ -54,5 +54,6 @@ class JsonFormatter(logging.Formatter):
 
 def request_id_of(record: logging.LogRecord) -> str | None:
     """Return the id of the request that a record is about; None where it names none."""
-    named = str(record.msg).startswith(_OF_REQUEST) and isinstance(record.args, tuple) and record.args
-    return str(record.args[0]) if named and isinstance(record.args, tuple) else None
+    if not (isinstance(record.args, tuple) and record.args and str(record.msg).startswith(_OF_REQUEST)):
+        return None
+    return str(record.args[0])

@@ -9,15 +9,14 @@ Nothing waits for a collector. OpenTelemetry is imported where something is sent
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from diptych.runtime.log_format import request_id_of
+from diptych.runtime.otlp import FLUSH_S, exporter_module, flush, has_endpoint, protocol_of, sdk_disabled
 from diptych.runtime.task_cancellation import end_task
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.samples import Sample
 
-_FLUSH_S: Final = 2.0
 _INTERVAL_MS: Final = 60_000  # of the OpenTelemetry specification
 _OWN: Final = "opentelemetry"
 """Loggers whose records are about sending: sent, each would make the next."""
@@ -57,7 +55,7 @@ class MetricExport:
         """Send what there is, for two seconds at most."""
         await end_task(self._task)
         data = self._data()
-        await asyncio.to_thread(_within_flush, lambda: self._finish(data))
+        await asyncio.to_thread(flush, lambda: self._finish(data))
 
     async def _run(self) -> None:
         while True:
@@ -68,7 +66,7 @@ class MetricExport:
                 _log.exception("metrics could not be sent; trying on")
 
     def _finish(self, data: Any) -> None:
-        self._exporter.export(data, timeout_millis=_FLUSH_S * 1000)
+        self._exporter.export(data, timeout_millis=FLUSH_S * 1000)
         self._exporter.shutdown()
 
     def _data(self) -> Any:
@@ -196,7 +194,7 @@ class OtlpLogHandler(logging.Handler):
         """Send what is left, for two seconds at most."""
         provider, self._provider = self._provider, None
         if provider is not None:
-            _within_flush(provider.shutdown)
+            flush(provider.shutdown)
         super().close()
 
 
@@ -217,25 +215,17 @@ def log_export_handler(service_name: str, worker_id: str) -> OtlpLogHandler | No
 
 def wants_export(signal: str, environment: Mapping[str, str]) -> bool:
     """Return whether the environment asks for a signal, "metrics" or "logs", and names an endpoint."""
-    name = signal.upper()
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    if environment.get(f"OTEL_{name}_EXPORTER", "").strip().lower() != "otlp":
-        return False
-    endpoints = (f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return any(environment.get(one, "").strip() for one in endpoints)
+    asked = environment.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() == "otlp"
+    return asked and not sdk_disabled(environment) and has_endpoint(signal, environment)
 
 
 def _exporter(signal: str, module: str, kind: str) -> Any:
     """Return the exporter of a signal; None where none is asked for, or, with a log line, there is none."""
     if not wants_export(signal, os.environ):
         return None
-    variables = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    asked = next((text for name in variables if (text := os.environ.get(name, "").strip())), "grpc")
-    package = "http" if asked == "http/protobuf" else asked
+    asked = protocol_of(signal, os.environ)
     try:
-        found = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.{module}")
-        return getattr(found, kind)()
+        return getattr(exporter_module(asked, module), kind)()
     except Exception as error:  # as with traces: a value that the SDK cannot read is no reason not to serve
         _log.warning("no %s are sent over OTLP by %s: %s", signal, asked, error)
         return None
@@ -253,10 +243,3 @@ def _severity(level: int) -> Any:
         if level >= least:
             return severity
     return SeverityNumber.DEBUG
-
-
-def _within_flush(work: Any) -> None:
-    """Do what may wait for a collector that is gone, for two seconds at most."""
-    thread = threading.Thread(target=work, name="otlp-flush", daemon=True)
-    thread.start()
-    thread.join(_FLUSH_S)

@@ -1,9 +1,11 @@
-"""Cancellation of tasks that is certain to end them."""
+"""Cancellation of tasks: certain to end them, and not before what must not be left halfway."""
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _AGAIN_S = 0.05
 _log = logging.getLogger(__name__)
 
@@ -22,3 +24,13 @@ async def end_task(task: "asyncio.Task[Any] | None") -> None:
         await asyncio.wait([task], timeout=_AGAIN_S)
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("task %s ended with an error", task.get_name(), exc_info=error)
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Return what `work` returns. A caller that is cancelled meanwhile waits for its end first."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise

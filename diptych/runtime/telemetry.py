@@ -6,10 +6,8 @@ thread exports them. Without an OTLP endpoint in the environment nothing is made
 `OTEL_*` variables work as everywhere. Prompt and completion text is never put on a span.
 """
 
-import importlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +22,13 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, S
 
 from diptych import __version__
 from diptych.runtime import trace_context
+from diptych.runtime.otlp import FLUSH_S, exporter_module, flush, has_endpoint, protocol_of, sdk_disabled
 from diptych.runtime.trace_context import NO_TRACE, Headers, ReservedIds
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
 
-_FLUSH_S = 2.0
-_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION")
-_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 # The codes that the semantic conventions count as the server's fault; others leave a server span unset.
 _SERVER_FAULTS = frozenset(
@@ -178,11 +174,8 @@ class Telemetry:
         if self._provider is None:
             return
         # The exporter's own shutdown may wait half a minute for a collector that is gone.
-        thread = threading.Thread(target=self._provider.shutdown, name="otlp-flush", daemon=True)
-        thread.start()
-        thread.join(_FLUSH_S)
-        if thread.is_alive():
-            _log.warning("the last spans were not exported within %.0f s", _FLUSH_S)
+        if not flush(self._provider.shutdown):
+            _log.warning("the last spans were not exported within %.0f s", FLUSH_S)
 
 
 class ServerSpan:
@@ -258,23 +251,17 @@ def _forget_variables_of_no_effect() -> None:
 
 
 def _enabled_by_environment() -> bool:
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
-        return False
-    return any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
+    wanted = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() != "none"
+    return wanted and not sdk_disabled(os.environ) and has_endpoint("traces", os.environ)
 
 
 def _exporter() -> SpanExporter | None:
     """Return the exporter of the protocol that the environment names; None, with a log line, if it is not
     there.
-
-    Imported only now: without tracing it would be a tenth of a second of every start.
     """
-    asked = next((text for name in _PROTOCOL_VARIABLES if (text := os.environ.get(name, "").strip())), "grpc")
-    package = "http" if asked == "http/protobuf" else asked
+    asked = protocol_of("traces", os.environ)
     try:
-        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
+        module = exporter_module(asked, "trace_exporter")
     except ImportError:
         _log.warning(
             "no traces are sent: for OTEL_EXPORTER_OTLP_PROTOCOL=%s there is no exporter here; "

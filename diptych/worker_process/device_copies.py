@@ -21,6 +21,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.pinned import PageLock, PinnedEntry, PinnedSlots
+from diptych.runtime.task_cancellation import to_its_end
 from kvtransfer.transports.cuda_driver import register_page, unregister_page
 from kvtransfer.transports.host_blocks import host_view
 
@@ -117,12 +118,8 @@ class DeviceCopies:
             for block, payload in zip(blocks, payloads, strict=True)
         ]
         done = self._queue.copy(copies, self._queue.mark_steps())
-        waiting = asyncio.ensure_future(asyncio.to_thread(done.synchronize))
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            await waiting  # the device still writes to the blocks
-            raise
+        # Until then the device writes to the blocks, also where this is cancelled.
+        await to_its_end(asyncio.to_thread(done.synchronize))
 
 
 class CudaPageLock:

@@ -28,6 +28,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.internal_tls import InternalTls
+from diptych.runtime.task_cancellation import to_its_end
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import process_group
 from kvtransfer.transports.base import (
@@ -264,12 +265,8 @@ class ProcessGroupChannel:
         if len(self._in_flight) == SLOTS:  # the slot is free when what it held was taken at the other end
             await self._connection.until_acknowledged(self._in_flight.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
-        packing = asyncio.create_task(self._packer.run(self._staging.pack, slot, run, at, count))
-        try:
-            digests = await asyncio.shield(packing)
-        except asyncio.CancelledError:
-            await packing  # until then the blocks are read
-            raise
+        # Until then the blocks are read, also where this is cancelled.
+        digests = await to_its_end(self._packer.run(self._staging.pack, slot, run, at, count))
         self._sent += count
         self._in_flight.append(self._sent)
         header = _HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from decode_worker.config import DecodeSettings
+from diptych.runtime.otlp import FLUSH_S
 from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.telemetry import _FLUSH_S
 from diptych.worker_process.config import RoleSettings
 from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
@@ -107,10 +107,10 @@ def settings_of(program: str, flags: list[str], variables: Mapping[str, str], pa
 def leaves_within_s(settings: ProgramSettings) -> float:
     """From SIGTERM to the end of the process, when nothing finishes by itself."""
     if isinstance(settings, GatewaySettings):
-        return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + _FLUSH_S
+        return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + FLUSH_S
     assert isinstance(settings, RoleSettings)
     return (
-        DrainDeadline(settings.worker_shutdown_timeout, 0.0).end_at + 2 * LAST_MESSAGES_S + CLOSE_S + _FLUSH_S
+        DrainDeadline(settings.worker_shutdown_timeout, 0.0).end_at + 2 * LAST_MESSAGES_S + CLOSE_S + FLUSH_S
     )
 
 

@@ -6,7 +6,6 @@ Recording programs stand for those that need one; the chart with its values is r
 from __future__ import annotations
 
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from tests.deploy.helm import CHART, run_helm
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.rendering import parse, pod_templates, schema_faults
-from tests.deploy.test_podman import Run, shlex_lines
+from tests.deploy.scripts import Run, dry_run, recorded_run
 
 SCRIPT = DEPLOY / "cluster.sh"
 RECORDER = """#!/bin/bash
@@ -38,16 +37,7 @@ done
 
 def dry(*options: str) -> Run:
     """Run the script without kubectl and helm on the path."""
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--dry-run", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin"},
-    )
-    lines = shlex_lines(done.stdout) if done.returncode == 0 else []
-    return Run(done.returncode, done.stdout + done.stderr, lines)
+    return dry_run(SCRIPT, *options)
 
 
 def recorded(folder: Path, *options: str, fails: str = "nothing-like-it", changes: str = "never") -> Run:
@@ -60,15 +50,7 @@ def recorded(folder: Path, *options: str, fails: str = "nothing-like-it", change
         start = RECORDER.format(name=name, record=shlex.quote(str(record)), fails=shlex.quote(fails))
         program.write_text(start + (tail.format(text=text) if name == "curl" else tail))
         program.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PATH": f"{folder}:/usr/bin:/bin"},
-    )
-    return Run(done.returncode, done.stdout + done.stderr, shlex_lines(record.read_text()))
+    return recorded_run(SCRIPT, folder, record, *options)
 
 
 def verbs(run: Run) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from diptych.runtime.env import unknown_variables
 from diptych.runtime.http_edge import _OPERATOR
 from tests.deploy.manifests import DEPLOY, leaves_within_s, settings_of
+from tests.deploy.scripts import Run, dry_run, recorded_run
 
 SCRIPT = DEPLOY / "podman.sh"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -25,30 +25,9 @@ printf '%q ' podman "$@" >> {recorded}; echo >> {recorded}
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """Exit status, what was written, and the commands."""
-
-    status: int
-    text: str
-    commands: list[list[str]]
-
-
 def dry(*options: str) -> Run:
     """Run the script without podman on the path."""
-    command = ["bash", str(SCRIPT), "--dry-run", "--name", "try", *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env={"PATH": "/usr/bin:/bin"}
-    )
-    lines = shlex_lines(done.stdout) if done.returncode == 0 else []
-    return Run(done.returncode, done.stdout + done.stderr, lines)
-
-
-def shlex_lines(text: str) -> list[list[str]]:
-    """Read bash's quotes, $'…' with escapes among them: by bash."""
-    shown = r"""while IFS= read -r line; do eval "words=($line)"; printf '%s\0' "${words[@]}" $'\1'; done"""
-    done = subprocess.run(["bash", "-c", shown], input=text, capture_output=True, text=True, check=True)
-    return [line.split("\0")[:-1] for line in done.stdout.split("\1\0")[:-1]]
+    return dry_run(SCRIPT, "--name", "try", *options)
 
 
 def recorded(folder: Path, fails: str = "nothing-like-it", status: int = 0) -> Run:
@@ -59,15 +38,7 @@ def recorded(folder: Path, fails: str = "nothing-like-it", status: int = 0) -> R
         PODMAN.format(recorded=shlex.quote(str(record)), fails=shlex.quote(fails), status=status)
     )
     program.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--name", "try"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PATH": f"{folder}:/usr/bin:/bin"},
-    )
-    return Run(done.returncode, done.stdout + done.stderr, shlex_lines(record.read_text()))
+    return recorded_run(SCRIPT, folder, record, "--name", "try")
 
 
 def left(commands: list[list[str]]) -> set[str]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Final
 
+from diptych.runtime.task_cancellation import to_its_end
 from gateway.access.access import Caller
 from gateway.frontends.batches.line_call import LineRunner
 from gateway.frontends.batches.lines import MAX_FAULTS, MAX_LINES, BadLine, BatchLine, not_run, read_line
@@ -261,9 +262,4 @@ async def _written(write: Callable[[BatchRecord], None], record: BatchRecord) ->
 
     The batch's lock is released after it: a write that is late must not replace that of another gateway.
     """
-    writing = asyncio.ensure_future(asyncio.to_thread(write, record))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.gather(writing, return_exceptions=True)
-        raise
+    await to_its_end(asyncio.to_thread(write, record))

@@ -99,7 +99,7 @@ class KServeRoutes:
         return _readiness({"ready": self._ready()})
 
     async def _describe(self, model: ModelPath, request: web.BaseRequest) -> web.StreamResponse:
-        call = HttpCall(_route("{model}", model.action), request, self._calls.clock())
+        call = HttpCall(_route(model.action), request, self._calls.clock())
         try:
             with self._calls.account(call):
                 core, name = find_model(self._router, model.name, model.version, call.caller)
@@ -112,7 +112,7 @@ class KServeRoutes:
             return await call.fail(error)
 
     async def _infer(self, model: ModelPath, request: web.BaseRequest) -> web.StreamResponse:
-        call = HttpCall(_route("{model}", model.action), request, self._calls.clock())
+        call = HttpCall(_route(model.action), request, self._calls.clock())
         size = _json_bytes(request)
         # A caller that is refused need not send a body.
         read = read_json if size is None else read_bytes
@@ -150,8 +150,8 @@ def with_kserve_errors(respond: Respond) -> Respond:
     return responding
 
 
-def _route(name: str, action: str) -> str:
-    return f"{_MODELS}{name}/{action}" if action else f"{_MODELS}{name}"
+def _route(action: str) -> str:
+    return f"{_MODELS}{{model}}/{action}" if action else f"{_MODELS}{{model}}"
 
 
 def _readiness(body: dict[str, object]) -> web.Response:

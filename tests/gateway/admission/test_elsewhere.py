@@ -1,4 +1,4 @@
-"""What tenants got at other gateways: debts in the queue's turns, and unequal shares of the places."""
+"""Service of tenants at other gateways: debts in the queue's turns, and unequal shares of the places."""
 
 from __future__ import annotations
 
