@@ -34,12 +34,14 @@ def chosen_operators(
     Raises TritonUnavailable, or UnsupportedModel where the named one cannot be had.
     """
     name = environment.get(VARIABLE) or "own"
-    if batch_invariant:
-        if name == "fp8":
-            raise UnsupportedModel(f"--batch-invariant: {VARIABLE}=fp8 is not what decode attention computes")
-        return invariant_operators()
     if name not in ("own", "flash", "fp8"):
         raise UnsupportedModel(f"{VARIABLE} is {name!r}: it must be own, flash or fp8")
+    if batch_invariant:
+        if name != "own":
+            raise UnsupportedModel(
+                f"--batch-invariant: {VARIABLE}={name} is not what decode attention computes"
+            )
+        return invariant_operators()
     operators = triton_operators()
     if name == "flash":
         return replace(operators, paged_prefill=_flash())

@@ -59,7 +59,9 @@ def test_what_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         choose("fp8", device="cuda", fp8_cache=True)
 
 
-def test_the_batch_invariant_step_refuses_products_of_fp8() -> None:
+def test_the_batch_invariant_step_refuses_every_other_attention() -> None:
     assert choose(None, batch_invariant=True).paged_prefill is invariant_prefill
     with pytest.raises(UnsupportedModel, match="--batch-invariant: DIPTYCH_PREFILL_ATTENTION=fp8"):
         choose("fp8", fp8_cache=True, batch_invariant=True)
+    with pytest.raises(UnsupportedModel, match="--batch-invariant"):
+        choose("flash", batch_invariant=True)
