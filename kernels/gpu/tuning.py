@@ -81,13 +81,17 @@ def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple
 
     Found on an H200 with heads of 128 and blocks of 16, in 16 and 8 bits: many programs of few threads, each
     with little on its way, move more than few with deep pipelines. FP8 in three stages does not compile:
-    a key of one byte is too small for their copies.
+    a key of one byte is too small for their copies. `fold` is 1 where the last split of a row joins them, 0
+    where a launch of its own does (decode_splits.py has the arithmetic; no card has measured it).
     """
+    fold = ("fold", 1)
     if itemsize == 4:
-        return (("tile", 16 if head_dim > 128 else 32), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
+        tile = ("tile", 16 if head_dim > 128 else 32)
+        return (tile, ("num_warps", 4), ("num_stages", 3), ("programs", 2), fold)
     if head_dim > 128 or block_size > 32:
-        return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4))
-    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12 if itemsize == 1 else 16))
+        return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4), fold)
+    programs = ("programs", 12 if itemsize == 1 else 16)
+    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), programs, fold)
 
 
 def prefill_default(
@@ -137,9 +141,12 @@ def decode_candidates(head_dim: int) -> Iterable[Config]:
             for num_stages in (2, 3, 5):
                 if 2 * tile * head_dim * 2 * num_stages <= _SHARED_MEMORY // 2:
                     for programs in (4, 8, 12, 16):
-                        yield _config(
-                            tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs
-                        )
+                        # Without the fold where it may be better, at the tiles that were best so far.
+                        for fold in (1, 0) if (tile, num_warps, num_stages) == (32, 1, 2) else (1,):
+                            yield _config(
+                                tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs,
+                                fold=fold,
+                            )  # fmt: skip
 
 
 def prefill_candidates(head_dim: int) -> Iterable[Config]:
