@@ -54,6 +54,15 @@ ON_H200: Mapping[str, Tile] = MappingProxyType(
         "codes, many rows": {"ROWS": 64, "BN": 64, "AHEAD": 0, "num_warps": 4, "num_stages": 3},
         "codes, many rows, long runs": {"ROWS": 64, "BN": 64, "AHEAD": 0, "num_warps": 4, "num_stages": 2},
         "FP8, few rows": {"ROWS": 16, "BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+        # By arithmetic (scaled_linear.py).
+        "FP8, few rows as they are, wide": {"ROWS": 16, "BN": 32, "BK": 256, "num_warps": 4, "num_stages": 3},
+        "FP8, few rows as they are, narrow": {
+            "ROWS": 16,
+            "BN": 16,
+            "BK": 256,
+            "num_warps": 2,
+            "num_stages": 4,
+        },
         # By arithmetic.
         "int8 or squares, few rows": {"ROWS": 16, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 3},
         "FP8, many rows": {"ROWS": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},

@@ -16,6 +16,7 @@ from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.products.dense import Linear, library_product
 from diptych.engine.backends.triton.products.make import quantised_product
 from diptych.engine.backends.triton.products.product import Product
+from diptych.engine.backends.triton.products.scaled import FEW_ROWS
 from diptych.engine.weights import Matrix
 from kernels import packed_matrix, scaled_matrix
 from kernels.packed_matrix import PackedMatrix, pack
@@ -50,6 +51,12 @@ def quantised(context: Context) -> Iterator[Figure]:
     yield from expert_figures(context, device, operators)
 
 
+def _scaled_meaning(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
+    """Multiply `x [T, columns]` with inputs rounded or not, as so many rows are."""
+    as_they_are = len(x) <= FEW_ROWS and weight.values.dtype == FP8
+    return (scaled_matrix.unrounded_linear if as_they_are else scaled_matrix.scaled_linear)(x, weight)
+
+
 @dataclass(frozen=True)
 class _Case:
     """A matrix of one kind, and one of full numbers of the same size."""
@@ -66,7 +73,7 @@ class _Case:
             moved = matrix.to(device)
             meaning = partial(packed_matrix.packed_linear, weight=moved)
         elif isinstance(matrix, ScaledMatrix):
-            meaning = partial(scaled_matrix.scaled_linear, weight=matrix.to(device))
+            meaning = partial(_scaled_meaning, weight=matrix.to(device))
         else:
             raise TypeError("full numbers are what the others are held against")
         numbers = torch.randn(size, device=device).mul_(size[1] ** -0.5).bfloat16()

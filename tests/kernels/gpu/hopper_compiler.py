@@ -350,6 +350,13 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                     lambda k=kind, w=wide, g=gates: swiglu_round(g, k, squares=w),
                 )
             )
+            if rows <= 16 and kind == fp8:
+                made.append(
+                    (
+                        f"scaled {name} as they are {rows} {dtype}",
+                        lambda m=matrix: scaled_linear(x, None, m, out=out),
+                    )
+                )
             made.append(
                 (
                     f"scaled {name} {rows} {dtype}",

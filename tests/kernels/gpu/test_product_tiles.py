@@ -29,8 +29,9 @@ BYTES = {"16 bits": (2, 2), "4 bits": (0.5, 2), "8 bits": (1, 2), "codes": (1, 2
 
 def held(card: Card, product: str, **changed: int) -> int:
     depth = 128 if product == "codes, many rows" else 256
+    sizes = (1, 2) if "as they are" in product else (1, 1)
     return tile_bytes(
-        {**card_tile(card.name, product), **changed}, *BYTES.get(product.split(",")[0], (1, 1)), depth
+        {**card_tile(card.name, product), **changed}, *BYTES.get(product.split(",")[0], sizes), depth
     )
 
 
