@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,7 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights import Weights
+from diptych.engine.weights import LayerWeights, Weights
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
@@ -34,15 +35,15 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How the inputs of each product are rounded."""
+    """Rounding of the inputs of each product."""
 
     name: str
     of_product: Mapping[str, Rounding]
-    """Of PRODUCTS; those that are missing take inputs in bfloat16."""
+    """Roundings by PRODUCTS; those that are missing take inputs in bfloat16."""
     ends: int = 0
-    """So many of the first and of the last layers take inputs in bfloat16."""
+    """First layers, and as many last ones, that take inputs in bfloat16."""
     prompt: bool = False
-    """Whether only the first half of each piece is rounded: a prompt, and what is decoded after it."""
+    """True if only the first half of each piece is rounded: a prompt, and what is decoded after it."""
 
 
 def rows_of(x: torch.Tensor, width: int | None = None) -> torch.Tensor:
@@ -80,7 +81,8 @@ def largest_twice(x: torch.Tensor, share: int = 16) -> torch.Tensor:
 
 def _groups(x: torch.Tensor, width: int | None) -> torch.Tensor:
     wide = width or x.shape[1]
-    return functional.pad(x, (0, -x.shape[1] % wide)).unflatten(1, (-1, wide))
+    groups: torch.Tensor = functional.pad(x, (0, -x.shape[1] % wide)).unflatten(1, (-1, wide))
+    return groups
 
 
 def _rounded(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -167,10 +169,11 @@ def _in_fp8(weights: Weights) -> Weights:
     def rounded(matrix: torch.Tensor) -> torch.Tensor:
         return scaled_matrix.dequantise(scaled_matrix.quantise(matrix, FP8))
 
-    layers = tuple(
-        replace(layer, **{name: rounded(getattr(layer, name)) for name in _MATRICES})
-        for layer in weights.layers
-    )
+    def changed(layer: LayerWeights) -> LayerWeights:
+        parts: dict[str, Any] = {name: rounded(getattr(layer, name)) for name in _MATRICES}
+        return replace(layer, **parts)
+
+    layers = tuple(map(changed, weights.layers))
     return replace(weights, layers=layers)
 
 

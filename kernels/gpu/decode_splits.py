@@ -1,8 +1,8 @@
 """The splits of a row's context in decode attention, and the join of their results.
 
 The first pass, kernels/gpu/paged_decode.py, computes them. Splits are joined in groups of 16, and then the
-groups, both in their order and a few at a time: one sum whoever makes it, the last program to finish a split
-(a FOLD), or a pass of its own.
+groups, both in their order and a few at a time: one sum, made by the last program to finish a split (a FOLD)
+or by a pass of its own.
 
 By arithmetic for an H200 and four query heads a KV head: a pass of its own took 2.8 µs a layer beside one row
 (measured) and reads 9 MB beside 64 rows of 2,050 tokens, 5 µs. In the fold a group is two loads of 16 KB, 0.8

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, multiprocessors, operand_type
-from kernels.gpu.product_tiles import Tile, product_tile
+from kernels.gpu.package_tiles import Tile
+from kernels.gpu.product_tiles import product_tile
 from kernels.scaled_matrix import INT8, SQUARE, ScaledMatrix
 
 FEW_ROWS = 16

@@ -1,10 +1,10 @@
 """Tile sizes of a kernel: found once by measuring, kept in a JSON file, looked up by device.
 
 A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
-row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the written
-defaults hold, which are meant for an H200. H100, A100, L40S and RTX 4090 have fewer programs of decode
-attention (card_tiles.py), and tiles of prefill that fit the memory of a program: by arithmetic, measured on
-none of them.
+row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the package's tiles
+hold (package_tiles.py), and without those the written defaults, which are meant for an H200. H100, A100, L40S
+and RTX 4090 have fewer programs of decode attention (card_tiles.py), and tiles of prefill that fit the memory
+of a program: by arithmetic, measured on none of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from kernels.gpu.card_tiles import decode_programs
 from kernels.gpu.launch import power_of_two
+from kernels.gpu.package_tiles import package_tile
 
 Config = dict[str, int]
 
@@ -54,13 +55,14 @@ def device_name(device: torch.device) -> str:
 
 @lru_cache(maxsize=1024)
 def look_up(device: torch.device, operator: str, shapes: str, default: tuple[tuple[str, int], ...]) -> Config:
-    """Return what was found for `operator` on this device; where nothing was, `default` (name, value), which
-    is an H200's, as card_tiles.py has it for this card.
+    """Return what was found for `operator` on this device; where nothing was, what the package has for this
+    card, else `default` (name, value), which is an H200's, as card_tiles.py has it for this card.
     """
     card = device_name(device)
     found = _read(tuning_file()).get(card, {}).get(operator, {}).get(shapes, {})
     kept = {name: decode_programs(card, value) if name == "programs" else value for name, value in default}
-    return {name: int(found.get(name, value)) for name, value in kept.items()}
+    package = package_tile(card, operator, shapes)
+    return {name: int(found.get(name, package.get(name, value))) for name, value in kept.items()}
 
 
 def keep(device: torch.device, operator: str, shapes: str, config: Mapping[str, int]) -> None:
