@@ -34,6 +34,7 @@ from kernels.gpu.decode_splits import (
     split_size,
     store_joined,
 )
+from kernels.gpu.fp8_decode import add_rounded, rounded_rows
 from kernels.gpu.launch import (
     INTERPRETED,
     check_dense,
@@ -84,6 +85,8 @@ def _splits(
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
+    EIGHT: tl.constexpr,
+    BY_HAND: tl.constexpr,
     FOLD: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -95,7 +98,8 @@ def _splits(
     float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`; `mixed` to `finished` as in
     DecodeScratch, with room for `scratch_splits` splits and `scratch_groups` groups. With FOLD the last split
     of a row joins them, TOGETHER at a time. `score_scale` and `cap_scale` are those of `score_factors`,
-    WINDOW is tokens (0 none), GROUP is query heads a KV head.
+    WINDOW is tokens (0 none), GROUP is query heads a KV head. EIGHT
+    multiplies in FP8 (fp8_decode.py).
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -136,7 +140,10 @@ def _splits(
             # A power of two off the query and back on the scores: bfloat16 goes beyond float16's 65,504.
             q = q.to(tl.float32) * 0.015625
             key_scale *= 64.0
-        q = q.to(OPERAND)
+        if EIGHT:
+            q, key_scale = rounded_rows(q.to(tl.float32), key_scale, OPERAND, BY_HAND)
+        else:
+            q = q.to(OPERAND)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
@@ -157,7 +164,10 @@ def _splits(
             v_place = values + start[:, None] + lane[:, None] * D + dims[None, :]
             v = tl.load(v_place, mask=seen[:, None] & in_head[None, :], other=0.0)
 
-            scores = tl.dot(q, k.to(OPERAND), input_precision="ieee") * key_scale
+            if EIGHT:
+                scores = tl.dot(q, k, max_num_imprecise_acc=D_PAD) * key_scale[:, None]
+            else:
+                scores = tl.dot(q, k.to(OPERAND), input_precision="ieee") * key_scale
             if CAPPED:
                 scores = tanh(scores) * cap_scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -167,7 +177,10 @@ def _splits(
             faded = tl.exp2(peak - higher)
             total = total * faded + tl.sum(weights, axis=1)
             acc = acc * faded[:, None]
-            acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
+            if EIGHT:
+                acc = add_rounded(weights, v, acc, TILE, BY_HAND)
+            else:
+                acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
             peak = higher
 
         acc = acc * value_scale
@@ -217,6 +230,7 @@ def paged_decode(
     scales: torch.Tensor | None = None,
     scratch: DecodeScratch | None = None,
     out: torch.Tensor | None = None,
+    eight: bool = False,
 ) -> torch.Tensor:
     """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
@@ -225,8 +239,8 @@ def paged_decode(
     that many last tokens. `scale` multiplies scores (`head_dim ** -0.5` unless given), which `cap` then bends
     to `cap * tanh(score / cap)`; `sinks`, float32 `[heads]`, take their share of each softmax. With `scales`,
     float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the scale of their head.
-    `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens. Returns `[rows, heads,
-    head_dim]`.
+    `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens. With `eight` products are
+    of FP8, over a cache in FP8. Returns `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -241,7 +255,7 @@ def paged_decode(
     default = decode_default(head_dim, blocks.element_size(), block_size)
     tuned = look_up(query.device, "paged_decode", shapes, default)
     # FP8 becomes float16 in half an instruction a number, bfloat16 in several.
-    halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED
+    halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED and not eight
     programs = multiprocessors(query.device) * tuned["programs"]
     scratch_splits = scratch.sums.shape[2]
     _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
@@ -275,8 +289,10 @@ def paged_decode(
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         ROWS_PAD=power_of_two(rows, 64),
-        OPERAND=operand_type(torch.float16 if halved else query.dtype),
+        OPERAND=tl.float8e4nv if eight else operand_type(torch.float16 if halved else query.dtype),
         HALVED=halved,
+        EIGHT=eight,
+        BY_HAND=INTERPRETED,
         FOLD=bool(tuned["fold"]),
         **join_sizes(heads // kv_heads, head_dim),
         num_warps=tuned["num_warps"],
