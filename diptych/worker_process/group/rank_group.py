@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -104,6 +104,8 @@ class RankGroup:
         self.grid, self.size = grid, grid.size
         self._other_hosts, self._own_memories, self._share_host = other_hosts, own_memories, share_host
         self._remote: list[RemoteRank] = []
+        self._lives: list[Connection[Any, Any]] = []
+        """Connections whose end is that of a rank of another host; collected, they would end here."""
         self.holders: Holders | None = None
         """See `WriterRanks.holders`; known once all ranks have joined."""
         self.weight_bytes: Sequence[int] = [0] * grid.size
@@ -199,6 +201,7 @@ class RankGroup:
         _log.info("waiting for %d ranks of other hosts at %s:%d", count, meeting.host, meeting.port)
         for number, joined in enumerate(meeting.accept(count), start=len(self._ranks) + 1):
             self._remote.append(RemoteRank(joined, self.fail))
+            self._lives.append(joined.ends["life"])
             died = partial(self._on_death, number, f"pid {joined.pid} on {joined.host}")
             self._loop.call_soon_threadsafe(self._loop.add_reader, joined.ends["life"].fileno(), died)
 
