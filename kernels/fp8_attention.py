@@ -59,8 +59,8 @@ def fp8_attention(
     at = torch.arange(start, end, device=query.device)[:, None, None]
 
     mixed, total, peak = _walk(rounded, keys[of], values[of], factor, at, (0, end), tile, window, cap)
-    result = _finished(mixed, total, peak, sinks)
-    return (result * value_scales[:, None]).to(query.dtype)
+    result: torch.Tensor = _finished(mixed, total, peak, sinks) * value_scales[:, None]
+    return result.to(query.dtype)
 
 
 def fp8_decode(
@@ -110,7 +110,8 @@ def fp8_decode(
             mixed, total = mixed * before + part * faded, total * before + part_total * faded
             peak = higher
         found[one] = _finished(mixed, total, peak, sinks)
-    return (found * value_scales[:, None]).to(query.dtype)
+    result: torch.Tensor = found * value_scales[:, None]
+    return result.to(query.dtype)
 
 
 def _dense(

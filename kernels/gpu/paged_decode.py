@@ -19,10 +19,13 @@ with its maximum and sum, and then they are joined. The meaning is kernels/paged
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.decode_rotary import FreshRows, turned, write_fresh
 from kernels.gpu.decode_splits import (
     DecodeScratch,
     first_read,
@@ -49,7 +52,16 @@ from kernels.gpu.tuning import decode_default, look_up, shape_class
 # What a step's packing leaves to chance (how many rows, where in an array its numbers begin) helps no load: a
 # kernel for every case would be compiled while requests wait.
 @triton.jit(
-    do_not_specialize=["tables", "lengths", "rows", "table_stride", "scratch_splits", "scratch_groups"]
+    do_not_specialize=[
+        "tables",
+        "lengths",
+        "rows",
+        "table_stride",
+        "scratch_splits",
+        "scratch_groups",
+        "block_ids",
+        "lanes",
+    ]
 )
 def _splits(
     query,
@@ -71,6 +83,14 @@ def _splits(
     scratch_groups,
     score_scale,
     cap_scale,
+    fresh,
+    cos,
+    sin,
+    block_ids,
+    lanes,
+    q_norm,
+    k_norm,
+    eps,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -85,6 +105,10 @@ def _splits(
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
+    FRESH: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_LATE: tl.constexpr,
+    ROTATE: tl.constexpr,
     EIGHT: tl.constexpr,
     BY_HAND: tl.constexpr,
     FOLD: tl.constexpr,
@@ -99,7 +123,8 @@ def _splits(
     DecodeScratch, with room for `scratch_splits` splits and `scratch_groups` groups. With FOLD the last split
     of a row joins them, TOGETHER at a time. `score_scale` and `cap_scale` are those of `score_factors`,
     WINDOW is tokens (0 none), GROUP is query heads a KV head. EIGHT
-    multiplies in FP8 (fp8_decode.py).
+    multiplies in FP8 (fp8_decode.py). FRESH rows have their new tokens in `fresh` to `eps`, as FreshRows, and
+    no `query`.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -129,13 +154,30 @@ def _splits(
         end = tl.minimum(begin + size_here, length)
 
         heads = head * GROUP + group
-        q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
-        q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0)
-        key_scale = score_scale
+        keys = blocks + layer_offset + head * WIDTH
+        values = keys + KV_HEADS * WIDTH
+        key_scale = 1.0
         value_scale = 1.0
         if SCALED:
-            key_scale = score_scale * tl.load(scales + head)
+            key_scale = tl.load(scales + head)
             value_scale = tl.load(scales + KV_HEADS + head)
+        if FRESH:
+            token_at = fresh + row.to(tl.int64) * ((GROUP + 2) * KV_HEADS * D)
+            angles = row * (D // 2)
+            q = turned(
+                token_at + heads * D, in_group, q_norm, cos + angles, sin + angles, eps, D, D_PAD, NORM,
+                NORM_LATE, ROTATE,
+            ).to(query.dtype.element_ty)  # fmt: skip
+            if end == length:
+                write_fresh(
+                    token_at, keys, values, tl.load(block_ids + row), tl.load(lanes + row), block_stride,
+                    head, k_norm, cos + angles, sin + angles, eps, key_scale, value_scale, KV_HEADS * GROUP,
+                    KV_HEADS, D, D_PAD, BLOCK_SIZE, NORM, NORM_LATE, ROTATE, SCALED, BY_HAND,
+                )  # fmt: skip
+        else:
+            q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
+            q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0)
+        key_scale = score_scale * key_scale
         if HALVED:
             # A power of two off the query and back on the scores: bfloat16 goes beyond float16's 65,504.
             q = q.to(tl.float32) * 0.015625
@@ -147,8 +189,6 @@ def _splits(
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-        keys = blocks + layer_offset + head * WIDTH
-        values = keys + KV_HEADS * WIDTH
         for position in range(begin, end, TILE):
             at = tl.multiple_of(position, BLOCK_SIZE) + tokens
             lane = at % BLOCK_SIZE
@@ -231,6 +271,8 @@ def paged_decode(
     scratch: DecodeScratch | None = None,
     out: torch.Tensor | None = None,
     eight: bool = False,
+    apart: bool = False,
+    fresh: FreshRows | None = None,
 ) -> torch.Tensor:
     """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
@@ -240,7 +282,9 @@ def paged_decode(
     to `cap * tanh(score / cap)`; `sinks`, float32 `[heads]`, take their share of each softmax. With `scales`,
     float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the scale of their head.
     `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens. With `eight` products are
-    of FP8, over a cache in FP8. Returns `[rows, heads, head_dim]`.
+    of FP8, over a cache in FP8. With `fresh` the new tokens' keys and values are not in `blocks` yet and are
+    written; `query` is room for queries that is not read. Splits are joined by a launch of their own where
+    that is to be `apart`, or the tuner found it better. Returns `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -257,6 +301,8 @@ def paged_decode(
     # FP8 becomes float16 in half an instruction a number, bfloat16 in several.
     halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED and not eight
     programs = multiprocessors(query.device) * tuned["programs"]
+    fold = bool(tuned["fold"]) and not apart
+    sizes = join_sizes(heads // kv_heads, head_dim, blocks.element_size())
     scratch_splits = scratch.sums.shape[2]
     _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
         query,
@@ -277,6 +323,7 @@ def paged_decode(
         scratch_splits,
         scratch.finished.shape[2] - 1,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap),
+        *_fresh_tensors(fresh, query),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=power_of_two(heads // kv_heads, 16),
@@ -291,13 +338,25 @@ def paged_decode(
         ROWS_PAD=power_of_two(rows, 64),
         OPERAND=tl.float8e4nv if eight else operand_type(torch.float16 if halved else query.dtype),
         HALVED=halved,
+        FRESH=fresh is not None,
+        NORM=fresh is not None and fresh.q_norm is not None,
+        NORM_LATE=fresh is not None and fresh.norm_late,
+        ROTATE=fresh is not None and fresh.cos is not None,
         EIGHT=eight,
         BY_HAND=INTERPRETED,
-        FOLD=bool(tuned["fold"]),
-        **join_sizes(heads // kv_heads, head_dim),
+        FOLD=fold,
+        **sizes,
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
     )
-    if not tuned["fold"]:
-        join_splits(lengths, scratch, out, kv_heads, block_size, window or 0, sinks)
+    if not fold:
+        join_splits(lengths, scratch, out, kv_heads, block_size, window or 0, sinks, sizes=sizes)
     return out
+
+
+def _fresh_tensors(fresh: FreshRows | None, query: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of the kernel from `fresh` on; `query` stands for what there is none of."""
+    if fresh is None:
+        return (*[query] * 7, 0.0)
+    optional = (fresh.cos, fresh.sin, fresh.block_ids, fresh.lanes, fresh.q_norm, fresh.k_norm)
+    return (check_dense("qkv", fresh.qkv), *(query if one is None else one for one in optional), fresh.eps)

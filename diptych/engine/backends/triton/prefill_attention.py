@@ -1,8 +1,9 @@
 """Choice of attention: our own kernels in 16 bits, or what the user asks for.
 
 `DIPTYCH_PREFILL_ATTENTION=flash` takes FlashAttention-3, `fp8` our kernel with products of FP8, for keys and
-values that are kept in FP8; `DIPTYCH_DECODE_ATTENTION=fp8` multiplies so in decode rows. Anything else but
-`own` is refused by name. The batch-invariant step has operators of its own.
+values that are kept in FP8; `DIPTYCH_DECODE_ATTENTION=fp8` multiplies so in decode rows, `apart` rotates,
+writes and joins splits in launches of their own. Anything else but `own` is refused by name. The
+batch-invariant step has operators of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from diptych.engine.models.shape import ModelShape, UnsupportedModel
 
 VARIABLE = "DIPTYCH_PREFILL_ATTENTION"
 DECODE_VARIABLE = "DIPTYCH_DECODE_ATTENTION"
-_KNOWN = {VARIABLE: ("own", "flash", "fp8"), DECODE_VARIABLE: ("own", "fp8")}
+_KNOWN = {VARIABLE: ("own", "flash", "fp8"), DECODE_VARIABLE: ("own", "apart", "fp8")}
 
 
 def chosen_operators(
@@ -47,7 +48,10 @@ def chosen_operators(
         operators = replace(operators, paged_prefill=_flash())
     elif named[VARIABLE] == "fp8":
         operators = replace(operators, paged_prefill=_fp8(shape, device, fp8_cache))
-    if named[DECODE_VARIABLE] == "fp8":
+    if named[DECODE_VARIABLE] == "apart":
+        joined_apart = partial(operators.paged_decode, apart=True)
+        operators = replace(operators, paged_decode=joined_apart, fresh_rows=None)
+    elif named[DECODE_VARIABLE] == "fp8":
         operators = replace(operators, paged_decode=_fp8_decode(shape, device, fp8_cache))
     return operators
 

@@ -70,7 +70,8 @@ def test_decode_rows_are_multiplied_in_fp8_where_that_is_asked(monkeypatch: pyte
     assert decode("own", fp8_cache=True) is paged_decode
     chosen = decode("fp8", fp8_cache=True)
     assert (chosen.func, chosen.keywords) == (paged_decode, {"eight": True})
-    with pytest.raises(UnsupportedModel, match="DIPTYCH_DECODE_ATTENTION is 'flash': it must be own or fp8"):
+    assert decode("apart").keywords == {"apart": True}
+    with pytest.raises(UnsupportedModel, match="ATTENTION is 'flash': it must be own, apart or fp8"):
         decode("flash")
     with pytest.raises(UnsupportedModel, match="DECODE_ATTENTION=fp8: it goes with --kv-cache-dtype fp8"):
         decode("fp8")
