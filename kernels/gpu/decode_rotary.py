@@ -1,4 +1,4 @@
-"""What decode attention does of a row's new token: norms, rotation, and the write of its key and value.
+"""Norms and rotation of a row's new token, and the write of its key and value, within decode attention.
 
 The meaning is rotary_write.py's, whose launch it spares. By arithmetic for an H200: that launch took 1.6 µs a
 layer beside one row (measured), of a step of 4.7 ms 1.1%. Here the query of a split is rotated as it is read,
