@@ -43,9 +43,10 @@ Update run_dense(StepState &step, const RowSet &set, const Layer &layer, int ind
 template <class Kind>
 Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
     int rows = static_cast<int>(set.size());
-    route<Kind>(step, layer, rows);
-    gather_rows<Kind>(step, rows);
-    run_expert_products<Kind>(step, layer, rows);
+    ExpertSet all{layer.experts, 0};
+    route(step, layer, rows);
+    gather_rows<Kind>(step, all, rows);
+    run_expert_products<Kind>(step, all, rows);
     bool shared = layer.shared_down.data != nullptr;
     if (shared) {
         const ExpertStep &experts = step.experts;

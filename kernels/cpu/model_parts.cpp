@@ -195,7 +195,7 @@ std::string incomplete(const DiptychModel &model) {
     if ((needs_head && !model.head.data) || model.final_norm.empty()) return "the model has no head or no final norm";
     for (int32_t index = 0; index < model.shape.layers; index++) {
         const Layer &layer = model.layers[static_cast<size_t>(index)];
-        bool products = model.share ? model.share->whole(index) : layer.output.data && whole_feed_forward(model, layer);
+        bool products = model.share ? model.share->whole(index, layer) : layer.output.data && whole_feed_forward(model, layer);
         if (!products || !whole_layer(model, layer)) return "a layer of the model is incomplete";
         if (layer.own.rotation >= static_cast<int32_t>(model.rotations.size())) {
             return "a layer has a rotary table that is not there";

@@ -30,18 +30,19 @@ inline void add_image_row(const StepState &step, int layer, int64_t row, float *
     for (int64_t i = 0; i < width; i++) hidden[i] += from[i];
 }
 
-// The outputs of a row's experts in ascending order, and then what is in its update already; `gate`: its factor.
+// The outputs of a row's experts that are here, in ascending order, and then what is in `to` already, where it has the
+// shared expert's output.
 inline void add_experts(const StepState &step, int64_t place, bool has_update, float *to) {
     const DiptychExperts &shape = step.model->shape.experts;
     const ExpertStep &experts = step.experts;
     int64_t first = place * shape.picked;
-    float gate = has_update ? static_cast<const float *>(experts.logits.get())[place * experts.router_stride + shape.count]
-                            : 0.0f;
+    float gate = has_update ? experts.shared_gate(place, shape.count) : 0.0f;
     for (int i = 0; i < step.hidden_stride; i += kLanes) {
         Lanes sum = splat(0.0f);
         for (int64_t n = first; n < first + shape.picked; n++) {
-            const auto *output = static_cast<const float *>(experts.outputs.get()) +
-                                 experts.places[static_cast<size_t>(n)] * step.hidden_stride;
+            int64_t own = experts.places[static_cast<size_t>(n)];
+            if (own < 0) continue;
+            const auto *output = static_cast<const float *>(experts.outputs.get()) + own * step.hidden_stride;
             sum = add(sum, mul(splat(experts.weights[static_cast<size_t>(n)]), load(output + i)));
         }
         if (has_update) sum = add(sum, mul(splat(gate), load(to + i)));

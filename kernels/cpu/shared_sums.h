@@ -5,6 +5,8 @@
 #include "embedding.h"
 #include "feed_forward.h"
 #include "model_share.h"
+#include "run_part_experts.h"
+#include "width_norms.h"
 
 namespace diptych {
 namespace {
@@ -62,6 +64,19 @@ struct SharedSums {
         if (!step.stopped && step.poll_aborts()) step.model->share->exchange.ask_to_stop();
     }
 
+    // Between the product that makes queries and keys, and their rotation.
+    static void norm_heads(StepState &step, const Layer &layer, int rank) {
+        const ModelShare &share = *step.model->share;
+        if (share.query_lanes == 0) return;
+        RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+        share_rows(step, groups, kRowChunk, [&](int64_t row) {
+            for (int32_t own = 0; own < share.own_parts; own++) leave_squares(step, own, row);
+        });
+        meet(step, rank);
+        share_rows(step, groups, kRowChunk, [&](int64_t row) { norm_widths(step, layer, row); });
+        step.model->team.barrier();
+    }
+
     static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
         const ModelShare &share = *step.model->share;
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
@@ -75,8 +90,13 @@ struct SharedSums {
                                    const Update &update, int rank) {
         const ModelShare &share = *step.model->share;
         int rows = static_cast<int>(set.size());
-        norm_rows<Kind>(step, set, layer.post_norm, update);
+        bool experts = layer.own.experts != 0;
+        norm_rows<Kind>(step, set, layer.post_norm, update, experts ? static_cast<float *>(step.experts.normed.get()) : nullptr);
         step.model->team.barrier();
+        if (experts) {
+            run_part_experts<Kind>(step, set, layer, index);
+            return sums_of_all(step, layer.feed_forward_output_norm, rank);
+        }
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             run_gate_up<Kind>(step, rows, part.gate_up, slice(step.inner, share.inner_begins, own), step.inner_stride,
                               Changes<Kind>(step));
@@ -97,16 +117,6 @@ struct SharedSums {
     }
 
   private:
-    // Each own part in a phase of its own: tickets and quantised inputs are those of one product.
-    template <class F>
-    static void for_parts(StepState &step, int index, F f) {
-        const auto &parts = step.model->share->layers[static_cast<size_t>(index)];
-        for (size_t own = 0; own < parts.size(); own++) {
-            if (own > 0) step.model->team.barrier();
-            f(static_cast<int32_t>(own), parts[own]);
-        }
-    }
-
     static Value *slice(const Buffer &rows, const std::vector<int64_t> &begins, int32_t own) {
         return static_cast<Value *>(rows.get()) + begins[static_cast<size_t>(own)];
     }

@@ -37,6 +37,8 @@ struct WholeSums {
 
     static void poll(StepState &step) { step.stopped = step.poll_aborts(); }
 
+    static void norm_heads(StepState &, const Layer &, int) {}
+
     static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int) {
         Changes<Kind> output(step, set, index, DIPTYCH_OUTPUT);
         bool apart = !layer.attention_output_norm.empty();
@@ -197,6 +199,7 @@ void run_layers(StepState &step, int rank) {
             },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
+        Sums::norm_heads(step, layer, rank);
         with_kept<Kind>(step, [&](auto kept) {
             write_kv<decltype(kept), Kind>(step, layer, index);
             run_attention<decltype(kept), Kind>(step, set, layer, index, rank);

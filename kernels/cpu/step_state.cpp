@@ -115,8 +115,8 @@ void grow_experts(StepState &step, const DiptychModel &model, int64_t rows) {
     ExpertStep &own = step.experts;
     int64_t number = sizeof(float), value = value_bytes(model), places = expert_places(experts, rows);
     own.router_stride = round_up(experts.count + 1, kColumns);
-    own.inner_stride = round_up(experts.intermediate, kDepth);
-    own.shared_stride = round_up(experts.shared_intermediate, kDepth);
+    own.inner_stride = model.share ? model.share->expert_width : round_up(experts.intermediate, kDepth);
+    own.shared_stride = model.share ? model.share->shared_width : round_up(experts.shared_intermediate, kDepth);
     own.logits = zeroed(rows * own.router_stride * number);
     if (model.bf16_activations()) own.normed = zeroed(rows * step.hidden_stride * number);
     own.gathered = zeroed(places * step.hidden_stride * value);

@@ -70,12 +70,16 @@ struct ExpertStep {
     int64_t entry_stride = 0;
     std::vector<int32_t> picked;      // [rows, experts a row], in ascending order
     std::vector<float> weights;       // [rows, experts a row]
-    std::vector<int64_t> places;      // [rows, experts a row]
+    std::vector<int64_t> places;      // [rows, experts a row]; -1: the expert is not here
     std::vector<ExpertRows> groups;   // [experts]; of experts with rows, and these first
     std::vector<int32_t> group_of;    // [experts]
     // Of this layer. A guest without a part in it may look at any time.
     std::atomic<int32_t> used{0};     // groups
     std::atomic<int64_t> gate_up_tickets{0}, down_tickets{0};
+
+    float shared_gate(int64_t row, int32_t count) const {  // of a row, behind the logits of `count` experts
+        return static_cast<const float *>(logits.get())[row * router_stride + count];
+    }
 };
 
 struct StepState {

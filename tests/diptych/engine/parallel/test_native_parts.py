@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from diptych.engine.backends.native.share import Share, supports_in_parts
+from diptych.engine.backends.native.share import Share
+from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -27,8 +26,8 @@ from tests.diptych.engine.parallel.thread_ranks import check_degrees, memory_of
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
-SAMPLE = frozenset({"gemma2", "seed-oss", "granite"})
-"""Cases of every kind of switch that parts meet: caps, norms on both sides, biases, scales."""
+SAMPLE = frozenset({"gemma2", "seed-oss", "granite", "olmo2"})
+"""Cases of every kind of switch that parts meet: caps, norms on both sides and over all heads, biases, scales."""
 TEXT, GREEDY = 70, 12
 LIKELIEST = SampleRow(SamplingParams(temperature=0.0), (), ())
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
@@ -50,10 +49,6 @@ def llama(folder: Path) -> OpenCheckpoint:
     return open_checkpoint(folder, "fp32")
 
 
-def natively(shape: Any) -> bool:
-    return supports_in_parts(shape) is None
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in sorted(CASES)]
 )
@@ -61,8 +56,8 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
     opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    if not natively(opened.shape):
-        pytest.skip(f"torch computes it: {supports_in_parts(opened.shape)}")
+    if (why := supports(opened.shape)) is not None:
+        pytest.skip(f"torch computes it: {why}")
     check_degrees(opened, text, partial(NativeGroup, opened), EXACT)
 
 
@@ -243,9 +238,3 @@ def test_a_rank_holds_its_share_of_the_weights(folder: Path) -> None:
     opened = open_checkpoint(folder, "int8")
     (alone,), pair = (NativeGroup(opened, 2, n, torch.bfloat16).weight_bytes for n in (1, 2))
     assert sum(pair) < 1.05 * alone
-
-
-def test_what_the_native_step_does_not_compute_in_parts_is_named(llama: OpenCheckpoint) -> None:
-    olmo = replace(llama.shape, qk_norm="width")
-    assert supports_in_parts(olmo) == "norms over all heads in parts"
-    assert supports_in_parts(llama.shape) is None
