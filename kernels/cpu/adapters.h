@@ -138,10 +138,10 @@ class Changes {
     explicit Changes(const StepState &step) : step_(step), set_(nullptr), layer_(0), which_(0) {}
 
     // Makes t of the product's input, `values` [rows of the set, stride]: a phase, which ends with a barrier.
-    void shrink(const Buffer &values, int64_t stride) const {
+    void shrink(const void *values, int64_t stride) const {
         if (set_ == nullptr) return;
         using Value = typename Kind::Value;
-        const auto *input = static_cast<const Value *>(values.get());
+        const auto *input = static_cast<const Value *>(values);
         ThreadTeam &team = step_.model->team;
         auto tickets = team.even(static_cast<int64_t>(set_->adapter_tiles.size()) * kShrinkParts);
         for (auto run = team.take_run(tickets, kShrinkParts); run.begin < run.end;

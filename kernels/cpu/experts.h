@@ -85,10 +85,10 @@ inline void route(StepState &step, const Layer &layer, int rows) {
     ExpertStep &experts = step.experts;
     const DiptychExperts &shape = step.model->shape.experts;
     auto *logits = static_cast<float *>(experts.logits.get());
-    const Buffer &input = experts.normed != nullptr ? experts.normed : step.normed;
+    const void *input = experts.normed != nullptr ? experts.normed : step.normed;
     auto place = [&](int row, int column) { return logits + row * experts.router_stride + column; };
     linear<Fp32>(
-        step, layer.router, input.get(), step.hidden_stride, rows,
+        step, layer.router, input, step.hidden_stride, rows,
         [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
         [](int, int) {});
     team.barrier();
@@ -115,14 +115,14 @@ void gather_rows(StepState &step, const ExpertSet &set, int rows) {
         if (place < 0) return;
         if constexpr (kQuantises<Kind>) {
             using Input = typename Kind::Input;
-            const Input *from = Kind::place(static_cast<Input *>(step.entries.get()), step.entry_stride, row);
+            const Input *from = Kind::place(static_cast<Input *>(step.normed_entries), step.normed_entry_stride, row);
             Input *to = Kind::place(static_cast<Input *>(experts.entries.get()), experts.entry_stride, place);
             int64_t count = Kind::entries(step.hidden_stride);
             for (int64_t i = 0; i < count; i++) to[i * Kind::kRows] = from[i * Kind::kRows];
         } else {
             using Value = typename Kind::Value;
             std::memcpy(static_cast<Value *>(experts.gathered.get()) + place * step.hidden_stride,
-                        static_cast<const Value *>(step.normed.get()) + row * step.hidden_stride,
+                        static_cast<const Value *>(step.normed) + row * step.hidden_stride,
                         static_cast<size_t>(step.hidden_stride) * sizeof(Value));
         }
     });

@@ -5,6 +5,7 @@
 // the stream next, to norm it, adds them. No further phase is needed.
 #pragma once
 
+#include "divided_rows.h"
 #include "model_share.h"
 #include "products.h"
 #include "vector_math.h"
@@ -83,20 +84,23 @@ inline void norm_row(const DiptychShape &shape, const float *row, const std::vec
         [&](int i, int rest) { store_part(to + i, load_part(row + i, rest), rest); });
 }
 
-// Makes the stream's rows the input of a sublayer. `wide`: fp32 [rows, hidden_stride] for them, too, or null.
+// Makes the stream's rows, or this rank's of them, the input of a sublayer. `wide`: fp32 [rows, hidden_stride] for them,
+// too, or null.
 template <class Kind>
 void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight, const Update &update,
                float *wide = nullptr) {
     const DiptychShape &shape = step.model->shape;
-    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    share_rows(step, RowGroups(step, set.size(), Kind::kRows), kRowChunk, [&](int64_t place) {
+    auto *normed = static_cast<typename Kind::Value *>(step.normed);
+    PlaceRange own = own_places(step, set);
+    share_rows(step, RowGroups(step, own.count(), Kind::kRows), kRowChunk, [&](int64_t number) {
+        int64_t place = own.begin + number;
         auto *to = normed + place * step.hidden_stride;
         float *row = step.hidden_row(set.row(place));
         add_update(step, update, place, row);
         add_image_row(step, update.behind, set.row(place), row);
         norm_row(shape, row, weight, to);
         if (wide != nullptr) norm_row(shape, row, weight, wide + place * step.hidden_stride);
-        ready_row<Kind>(step, to, place, step.hidden_stride);
+        ready_normed_row<Kind>(step, place);
     });
 }
 
@@ -105,7 +109,7 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
 template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
                    bool apart, const Changes<Kind> &changes) {
-    changes.shrink(values, width);
+    changes.shrink(values.get(), width);
     ready_rows<Kind>(step, set.size(), values.get(), width, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
     float *base = apart ? step.update_row(0) : step.hidden_row(0);

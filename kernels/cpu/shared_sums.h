@@ -44,7 +44,7 @@ struct SharedSums {
         RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
         if (const float *enters = step.batch.enters) {  // the same rows for every rank
             share_rows(step, groups, kRowChunk, [&](int64_t row) {
-                std::memcpy(step.hidden_row(row), enters + row * model.shape.hidden, bytes);
+                if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), enters + row * model.shape.hidden, bytes);
             });
             return;
         }
@@ -55,7 +55,7 @@ struct SharedSums {
         });
         meet(step, rank);
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
-            std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
+            if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
         });
     }
 
@@ -63,6 +63,9 @@ struct SharedSums {
     static void poll(StepState &step) {
         if (!step.stopped && step.poll_aborts()) step.model->share->exchange.ask_to_stop();
     }
+
+    // After normed rows: all of them are there for the products that follow.
+    static void end_norms(StepState &step, int rank) { step.divided ? meet(step, rank) : step.model->team.barrier(); }
 
     // Between the product that makes queries and keys, and their rotation.
     static void norm_heads(StepState &step, const Layer &layer, int rank) {
@@ -91,8 +94,8 @@ struct SharedSums {
         const ModelShare &share = *step.model->share;
         int rows = static_cast<int>(set.size());
         bool experts = layer.own.experts != 0;
-        norm_rows<Kind>(step, set, layer.post_norm, update, experts ? static_cast<float *>(step.experts.normed.get()) : nullptr);
-        step.model->team.barrier();
+        norm_rows<Kind>(step, set, layer.post_norm, update, experts ? step.experts.normed : nullptr);
+        end_norms(step, rank);
         if (experts) {
             run_part_experts<Kind>(step, set, layer, index);
             return sums_of_all(step, layer.feed_forward_output_norm, rank);

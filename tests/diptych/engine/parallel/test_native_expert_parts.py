@@ -1,5 +1,5 @@
-"""The native step's experts in parts: the whole's logits, and at every degree the same bits, whether experts are
-dealt whole or each one's inner numbers.
+"""The native step's experts in parts: the whole's logits, and at every degree the same bits, whether experts
+are dealt whole or each one's inner numbers.
 
 Ranks are threads here. Real processes are in tests/end_to_end/test_native_groups.py.
 """

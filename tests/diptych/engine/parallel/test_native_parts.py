@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ from tests.diptych.engine.parallel.thread_ranks import check_degrees, memory_of
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
 SAMPLE = frozenset({"gemma2", "seed-oss", "granite", "olmo2"})
-"""Cases of every kind of switch that parts meet: caps, norms on both sides and over all heads, biases, scales."""
+"""Cases of every kind of switch that parts meet: caps, norms on both sides, over all heads, biases."""
 TEXT, GREEDY = 70, 12
 LIKELIEST = SampleRow(SamplingParams(temperature=0.0), (), ())
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
@@ -232,6 +233,38 @@ def test_an_aborted_step_ends_for_all_ranks_before_the_same_layer(llama: OpenChe
     expected = NativeGroup(llama, 2, 1)
     text = text_of(20)
     assert torch.equal(group.step(memory, 0, text), expected.step(expected.memory(), 0, text))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_that_ranks_norm_for_one_another_have_the_bits_of_one_rank(
+    folder: Path, precision: Precision
+) -> None:
+    """150 rows of chunks and of decoding: logits are wanted of the first rank's and the last one's."""
+    opened, dtype = open_checkpoint(folder, precision), stored_dtype(precision)
+    texts = [text_of(length, seed=length) for length in (10, 60, 45, 1, 34)]
+    trailing = (3, 0, 2, 1, 0)
+    found = []
+    for ranks, threads in ((1, 1), (3, 1), (3, 2)):
+        group = NativeGroup(opened, 3, ranks, dtype, threads=threads)
+        memory = group.memory(40)
+        steps = [
+            SequenceStep(memory, range(8 * at, 8 * at + 8), 0, text, bool(rows), max(rows, 1))
+            for at, (text, rows) in enumerate(zip(texts, trailing, strict=True))
+        ]
+        found.append((group.forward(steps), memory.data.clone()))
+    for logits, kept in found[1:]:
+        assert torch.equal(logits, found[0][0])
+        assert torch.equal(kept, found[0][1])
+
+
+def test_an_aborted_step_of_many_rows_ends_before_any_rank_writes(llama: OpenCheckpoint) -> None:
+    """Ranks that norm rows for one another meet before the first product; see the test of few rows above."""
+    group, alone, text = NativeGroup(llama, 2, 2), NativeGroup(llama, 2, 1), text_of(TEXT)
+    memory, words = group.memory(16), AbortWords(1)
+    words.abort(0)
+    assert group.forward([SequenceStep(memory, range(8, 16), 0, text, True)], words).isnan().all()
+    assert not memory.data.any()
+    assert torch.equal(group.step(memory, 0, text), alone.step(alone.memory(), 0, text))
 
 
 def test_a_rank_holds_its_share_of_the_weights(folder: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_bundled_models_heads_are_dealt_unevenly_to_two_parts() -> None:
 @pytest.mark.parametrize("count", [2, 3, 6, 9])
 @pytest.mark.parametrize("inner", [1536, 384])
 def test_inner_numbers_are_dealt_evenly_unless_a_part_were_too_large(count: int, inner: int) -> None:
-    """The bundled model's sizes, and a quarter of its inner numbers: no part has a tenth more than a share."""
+    """The bundled model's sizes, and a quarter of its inner numbers. No part has a tenth too much."""
     shape = shape_of(9, 3, inner=inner, hidden_size=576, head_dim=64)
     parts = deal_parts(shape, count)
     numbers = [2 * 64 * (len(part.heads) + len(part.kv_heads)) + 3 * len(part.inner) for part in parts]
