@@ -89,7 +89,8 @@ int32_t set_part(DiptychModel *model, Linear *to, int32_t part, int32_t which, b
     if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
     std::string found = refused_part_linear(*model, part, which, expert, matrices, count);
     if (!found.empty()) return fail(DIPTYCH_INVALID, found);
-    return attempt([&] { pack(*to, model->memory, matrices, count, count == 2, model->shape.dtype, nullptr); });
+    WeightMemory *codes = model->kernels->reads_codes ? &model->codes : nullptr;
+    return attempt([&] { pack(*to, model->memory, matrices, count, count == 2, model->shape.dtype, codes); });
 }
 
 // `share`: of a rank, or null.

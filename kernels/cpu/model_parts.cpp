@@ -157,6 +157,12 @@ std::string refused_parts(const DiptychModel &model, int32_t which, bool expert,
         if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
             return "the matrix has another size";
         }
+    }
+    return refused_formats(model, which, parts, count);
+}
+
+std::string refused_formats(const DiptychModel &model, int32_t which, const DiptychMatrix *parts, int32_t count) {
+    for (int32_t p = 0; p < count; p++) {
         if (!format_fits(model, which, parts[p].format) || !formats_join(parts, count, which)) {
             return "the matrix has a format that the model's dtype does not have";
         }

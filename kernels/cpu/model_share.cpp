@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "model_parts.h"
 #include "pack.h"
 #include "step_state.h"
 
@@ -165,18 +166,12 @@ Linear *find_part_linear(DiptychModel &model, int32_t layer, int32_t part, int32
 
 std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, bool expert,
                                 const DiptychMatrix *matrices, int32_t count) {
-    const DiptychShape &shape = model.shape;
     PartSizes sizes = sizes_of(model, part, which, expert);
     if (count != sizes.count) return "the matrix has another number of parts";
     for (int32_t i = 0; i < count; i++) {
         if (matrices[i].rows != sizes.rows || matrices[i].columns != sizes.columns) return "the matrix has another size";
-        bool bytes = matrices[i].format == DIPTYCH_I8;
-        if (matrices[i].format != (shape.dtype == DIPTYCH_BYTES ? DIPTYCH_I8 : DIPTYCH_DENSE)) {
-            return "the matrix has a format that parts do not have";
-        }
-        if (bytes != (matrices[i].scales != nullptr)) return "matrices of bytes have scales, and no others do";
     }
-    return "";
+    return refused_formats(model, which, matrices, count);
 }
 
 std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batch, int64_t rows) {

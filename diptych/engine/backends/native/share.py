@@ -25,6 +25,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 
@@ -207,10 +208,15 @@ def _joined(matrices: Sequence[_T]) -> _T:
         return matrices[0]
     if all(isinstance(matrix, torch.Tensor) for matrix in matrices):
         return torch.cat(list(matrices))  # type: ignore[arg-type, return-value]
-    if not all(isinstance(matrix, ByteMatrix) for matrix in matrices):
-        raise NativeError("matrices of parts are full numbers or bytes")
-    values, scales = ([getattr(one, name) for one in matrices] for name in ("values", "scales"))
-    return ByteMatrix(torch.cat(values), torch.cat(scales))  # type: ignore[return-value]
+    for kind, names in _KINDS:
+        if all(isinstance(matrix, kind) for matrix in matrices):
+            fields = {name: torch.cat([getattr(one, name) for one in matrices]) for name in names}
+            return replace(matrices[0], **fields)  # type: ignore[type-var]
+    raise NativeError("matrices of parts are full numbers, bytes or their codes, all of one kind")
+
+
+_KINDS = ((ByteMatrix, ("values", "scales")), (CodedBytes, ("codes", "slopes", "scales")))
+"""Kinds of matrices that are stored row by row, and their tensors."""
 
 
 def _joined_vectors(vectors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -156,6 +156,19 @@ def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> Non
     assert (found[1] - expected[1]).abs().max() > 1e-2
 
 
+def test_ranks_multiply_from_the_codes_of_a_file(bundled_path: Path) -> None:
+    """The bundled model in int8: steps of one row read codes, those of many rows bytes of the same numbers."""
+    opened, text = open_checkpoint(bundled_path, "int8"), text_of(TEXT)
+    cut = replace(opened, shape=replace(opened.shape, layers=opened.shape.layers[:3]))
+    alone, group = (NativeGroup(cut, 2, ranks, torch.bfloat16) for ranks in (1, 2))
+    kept, pool = alone.memory(), group.memory()
+    together = alone.step(kept, 0, text, 3)
+    group.step(pool, 0, text[:-3])
+    logits = [group.step(pool, at, text[at : at + 1]) for at in range(TEXT - 3, TEXT)]
+    assert torch.equal(torch.cat(logits), together)
+    assert torch.equal(pool.data, kept.data)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_other_parts_give_other_bits(folder: Path, precision: Precision) -> None:
     """The control of the bits: other parts are another sum."""
