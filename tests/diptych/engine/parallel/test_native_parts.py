@@ -157,7 +157,7 @@ def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> Non
 
 
 def test_ranks_multiply_from_the_codes_of_a_file(bundled_path: Path) -> None:
-    """The bundled model in int8: steps of one row read codes, those of many rows bytes of the same numbers."""
+    """The bundled model in int8: steps of one row read codes, of many rows bytes of the same numbers."""
     opened, text = open_checkpoint(bundled_path, "int8"), text_of(TEXT)
     cut = replace(opened, shape=replace(opened.shape, layers=opened.shape.layers[:3]))
     alone, group = (NativeGroup(cut, 2, ranks, torch.bfloat16) for ranks in (1, 2))
