@@ -73,6 +73,23 @@ class DecodeShape:
 
 
 @dataclass(frozen=True)
+class GroupShape:
+    """Processes of a worker: `stages` of `ranks` each; the last `remote` have memories of their own."""
+
+    ranks: int
+    stages: int = 1
+    remote: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.ranks * self.stages
+
+    def holders(self, name: str) -> list[str]:
+        """Return the names of the processes with memories of their own, of a worker of that name."""
+        return [name, *(f"{name}/{number}" for number in range(self.size - self.remote, self.size))]
+
+
+@dataclass(frozen=True)
 class Scenario:
     """The plan of one run. `network` seeds the delays."""
 
@@ -90,13 +107,26 @@ class Scenario:
     local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Processes of each worker, by role; else it is one."""
+    """Processes of each worker that map one memory, by role; else it is one."""
+    groups: Mapping[str, GroupShape] = field(default_factory=dict)
+    """Shapes of workers by role, of a model that is dealt to ranks (kv_cells.py); empty: it is not."""
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
     window: bool = False  # the model has layers with a window, in blocks of their own
     encoders: int = 0  # encode workers
     own_encoders: bool = True  # prefill workers encode where no encode worker does
     hosted: bool = False  # p0 and d0 are one process, p1 and d1, and so on: what befalls one befalls both
+
+    @property
+    def grouped(self) -> bool:
+        """True if some workers may be several processes: such a model has no images, tiers and windows."""
+        return bool(self.ranks or self.groups)
+
+    def others(self, worker: str) -> list[str]:
+        """Return the names of a worker's processes other than rank 0."""
+        role = {"p": "prefill", "d": "decode"}[worker[0]]
+        count = self.groups[role].size if role in self.groups else self.ranks.get(role, 1)
+        return [f"{worker}/{number}" for number in range(1, count)]
 
     @property
     def workers(self) -> list[str]:
@@ -127,6 +157,7 @@ class Theme:
     turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
     tiered: float = 0.3  # share of scenarios with tiers
     hosted: bool = False  # a prefill and a decode worker share a process
+    shares: bool = False  # groups whose ranks have memories of their own, and hand off by rank
 
 
 _EVERYTHING = {
@@ -205,6 +236,19 @@ THEMES = {
         leave=0.5,
         groups=1.0,
     ),
+    "shares": Theme(  # shares of blocks between ranks, which are late, lost, damaged, or of another grant
+        {"kill": 3, "stop": 3, "hang": 1, "slow": 2, "delay": 2, "partition": 2, "reset": 3, "drain": 1},
+        transports=("tcp",),
+        blocks=(12, 14, 24),
+        step_s=(0.005, 0.015),
+        chunks=(4, 8),
+        burst_s=0.6,
+        leave=0.25,
+        turns=0.3,
+        groups=0.0,
+        tiered=0.0,
+        shares=True,
+    ),
     "tiers": Theme(  # prefixes that pools have lost to tiers, while these and their workers fail
         {
             "kill": 4,
@@ -248,7 +292,16 @@ HOSTED = Theme(  # processes of two workers, which die, hang and are fenced toge
     hosted=True,
 )
 """Theme of its own campaign: it is drawn for no seed of the others."""
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1, "groups": 2}
+_SHARES = {
+    "everything": 6,
+    "writers": 3,
+    "copies": 2,
+    "pulls": 2,
+    "tiers": 2,
+    "crowd": 1,
+    "groups": 2,
+    "shares": 2,
+}
 _TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
@@ -264,7 +317,7 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     local = random.Random(f"local prefill {seed}")
     adapters = random.Random(f"adapters {seed}")
     tiers = random.Random(f"tiers {seed}")
-    ranks = _ranks(seed, theme)
+    ranks, groups = _ranks(seed, theme), _groups(seed, theme)
     images = random.Random(f"images {seed}")
     encoders = images.choice([0, 0, 0, 1, 2])
     shape = Scenario(
@@ -276,8 +329,9 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
-        max_loras=adapters.choice([0, 0, 1, 1, 2]),
+        max_loras=0 if groups else adapters.choice([0, 0, 1, 1, 2]),
         ranks=ranks,
+        groups=groups,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -290,13 +344,14 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
-    whole = bool(shape.ranks or shape.tiers)  # neither goes with blocks of windows
+    whole = bool(shape.grouped or shape.tiers)  # neither goes with blocks of windows
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     more = (
         *_role_changes(shape),
         *_rank_faults(shape, requests),
+        *_pair_faults(shape, requests),
         *_encoder_faults(shape, requests),
         *_row_faults(shape, requests),
     )
@@ -321,12 +376,7 @@ def _ranks(seed: int, theme: Theme) -> dict[str, int]:
 def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
     """Return faults of ranks other than 0, while a request is on its way."""
     rng = random.Random(f"faults of ranks {shape.network}")
-    roles = {"p": "prefill", "d": "decode"}
-    ranks = [
-        f"{worker}/{number}"
-        for worker in shape.workers
-        for number in range(1, shape.ranks.get(roles[worker[0]], 1))
-    ]
+    ranks = [rank for worker in shape.workers for rank in shape.others(worker)]
     return [
         Fault(
             round(rng.choice(requests).at + rng.uniform(0.0, 0.2), 4),
@@ -337,6 +387,41 @@ def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
         for _ in range(rng.choice([1, 2, 4]))
         if ranks
     ]
+
+
+def _groups(seed: int, theme: Theme) -> dict[str, GroupShape]:
+    """Return the shapes of groups whose ranks have memories of their own, of at least one role."""
+    if not theme.shares:
+        return {}
+    rng = random.Random(f"groups {seed}")
+    shapes = {}
+    for role in ("prefill", "decode"):
+        ranks, stages = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 1, 2])
+        most = ranks * stages - 1
+        shapes[role] = GroupShape(ranks, stages, rng.choice([most, most, rng.randint(0, most)]))
+    if not any(shape.remote for shape in shapes.values()):
+        shapes[rng.choice(["prefill", "decode"])] = GroupShape(2, 1, 1)
+    return shapes
+
+
+def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of the data connections between ranks, most of them while shares are on their way."""
+    rng = random.Random(f"pairs {shape.network}")
+    if not shape.groups:
+        return []
+    prefills = [name for n in range(shape.prefills) for name in shape.groups["prefill"].holders(f"p{n}")]
+    decodes = [name for n in range(len(shape.decodes)) for name in shape.groups["decode"].holders(f"d{n}")]
+    kinds = [*["lose_pair"] * 3, "delay", "delay", "partition", "flip", "flip_header", "cut", "twice"]
+    found = []
+    for _ in range(rng.choice([1, 3, 5])):
+        kind = rng.choice(kinds)
+        pair: tuple[str, ...] = (rng.choice(prefills), rng.choice(decodes))
+        if kind == "lose_pair":
+            pair = ()  # one that there is then
+        lasts = rng.choice([0.05, 0.3, 1.0]) if kind in ("delay", "partition") else 0.0
+        at = round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4)
+        found.append(Fault(at, kind, pair, lasts, rng.getrandbits(16)))
+    return found
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:
@@ -387,7 +472,7 @@ def _row_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]
 def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:
     """Put images into some prompts, as far as there is room."""
     rng = random.Random(f"images of requests {shape.network}")
-    if shape.ranks or (not shape.encoders and rng.random() < 0.7):  # groups read no images
+    if shape.grouped or (not shape.encoders and rng.random() < 0.7):  # groups read no images
         return requests
     found = []
     for plan in requests:
