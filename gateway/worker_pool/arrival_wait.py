@@ -32,7 +32,7 @@ class ArrivalWait:
         self._complete_until = -math.inf
         self._was_complete = False
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """In the order of arrival, in which they go on."""
+        """Requests in the order of arrival, in which they go on."""
 
     def __len__(self) -> int:
         return len(self._waiting)
