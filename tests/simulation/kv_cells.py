@@ -90,9 +90,7 @@ class HeldCells:
 
     def _cells(self, memory: KVMemory) -> npt.NDArray[np.uint32]:
         """Return a view `[blocks, layers, kinds, heads, lanes]` of the share."""
-        shape = memory.layout.block_shape
-        cells = memory.blocks.numpy().view(np.uint32).reshape(memory.num_blocks, *shape)
-        return cells[:, self._layers, :, self._heads]
+        return memory.data.numpy().view(np.uint32)[:, self._layers, :, self._heads]
 
 
 def agreed(reads: Sequence[Entries]) -> Entries:

@@ -80,6 +80,8 @@ class GroupShape:
     ranks: int
     stages: int = 1
     remote: int = 0
+    rank_0_alone: bool = False
+    """Rank 0 has a memory with its share alone as well, as where ranks are on GPUs of one host."""
 
     @property
     def size(self) -> int:
@@ -247,7 +249,8 @@ def _groups(seed: int, theme: Theme) -> dict[str, GroupShape]:
     for role in ("prefill", "decode"):
         ranks, stages = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 1, 2])
         most = ranks * stages - 1
-        shapes[role] = GroupShape(ranks, stages, rng.choice([most, most, rng.randint(0, most)]))
+        remote = rng.choice([most, most, rng.randint(0, most)])
+        shapes[role] = GroupShape(ranks, stages, remote, 0 < remote == most and rng.random() < 0.5)
     if not any(shape.remote for shape in shapes.values()):
         shapes[rng.choice(["prefill", "decode"])] = GroupShape(2, 1, 1)
     return shapes

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,24 +26,25 @@ from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan, make_plan
+from diptych.worker_process.group.holder_program import serve_holder
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Joined
 from diptych.worker_process.group.share_memory import ShareMemory
-from diptych.worker_process.group.share_service import ShareService
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.pool_memory import PoolMemory
 from tests.simulation.kv_cells import CellRunner, CellsDiffer, Entries, HeldCells, agreed, dealt_shares
 from tests.simulation.model import VOCABULARY, SimulatedModel, extend
 from tests.simulation.ranks import KERNEL_S, LAST_BREATH_S, pid_of
 from tests.simulation.scenario import GroupShape
-from tests.simulation.thread_sockets import PipeEnd, make_pipe
+from tests.simulation.thread_sockets import make_pipe
 from tests.simulation.virtual_loop import Host
 from tests.simulation.virtual_threads import Condition, Queue
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster, Machine
 
-_ENDS = ("control", "plans", "life", "blocks", "shares")
+_ENDS = ("control", "plans", "blocks", "shares")
 
 
 class Meeting:
@@ -86,52 +88,56 @@ class Meeting:
         return entries
 
 
+class RankMemories(dict[int, KVMemory]):
+    """The memories of a rank by number, and what its program makes of them."""
+
+    own: ShareMemory | None = None
+
+
+def make_share_memory(memories: RankMemories) -> ShareMemory:
+    """Stand in for `ShareMemory` in the program of a rank: its test looks at what it keeps."""
+    memories.own = ShareMemory(memories)
+    return memories.own
+
+
+class RankBackend:
+    """Stand-in for a rank's `PartsBackend`."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self._rank = rank
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
+        """Compute its share of a step."""
+        self._rank.group.compute(self._rank.number, self._rank.cells, sequences)
+
+
 class RankProcess:
     """A rank other than 0: its host, its cells, and its blocks where it has them alone."""
 
     def __init__(self, group: ShareGroup, number: int, share: KVShare, host: Host, *, alone: bool) -> None:
         self.group, self.number, self.share, self.host, self.alone = group, number, share, host, alone
         self.cells = HeldCells(share, alone=alone)
-        self.memories: dict[int, KVMemory] = {}
-        self.own = ShareMemory(self.memories)
+        self.memories = RankMemories()
+        self._backend = RankBackend(self)
 
-    def start(self, ends: Mapping[str, PipeEnd], holder: int) -> None:
-        """Start the threads of its program."""
-        planned = Queue(self.group.cluster.threads)
-        plans: Any = ends["plans"]
-
-        def take_plans() -> None:
-            while True:
-                planned.put(plans.recv())
-
-        def compute() -> None:
-            while True:
-                order = planned.get()
-                if isinstance(order, StepPlan):
-                    self.group.compute(self.number, self.cells, follow_plan(order, self.memories))
-                    plans.send_bytes(b"")
-                else:
-                    self.own.carry_out(order)
-
-        self._start(take_plans)
-        self._start(compute)
+    def start(self, ends: dict[str, Any], holder: int) -> None:
+        """Start its program: the product's, where it has memories of its own."""
+        threads = self.group.cluster.threads
+        order: Any = SimpleNamespace(share_host="127.0.0.1", holder=holder)
+        loaded: Any = SimpleNamespace(backend=self._backend)
+        memories: Any = SimpleNamespace(mapped=self.memories, serve=threads.stay)
         if self.alone:
-            shares: Any = ends["shares"]
-            blocks: Any = ends["blocks"]
-            self._start(ShareService(shares, "127.0.0.1", holder, self.own).serve)
-            self._start(lambda: self.own.answer(blocks))
+            threads.start(self.host, lambda: serve_holder(ends, order, loaded, memories))
+        else:
+            threads.start(self.host, lambda: self._follow(ends["plans"]))
 
-    def _start(self, serve: Callable[[], object]) -> None:
-        cluster = self.group.cluster
-
-        def until_gone() -> None:
-            try:
-                serve()
-            except (OSError, EOFError):
-                cluster.kill(self.host, "its rank 0 is gone")
-                cluster.threads.stay()
-
-        cluster.threads.start(self.host, until_gone)
+    def _follow(self, plans: Any) -> None:
+        try:
+            while True:
+                self._backend.forward(follow_plan(plans.recv(), self.memories), None)
+                plans.send_bytes(b"")
+        except (OSError, EOFError):
+            self.group.cluster.leave_rank()
 
 
 @dataclass(frozen=True)
@@ -156,19 +162,26 @@ class _Memories:
         return self._numbers[memory]
 
     def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
-        memory = KVMemory(layout, num_blocks)
-        self.share(memory, -1)
-        return memory
+        return self.allocate_pool(layout, num_blocks).memory
 
-    def share(self, memory: KVMemory, fd: int) -> None:
-        """Give each rank its blocks of `memory`: that one itself, or some of its own."""
+    def allocate_pool(self, layout: KVLayout, num_blocks: int) -> PoolMemory:
+        """Return blocks that each rank has: as a memory common to all, or as its own share of each."""
         group, number = self._group, next(self._next)
+        if group.held is None:
+            memory = KVMemory(layout, num_blocks)
+        else:
+            begin = group.held.layers.start, group.held.heads.start
+            memory = KVMemory(group.held.narrow(layout), num_blocks).as_share_of(layout, *begin)
         self._numbers[memory] = number
         for rank in group.ranks:
-            layout = rank.share.narrow(memory.layout)
-            rank.memories[number] = KVMemory(layout, memory.num_blocks) if rank.alone else memory
+            rank.memories[number] = KVMemory(rank.share.narrow(layout), num_blocks) if rank.alone else memory
         if group.holders is not None:
             memory.spread = SpreadShares(memory, number, group.holders[0], group.elsewhere)
+        return PoolMemory(memory, None)
+
+    def room_for(self, *_: object) -> int:
+        """Return no number of bytes: no GPU is here."""
+        raise NotImplementedError
 
 
 class ShareGroup:
@@ -182,7 +195,8 @@ class ShareGroup:
         self._steps = Queue(cluster.threads)
         shares = dealt_shares(self.grid)
         here, first = self.size - shape.remote, 1000 * machine.host.incarnation
-        self.cells = HeldCells(shares[0], alone=False)
+        self.held = shares[0] if shape.rank_0_alone else None
+        self.cells = HeldCells(shares[0], alone=shape.rank_0_alone)
         self.holders: Holders | None = None
         if shape.remote:
             self.holders = (tuple(shares[:here]), *((share,) for share in shares[here:]))
@@ -210,8 +224,8 @@ class ShareGroup:
     @property
     def kept_shares(self) -> int:
         """Shares that ranks keep, of which rank 0 has not said what becomes."""
-        kept = [rank.own.arrivals for rank in self.ranks if rank.own.arrivals is not None]
-        return sum(len(arrivals._staged) for arrivals in kept)
+        shares = [rank.memories.own for rank in self.ranks if rank.memories.own is not None]
+        return sum(len(own.arrivals._staged) for own in shares if own.arrivals is not None)
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """Raise TransportError: such groups hand off by tcp."""
