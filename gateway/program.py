@@ -27,7 +27,7 @@ from gateway.access.shared_quota.leases import QuotaLeases
 from gateway.access.shared_quota.store import PoolStore
 from gateway.adapter_service import read_configured
 from gateway.call import Calls
-from gateway.config import GatewaySettings, listed
+from gateway.config import GatewaySettings
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
 from gateway.images.fetcher import ImageFetcher
 from gateway.images.memory import HeldMemory
@@ -45,6 +45,7 @@ from gateway.served_models.router import ModelRouter
 from gateway.served_models.service import ModelService
 from gateway.served_models.shared import SharedModels
 from gateway.session.live_requests import LiveRequests
+from gateway.setting_types import listed
 from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 

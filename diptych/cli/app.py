@@ -23,7 +23,7 @@ from diptych.cli.units_command import units
 from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings_sources import join_lists
-from gateway.config import GRPC_PORT, HTTP_PORT
+from gateway.ports import GRPC_PORT, HTTP_PORT
 
 app = typer.Typer(
     name="diptych",
