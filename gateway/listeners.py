@@ -10,8 +10,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.bind_address import is_loopback
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.http_edge import HttpEdge
-from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tls import TlsFiles

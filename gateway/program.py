@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.worker_file import WorkerFileReader
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.heap_trim import HeapTrim
-from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.otlp_export import MetricExport, start_metric_export
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health

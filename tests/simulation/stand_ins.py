@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
+from diptych.runtime.worker_metrics import DecodeMetrics, EncodeMetrics, PrefillMetrics
 from diptych.worker_process.group import share_pushes
 from kvtransfer.transports import registry, shared_memory, tcp_by_rank
 from kvtransfer.transports.pool_memory import PoolMemory
