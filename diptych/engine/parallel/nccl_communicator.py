@@ -20,6 +20,8 @@ from diptych.engine.parallel.torch_groups import first_line
 class NcclCommunicator:
     """A rank's end of an NCCL group. Its calls are queued on the device's current stream, as products are."""
 
+    on_device = True
+
     def __init__(self, store: c10d.Store, rank: int, ranks: int, device: torch.device) -> None:
         """Join the group at `store` with `device`. Raises GroupBroken."""
         self.rank, self.ranks = rank, ranks

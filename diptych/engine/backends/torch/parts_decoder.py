@@ -21,10 +21,11 @@ from torch.nn import functional
 
 from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Projected
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import Weights
+from kernels.sum_parts import sum_parts
 
 
 class PartsDecoder:
@@ -49,7 +50,7 @@ class PartsDecoder:
         self._widths = [len(span) for span in spans]
         self._vocab_ends = torch.tensor([span.stop for span in spans], device=self._device)
         self._own_keys = torch.tensor(
-            [not _repeats_keys(parts, number) for number in numbers], device=self._device
+            [not repeats_keys(parts, number) for number in numbers], device=self._device
         )
 
     def forward(
@@ -179,10 +180,7 @@ class PartsDecoder:
         """Return the sum of all parts' outputs `[T, H]`, added in the order of the parts."""
         own_PTH = torch.stack(list(outputs))
         every_PTH = self._communicator.all_gather(own_PTH).flatten(0, 1)
-        total_TH = every_PTH[0].float()
-        for output in every_PTH[1:]:
-            total_TH = total_TH + output
-        return total_TH.to(own_PTH.dtype)
+        return sum_parts(every_PTH)
 
     def _all_logits(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of all ranks' vocabulary on the stage's first rank."""
@@ -194,8 +192,3 @@ class PartsDecoder:
         return torch.cat(
             [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
         )
-
-
-def _repeats_keys(parts: Sequence[Part], number: int) -> bool:
-    """Return whether the part before has the same KV head."""
-    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads

@@ -7,11 +7,10 @@ launches. Rows with adapters, routers, and products of several kinds want the nu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.products.dense import Linear
 from diptych.engine.backends.triton.products.product import Product
@@ -23,13 +22,32 @@ Rows = torch.Tensor | RoundedRows
 Matrix = Linear | Product | None
 
 
+class Stream(Protocol):
+    """Buffers of the residual stream, `[T, hidden]` each."""
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """The stream itself."""
+        ...
+
+    @property
+    def normed(self) -> torch.Tensor:
+        """Its norm, which the next half reads."""
+        ...
+
+    @property
+    def added(self) -> torch.Tensor:
+        """What a half of a layer adds."""
+        ...
+
+
 class Norms:
     """Norms of the residual of one model, each rounded for the product behind it if that alone takes it."""
 
     def __init__(self, shape: ModelShape, operators: Operators) -> None:
         self._eps, self._scale, self._operators = shape.rms_eps, shape.residual_scale, operators
 
-    def first(self, norm: torch.Tensor | None, before: Matrix, buffers: Activations) -> Rows:
+    def first(self, norm: torch.Tensor | None, before: Matrix, buffers: Stream) -> Rows:
         """Return the residual as the product `before` which it comes reads it, normalised by `norm` if any.
 
         `before` is None where the numbers are wanted as they are.
@@ -45,7 +63,7 @@ class Norms:
         own_norm: torch.Tensor | None,
         next_norm: torch.Tensor | None,
         before: Matrix,
-        buffers: Activations,
+        buffers: Stream,
     ) -> Rows:
         """Add `buffers.added`, normalised by `own_norm` if there is one, to the residual.
 
