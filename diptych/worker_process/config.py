@@ -302,12 +302,10 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend == "triton":
-        yield f"--backend triton does not compute with {flag}: native and torch do"
     if settings.quantization not in ("auto", "int8"):
         yield f"--quantization {settings.quantization} is not computed with {flag}"
-    if settings.kv_cache_dtype != "auto":
-        yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
+    if settings.kv_cache_dtype == "int8":
+        yield f"--kv-cache-dtype int8 is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.batch_invariant:
@@ -358,6 +356,8 @@ def _plain_groups_fault(settings: WorkerSettings) -> str | None:
 
 def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on the CPU (--device)"
+    if settings.in_parts and settings.kv_cache_dtype == "fp8" and settings.backend != "triton":
+        yield f"--kv-cache-dtype fp8 is not kept with {settings.group_flags}, {here}"
     if settings.transport in ("nccl", "cuda_ipc"):
         yield f"--transport {settings.transport} needs blocks on a GPU, {here}"
     if settings.backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -379,8 +379,6 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
-    if settings.in_parts:
-        yield f"{settings.group_flags}: groups compute on CPUs so far, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

@@ -1,6 +1,7 @@
 """Orders of rank 0 to another rank, over two pipes.
 
-plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share
+plans    StepPlan; where torch computes, and in a step of the Triton backend that is not recorded, answered
+         with an empty message when the rank has written its share. Recordings are answered so when made
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool and
          DropMemory, of which all but the last are answered with None, or with RankFailed
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.engine.dtype import Precision
+from diptych.engine.dtype import KVCacheDtype, Precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.parallel.gloo_communicator import LOOPBACK
 from diptych.engine.parallel.stages import Grid
@@ -56,6 +57,10 @@ class StartRank:
     """Number of this process among those of the group that have a memory of their own."""
     files_digest: bytes = b""
     """Digest of the model's files (same_files.py) that a rank of another host must have as well."""
+    triton: bool = False
+    """True where the Triton step computes."""
+    kv_cache: KVCacheDtype = "auto"
+    """Numbers of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,29 @@ class AllocateShare:
     number: int
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class PlanDecode:
+    """Order to take the buffers of recorded decode steps of up to `max_batch` rows."""
+
+    max_batch: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PrepareDecode:
+    """Order to record decode steps over memory `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RecordPrompts:
+    """Order to record prompt steps of up to `most_tokens` tokens over memories of `layout`."""
+
+    layout: KVLayout
+    most_tokens: int
 
 
 @dataclass(frozen=True)
@@ -208,5 +236,7 @@ class Answered:
 
 
 Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory
-Planned = StepPlan | WriteShare | PlaceShare | CopyBlock
+Recording = PlanDecode | PrepareDecode | RecordPrompts
+BlockOrder = WriteShare | PlaceShare | CopyBlock
+Planned = StepPlan | Recording | BlockOrder
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

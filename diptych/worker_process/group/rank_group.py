@@ -42,7 +42,7 @@ from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.group.orders import Planned, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.orders import Planned, RankFailed, RankReady, Recording, StartRank
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
@@ -193,8 +193,8 @@ class RankGroup:
 
     # -- steps
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Have the other ranks compute their share of a step. Raises OSError."""
+    def begin_step(self, plan: StepPlan | Recording) -> None:
+        """Have the other ranks compute their share of a step, or make a recording. Raises OSError."""
         for rank in self._others:
             rank.send_plan(plan)
 

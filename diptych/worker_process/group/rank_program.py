@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.backends.native.parts_backend import NativePartsBackend
-from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.parallel.gloo_communicator import BUILD_S
-from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel.stop_word import RunToEnd, StopWord
 from diptych.engine.parallel_model import (
     LoadedParts,
@@ -36,6 +33,7 @@ from diptych.worker_process.group.orders import (
     StartRank,
 )
 from diptych.worker_process.group.rank_memories import Memories, log_as
+from diptych.worker_process.group.rank_steps import carry_out
 from kvtransfer.transports.process_group import open_store
 
 _log = logging.getLogger(__name__)
@@ -63,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
     memories = Memories(control, prefault=not order.across_hosts)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()
     try:
-        _compute(plans, loaded.backend, memories)
+        while True:
+            carry_out(plans.recv(), loaded.backend, memories, plans)
     except (OSError, EOFError):
         leave(0)  # rank 0 is gone
     except Exception:
@@ -88,24 +87,9 @@ def _load(order: StartRank, stop_word: StopWord, sums_fd: int, exchange_fds: Seq
         sums = sums_fd if order.grid.ranks > 1 else -1
         return load_native_parts(model, order.precision, links, sums, order.threads, stage)
     word = RunToEnd() if order.across_hosts else stop_word
-    return load_parts(model, links, word, order.threads, device, stage)
-
-
-def _compute(
-    plans: Connection[Any, Any], backend: PartsBackend | NativePartsBackend, memories: Memories
-) -> None:
-    if not isinstance(backend, PartsBackend):
-        return _follow(plans, backend, memories)
-    while True:
-        backend.forward(follow_plan(plans.recv(), memories.mapped), None)
-        plans.send_bytes(b"")
-
-
-def _follow(plans: Connection[Any, Any], backend: NativePartsBackend, memories: Memories) -> None:
-    """Begin steps as their plans come; the ranks meet at the end of each without a word from here."""
-    while True:
-        plan: StepPlan = plans.recv()
-        backend.follow(follow_plan(plan, memories.mapped), plan.greedy)
+    return load_parts(
+        model, links, word, order.threads, device, stage, triton=order.triton, kv_cache=order.kv_cache
+    )
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.parallel.gloo_communicator import BUILD_S
 from diptych.engine.parallel.kv_shares import KVShare, kv_shares
-from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel.stop_word import RunToEnd
 from diptych.engine.parallel_model import LoadedParts, join_group, load_parts, open_parts
 from diptych.runtime.host_port import parse_address
@@ -33,14 +31,10 @@ from diptych.runtime.model_files import fetched_model
 from diptych.runtime.process import leave, watch_parent
 from diptych.runtime.settings import CANNOT_START, StartupError
 from diptych.worker_process.group import rendezvous
-from diptych.worker_process.group.orders import (
-    Planned,
-    RankFailed,
-    RankReady,
-    StartRank,
-)
+from diptych.worker_process.group.orders import BlockOrder, Planned, RankFailed, RankReady, StartRank
 from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_memories import Memories, log_as
+from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.same_files import files_digest
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
@@ -107,15 +101,13 @@ def _compute(
     own: ShareMemory,
 ) -> NoReturn:
     """Compute steps and carry out what comes between them, in order."""
-    assert isinstance(loaded.backend, PartsBackend), "torch computes where memory is not common"
     try:
         while True:
             order = planned.get()
-            if isinstance(order, StepPlan):
-                loaded.backend.forward(follow_plan(order, memories.mapped), None)
-                plans.send_bytes(b"")
-            else:
+            if isinstance(order, BlockOrder):
                 own.carry_out(order)
+            else:
+                carry_out(order, loaded.backend, memories, plans)
     except (OSError, EOFError):
         _leave_group()
     except Exception:
@@ -147,7 +139,18 @@ def _load(order: StartRank, path: Path) -> tuple[LoadedParts, KVShare]:
     )
     stage, _ = order.grid.place(order.number)
     share = kv_shares(model.parts, model.stages, order.grid)[order.number]
-    return load_parts(model, links, RunToEnd(), order.threads, order.device, stage, share), share
+    loaded = load_parts(
+        model,
+        links,
+        RunToEnd(),
+        order.threads,
+        order.device,
+        stage,
+        share,
+        triton=order.triton,
+        kv_cache=order.kv_cache,
+    )
+    return loaded, share
 
 
 def _join(host: str, port: int, key: bytes) -> rendezvous.Ends:

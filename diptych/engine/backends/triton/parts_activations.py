@@ -34,9 +34,9 @@ class PartsActivations:
     ) -> PartsActivations:
         """Allocate buffers for up to `tokens` tokens of parts of these `shapes`."""
         lead, *others = (Activations.make(shape, tokens, dtype, device, make_routed) for shape in shapes)
-        shared = {"residual": lead.residual, "normed": lead.normed, "angles": lead.angles}
         outputs = lead.added.new_empty(len(shapes), tokens, lead.added.shape[1])
-        own = [replace(one, **shared) for one in (lead, *others)]
+        stream = lead.residual, lead.normed, lead.angles
+        own = [_in_stream(one, *stream) for one in (lead, *others)]
         return cls(_beside(own, outputs), outputs, lead.added)
 
     @property
@@ -70,6 +70,13 @@ class PartsActivations:
         outputs = self.outputs.view(-1)[: parts * tokens * width].view(parts, tokens, width)
         own = [one.rows(tokens) for one in self.own]
         return PartsActivations(_beside(own, outputs), outputs, self.added[:tokens])
+
+
+def _in_stream(
+    own: Activations, residual: torch.Tensor, normed: torch.Tensor, angles: tuple[Angles, ...]
+) -> Activations:
+    """Return buffers of a part with the residual stream and the angles of all."""
+    return replace(own, residual=residual, normed=normed, angles=angles)
 
 
 def _beside(own: Sequence[Activations], outputs: torch.Tensor) -> tuple[Activations, ...]:

@@ -72,7 +72,7 @@ class TritonPartsBackend:
         where = torch.device(device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
-        self._links, self._vocab = links, shape.vocab_size
+        self._links, self._held = links, held
         self._stop_word = RunToEnd() if links.on_device and not links.is_alone else stop_word
         with _current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
@@ -131,7 +131,7 @@ class TritonPartsBackend:
         """Return whether a step was recorded, the same on every rank: it ends without a word between them."""
         return self._step.launches(sequences)
 
-    def follow(self, sequences: Sequence[SequenceStep]) -> bool:
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
         """Compute this rank's share of a step of rank 0's, after those that came before.
 
         A recorded step is launched, once the one before the last is over; another is over at the return, and
@@ -175,12 +175,14 @@ class TritonPartsBackend:
             self._step.prepare_decode(memory)
 
     def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
-        """See `PromptGraphBackend.record_prompts`; every rank is called, with its own `layout`.
+        """See `PromptGraphBackend.record_prompts`; every rank is called, with the `layout` of whole blocks.
 
         All recordings are made, whatever the time: ranks that had made others would not meet.
         """
         if not self._links.on_device:
             return 0
+        if self._held is not None:
+            layout = self._held.narrow(layout)
         count = self._step.record_prompts(layout, most_tokens, capture, seconds=float("inf"))
         if count < (planned := planned_recordings(most_tokens)):
             raise RuntimeError(f"{count} of {planned} prompt steps could be recorded (--prompt-graph-tokens)")
