@@ -302,7 +302,7 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.quantization not in ("auto", "int8"):
+    if settings.quantization == "gguf":
         yield f"--quantization {settings.quantization} is not computed with {flag}"
     if settings.kv_cache_dtype == "int8":
         yield f"--kv-cache-dtype int8 is not kept with {flag}"
