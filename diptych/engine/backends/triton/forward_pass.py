@@ -1,4 +1,4 @@
-"""What steps and their recordings need of a forward pass: that of a whole model, or of a rank's parts."""
+"""Interface of a forward pass, of a whole model or of a rank's parts, to steps and their recordings."""
 
 from __future__ import annotations
 

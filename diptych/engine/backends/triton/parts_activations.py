@@ -17,7 +17,7 @@ class PartsActivations:
     """Buffers for T tokens; P parts are this rank's, H hidden."""
 
     own: tuple[Activations, ...]
-    """Those of each part, with one stream and one set of angles for all; `added` are rows of `outputs`."""
+    """Buffers of each part, with one stream and one set of angles for all; `added` are rows of `outputs`."""
     outputs: torch.Tensor
     """`[P, T, H]`: what the parts add to the residual, side by side as they are sent."""
     added: torch.Tensor

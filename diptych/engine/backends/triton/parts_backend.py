@@ -4,7 +4,7 @@ It is the backend of a whole model (backend.py) over the layers of the rank's pa
 are packed, launched and recorded alike. Every rank is given the same steps in one order. Rank 0 samples; in a
 recorded step the others get its tokens within the graph, so that a step can follow one that is not over.
 
-    exchange           recorded steps   a step that nobody wants any more
+    exchange           recorded steps   a step whose sequences are all aborted
     on the device      yes              is computed to its end
     through the host   no               ends before the same layer on every rank
 

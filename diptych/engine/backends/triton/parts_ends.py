@@ -1,4 +1,4 @@
-"""Both ends of a forward pass in parts: embeddings from the ranks that hold them, logits to rank 0.
+"""Ends of a forward pass in parts: embeddings from the ranks that hold them, logits to rank 0.
 
 Shapes depend on the number of tokens alone, so that a step with both can be recorded.
 """

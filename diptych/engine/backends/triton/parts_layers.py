@@ -72,7 +72,7 @@ class PartsLayers:
             for part, packed in zip(own, weights, strict=True)
         ]
         self.weights = weights[0]
-        """Those of the first part: norms are the same in all."""
+        """Weights of the first part: norms are the same in all."""
         self._shares = [_share_in(part, stage, held) for part in own]
         self._ends = PartsEnds(self.shape, parts, self._halves, links, stage)
         self._sum = PartsSum(self.shape, operators, ranks)

@@ -27,17 +27,17 @@ class Stream(Protocol):
 
     @property
     def residual(self) -> torch.Tensor:
-        """The stream itself."""
+        """Return the stream itself."""
         ...
 
     @property
     def normed(self) -> torch.Tensor:
-        """Its norm, which the next half reads."""
+        """Return its norm, which the next half reads."""
         ...
 
     @property
     def added(self) -> torch.Tensor:
-        """What a half of a layer adds."""
+        """Return what a half of a layer adds."""
         ...
 
 
