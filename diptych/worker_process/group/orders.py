@@ -1,8 +1,9 @@
 """Orders of rank 0 to another rank, over two pipes.
 
-plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share
-control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool and
-         DropMemory, of which all but the last are answered with None, or with RankFailed
+plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share;
+         between them PlaceAdapter and DropAdapter, which are not answered
+control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
+         LoadAdapter and DropMemory, of which all but the last are answered with None, or with RankFailed
 
 A rank on another host has a memory of its own. Between plans it gets WriteShare, PlaceShare and CopyBlock,
 and carries them out in this order; it answers none. Two more connections are:
@@ -103,6 +104,30 @@ class AllocateShare:
     number: int
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Order to prepare this rank's share of an adapter as `number`."""
+
+    number: int
+    pickled: bytes
+    """The whole adapter (adapter_message.py)."""
+
+
+@dataclass(frozen=True)
+class PlaceAdapter:
+    """Order to let the plans that follow find adapter `number` in a slot; None empties it."""
+
+    slot: int
+    number: int | None
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Order to forget an adapter that lies in no slot and will lie in none."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -207,6 +232,8 @@ class Answered:
     result: Any
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory
-Planned = StepPlan | WriteShare | PlaceShare | CopyBlock
+Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory | LoadAdapter
+AdapterOrder = PlaceAdapter | DropAdapter
+BlockOrder = WriteShare | PlaceShare | CopyBlock
+Planned = StepPlan | AdapterOrder | BlockOrder
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

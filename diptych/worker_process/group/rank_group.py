@@ -42,7 +42,7 @@ from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.group.orders import Planned, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.orders import AdapterOrder, Planned, RankFailed, RankReady, StartRank
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
@@ -197,6 +197,11 @@ class RankGroup:
         """Have the other ranks compute their share of a step. Raises OSError."""
         for rank in self._others:
             rank.send_plan(plan)
+
+    def send_order(self, order: AdapterOrder) -> None:
+        """Have the other ranks do something between two steps. Raises OSError."""
+        for rank in self._others:
+            rank.send_plan(order)
 
     def end_step(self) -> None:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""

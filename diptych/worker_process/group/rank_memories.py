@@ -17,15 +17,19 @@ from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import (
     AllocateShare,
     DropMemory,
+    LoadAdapter,
     MapFile,
     Order,
     RankFailed,
     RegisterPool,
 )
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from kvtransfer.transports.base import TransportError, host_id
 from kvtransfer.transports.fd_passing import register_blocking
 from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import map_pool
+
+_log = logging.getLogger(__name__)
 
 
 def log_as(name: str, level: str) -> None:
@@ -40,14 +44,21 @@ class Memories:
     """KV memories by number, made and dropped as rank 0 orders on a thread of its own.
 
     Args:
+        adapters: what loads the adapters that rank 0 sends over the same connection.
         share: this rank's share of each block, where it has memories of its own.
         prefault: whether mapped blocks take their pages at once.
     """
 
     def __init__(
-        self, control: Connection[Any, Any], share: KVShare | None = None, *, prefault: bool = True
+        self,
+        control: Connection[Any, Any],
+        adapters: RankAdapters,
+        share: KVShare | None = None,
+        *,
+        prefault: bool = True,
     ) -> None:
         self._control, self._share, self._prefault = control, share, prefault
+        self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
 
     def serve(self) -> None:
@@ -57,9 +68,14 @@ class Memories:
                 order: Order = self._control.recv()
                 if isinstance(order, DropMemory):
                     self.mapped.pop(order.number, None)
+                elif isinstance(order, LoadAdapter):
+                    self._control.send(self._adapters.load(order))
                 else:
                     self._control.send(self._carry_out(order))
         except (OSError, EOFError):
+            leave(1)
+        except Exception:
+            _log.exception("this rank fails, and the group with it")  # else rank 0 would wait for an answer
             leave(1)
 
     def _carry_out(self, order: Order) -> RankFailed | None:

@@ -30,11 +30,8 @@ from diptych.engine.parallel_model import (
     open_parts,
 )
 from diptych.runtime.process import leave, watch_parent
-from diptych.worker_process.group.orders import (
-    RankFailed,
-    RankReady,
-    StartRank,
-)
+from diptych.worker_process.group.orders import AdapterOrder, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from kvtransfer.transports.process_group import open_store
 
@@ -60,10 +57,11 @@ def main(argv: Sequence[str]) -> None:
         control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
-    memories = Memories(control, prefault=not order.across_hosts)
+    adapters = RankAdapters(loaded.backend)
+    memories = Memories(control, adapters, prefault=not order.across_hosts)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()
     try:
-        _compute(plans, loaded.backend, memories)
+        _compute(plans, loaded.backend, memories, adapters)
     except (OSError, EOFError):
         leave(0)  # rank 0 is gone
     except Exception:
@@ -92,20 +90,21 @@ def _load(order: StartRank, stop_word: StopWord, sums_fd: int, exchange_fds: Seq
 
 
 def _compute(
-    plans: Connection[Any, Any], backend: PartsBackend | NativePartsBackend, memories: Memories
+    plans: Connection[Any, Any],
+    backend: PartsBackend | NativePartsBackend,
+    memories: Memories,
+    adapters: RankAdapters,
 ) -> None:
-    if not isinstance(backend, PartsBackend):
-        return _follow(plans, backend, memories)
+    """Compute steps as their plans come; those of the native step end without a word from here."""
     while True:
-        backend.forward(follow_plan(plans.recv(), memories.mapped), None)
-        plans.send_bytes(b"")
-
-
-def _follow(plans: Connection[Any, Any], backend: NativePartsBackend, memories: Memories) -> None:
-    """Begin steps as their plans come; the ranks meet at the end of each without a word from here."""
-    while True:
-        plan: StepPlan = plans.recv()
-        backend.follow(follow_plan(plan, memories.mapped), plan.greedy)
+        order: StepPlan | AdapterOrder = plans.recv()
+        if not isinstance(order, StepPlan):
+            adapters.carry_out(order)
+        elif isinstance(backend, PartsBackend):
+            backend.forward(follow_plan(order, memories.mapped), None)
+            plans.send_bytes(b"")
+        else:
+            backend.follow(follow_plan(order, memories.mapped), order.greedy)
 
 
 if __name__ == "__main__":

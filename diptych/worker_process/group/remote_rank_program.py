@@ -34,11 +34,14 @@ from diptych.runtime.process import leave, watch_parent
 from diptych.runtime.settings import CANNOT_START, StartupError
 from diptych.worker_process.group import rendezvous
 from diptych.worker_process.group.orders import (
+    DropAdapter,
+    PlaceAdapter,
     Planned,
     RankFailed,
     RankReady,
     StartRank,
 )
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.same_files import files_digest
@@ -78,7 +81,8 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
             control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
-    memories = Memories(control, share)
+    adapters = RankAdapters(loaded.backend)
+    memories = Memories(control, adapters, share)
     own = ShareMemory(memories.mapped)
     shares = ShareService(ends["shares"], order.host, order.holder, own)
     _start("memories", memories.serve)
@@ -87,7 +91,7 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
     planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
     _start("plans", lambda: _take_plans(plans, planned))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)
-    _compute(plans, planned, loaded, memories, own)
+    _compute(plans, planned, loaded, memories, adapters, own)
 
 
 def _await_end(life: Connection[Any, Any], refused: threading.Event) -> None:
@@ -104,6 +108,7 @@ def _compute(
     planned: queue.SimpleQueue[Planned],
     loaded: LoadedParts,
     memories: Memories,
+    adapters: RankAdapters,
     own: ShareMemory,
 ) -> NoReturn:
     """Compute steps and carry out what comes between them, in order."""
@@ -114,6 +119,8 @@ def _compute(
             if isinstance(order, StepPlan):
                 loaded.backend.forward(follow_plan(order, memories.mapped), None)
                 plans.send_bytes(b"")
+            elif isinstance(order, PlaceAdapter | DropAdapter):
+                adapters.carry_out(order)
             else:
                 own.carry_out(order)
     except (OSError, EOFError):

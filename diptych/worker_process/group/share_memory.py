@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.worker_process.group.orders import CopyBlock, PlaceShare, ReadShare, WriteShare
+from diptych.worker_process.group.orders import BlockOrder, CopyBlock, PlaceShare, ReadShare
 from diptych.worker_process.group.share_arrivals import ShareArrivals
 from kvtransfer.transports.rank_data import share_hash, write_pieces
 
@@ -31,7 +31,7 @@ class ShareMemory:
                 self._changed.wait()
         return self._memories[number]
 
-    def carry_out(self, order: WriteShare | PlaceShare | CopyBlock) -> None:
+    def carry_out(self, order: BlockOrder) -> None:
         """Write or copy a share of a block. Raises ValueError for bytes that changed on their way."""
         memory = self._memories[order.number]
         if isinstance(order, CopyBlock):
