@@ -6,7 +6,7 @@ import logging
 
 from decode_worker.config import DecodeSettings
 from diptych.engine.backends.triton.activations import activation_bytes
-from diptych.engine.backends.triton.packed_step import gathered_bytes
+from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.runtime.settings import StartupError
