@@ -12,7 +12,7 @@ namespace {
 template <class Kind>
 void run_gate_up(StepState &step, int rows, const Linear &matrix, void *inner, int64_t stride,
                  const Changes<Kind> &changes) {
-    changes.shrink(step.normed, step.hidden_stride);
+    changes.shrink(step.normed.get(), step.hidden_stride);
     const DiptychShape &shape = step.model->shape;
     auto *values = static_cast<typename Kind::Value *>(inner);
     int shift = halvings(shape);

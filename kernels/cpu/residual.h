@@ -104,7 +104,7 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
 template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
                    bool apart, const Changes<Kind> &changes) {
-    changes.shrink(values, width);
+    changes.shrink(values.get(), width);
     ready_rows<Kind>(step, set.size(), values.get(), width, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
     float *base = apart ? step.update_row(0) : step.hidden_row(0);

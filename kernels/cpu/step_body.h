@@ -188,7 +188,7 @@ void run_layers(StepState &step, int rank) {
         int rows = static_cast<int>(step.rows.size());
         auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
         Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV);
-        qkv.shrink(step.normed, step.hidden_stride);
+        qkv.shrink(step.normed.get(), step.hidden_stride);
         product<Kind>(
             step, layer.qkv, step.normed.get(), step.hidden_stride, rows,
             [&](int row, int column, float *sums) {

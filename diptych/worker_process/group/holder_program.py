@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from diptych.engine.parallel_model import LoadedParts
 from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import BlockOrder, Planned, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
 from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.rendezvous import Ends
@@ -34,6 +35,7 @@ def serve_holder(
     order: StartRank,
     loaded: LoadedParts,
     memories: Memories,
+    adapters: RankAdapters,
 ) -> NoReturn:
     """Serve rank 0's connections by kind, and compute until rank 0 is gone, which ends the process."""
     own = ShareMemory(memories.mapped)
@@ -43,7 +45,7 @@ def serve_holder(
     begin("blocks", lambda: own.answer(ends["blocks"]))
     begin("shares", shares.serve)
     begin("plans", lambda: _take_plans(ends["plans"], planned))
-    _compute(ends["plans"], planned, loaded, memories, own)
+    _compute(ends["plans"], planned, loaded, memories, adapters, own)
 
 
 def begin(name: str, serve: Callable[[], object]) -> None:
@@ -72,6 +74,7 @@ def _compute(
     planned: queue.SimpleQueue[Planned],
     loaded: LoadedParts,
     memories: Memories,
+    adapters: RankAdapters,
     own: ShareMemory,
 ) -> NoReturn:
     """Compute steps and carry out what comes between them, in order."""
@@ -81,7 +84,7 @@ def _compute(
             if isinstance(order, BlockOrder):
                 own.carry_out(order)
             else:
-                carry_out(order, loaded.backend, memories, plans)
+                carry_out(order, loaded.backend, memories, adapters, plans)
     except (OSError, EOFError):
         leave_group()
     except Exception:

@@ -1,10 +1,11 @@
 """Orders of rank 0 to another rank, over two pipes.
 
 plans    StepPlan; where torch computes, and in a step of the Triton backend that is not recorded, answered
-         with an empty message when the rank has written its share. Recordings are answered so when made
+         with an empty message when the rank has written its share. Recordings are answered so when made;
+         PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks and DropMemory, of which all but the last are answered: with None, CountBlocks with a
-         number, or with RankFailed
+         CountBlocks, LoadAdapter and DropMemory, of which all but the last are answered: with None,
+         CountBlocks with a number, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -117,6 +118,30 @@ class AllocateShare:
     number: int
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Order to prepare this rank's share of an adapter as `number`."""
+
+    number: int
+    pickled: bytes
+    """The whole adapter (adapter_message.py)."""
+
+
+@dataclass(frozen=True)
+class PlaceAdapter:
+    """Order to let the plans that follow find adapter `number` in a slot; None empties it."""
+
+    slot: int
+    number: int | None
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Order to forget an adapter that lies in no slot and will lie in none."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -257,8 +282,9 @@ class Answered:
     result: Any
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory
+Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
 Recording = PlanDecode | PrepareDecode | RecordPrompts
+AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
-Planned = StepPlan | Recording | BlockOrder
+Planned = StepPlan | Recording | AdapterOrder | BlockOrder
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

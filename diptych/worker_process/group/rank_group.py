@@ -46,6 +46,7 @@ from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.group.orders import (
     CONNECTIONS,
+    AdapterOrder,
     Planned,
     RankFailed,
     RankReady,
@@ -238,6 +239,11 @@ class RankGroup:
         """Have the other ranks compute their share of a step, or make a recording. Raises OSError."""
         for rank in self._others:
             rank.send_plan(plan)
+
+    def send_order(self, order: AdapterOrder) -> None:
+        """Have the other ranks do something between two steps. Raises OSError."""
+        for rank in self._others:
+            rank.send_plan(order)
 
     def end_step(self) -> None:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""

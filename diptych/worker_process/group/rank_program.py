@@ -18,6 +18,7 @@ from diptych.engine.parallel.stop_word import RunToEnd, StopWord
 from diptych.runtime.process import leave, watch_parent
 from diptych.worker_process.group.holder_program import serve_holder
 from diptych.worker_process.group.orders import CONNECTIONS, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_load import device_of, load_rank
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.rank_steps import carry_out
@@ -48,13 +49,14 @@ def main(argv: Sequence[str]) -> None:
         control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
-    memories = Memories(control, share, device, prefault=not order.across_hosts)
+    adapters = RankAdapters(loaded.backend)
+    memories = Memories(control, adapters, share, device, prefault=not order.across_hosts)
     if order.holder:
-        serve_holder(ends, order, loaded, memories)
+        serve_holder(ends, order, loaded, memories, adapters)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()
     try:
         while True:
-            carry_out(plans.recv(), loaded.backend, memories, plans)
+            carry_out(plans.recv(), loaded.backend, memories, adapters, plans)
     except (OSError, EOFError):
         leave(0)  # rank 0 is gone
     except Exception:

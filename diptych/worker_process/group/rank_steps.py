@@ -9,17 +9,32 @@ from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan
-from diptych.worker_process.group.orders import PlanDecode, PrepareDecode, Recording, RecordPrompts
+from diptych.worker_process.group.orders import (
+    AdapterOrder,
+    PlanDecode,
+    PrepareDecode,
+    Recording,
+    RecordPrompts,
+)
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
 
 Parts = PartsBackend | NativePartsBackend | TritonPartsBackend
 
 
 def carry_out(
-    order: StepPlan | Recording, backend: Parts, memories: Memories, plans: Connection[Any, Any]
+    order: StepPlan | Recording | AdapterOrder,
+    backend: Parts,
+    memories: Memories,
+    adapters: RankAdapters,
+    plans: Connection[Any, Any],
 ) -> None:
-    """Compute this rank's share of a step, or make a recording, and answer where rank 0 waits for it."""
-    if not isinstance(order, StepPlan):
+    """Compute this rank's share of a step, make a recording, or place an adapter; answer where rank 0 waits
+    for it.
+    """
+    if isinstance(order, AdapterOrder):
+        adapters.carry_out(order)
+    elif not isinstance(order, StepPlan):
         _record(order, backend, memories)
         plans.send_bytes(b"")
     elif backend.follow(follow_plan(order, memories.mapped), order.greedy):

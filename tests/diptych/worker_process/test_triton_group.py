@@ -22,6 +22,7 @@ from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from diptych.worker_process.group.orders import Recording
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from tests.diptych.engine.backends.triton.test_parts_backend import TritonRanks
@@ -63,7 +64,7 @@ class Group:
 
     def _follow(self, backend: Any, plans: Connection[Any, Any]) -> None:
         while (order := plans.recv()) is not None:
-            carry_out(order, backend, cast(Any, self.memories), plans)
+            carry_out(order, backend, cast(Any, self.memories), RankAdapters(backend), plans)
 
     def begin_step(self, plan: StepPlan | Recording) -> None:
         self._plans.send(plan)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.batch import Passing, positions_of
 from diptych.engine.backends.native.share import Share
@@ -62,6 +63,22 @@ class NativePartsBackend:
 
     def set_threads(self, threads: int) -> None:
         """Keep the cores that the rank has from the start."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._step.allow_adapters(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: packs what this rank's parts have of it."""
+        return self._step.prepare_adapter(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`. Waits for the steps that this rank follows: rank 0 knows of their
+        ends before it does.
+        """
+        while self._followed:
+            self._followed.popleft().collect()
+        self._step.set_adapter(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`: once all sequences are aborted every rank of

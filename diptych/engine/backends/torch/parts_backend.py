@@ -13,10 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.adapters.part_adapter import part_adapters
+from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.backend import flatten, on_device
 from diptych.engine.backends.torch.decoder import Attend
 from diptych.engine.backends.torch.parts_decoder import PartsDecoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.backends.torch.supports import lacks_adapters
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
@@ -54,6 +58,7 @@ class PartsBackend:
         self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, links, stage)
+        self._adapters = [TorchAdapters(self._device) for _ in weights]
         self._rules = [
             [
                 ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
@@ -65,6 +70,20 @@ class PartsBackend:
     def set_threads(self, threads: int) -> None:
         """Use the cores of every step in torch calls from the calling thread, whatever `threads` says."""
         torch.set_num_threads(self._threads)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return lacks_adapters(self._shape)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: returns what each own part has of it."""
+        return part_adapters(adapter, self._shape, self._decoder.own, self._layers)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`."""
+        assert prepared is None or isinstance(prepared, tuple)
+        for number, adapters in enumerate(self._adapters):
+            adapters.set(slot, None if prepared is None else prepared[number])
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
@@ -90,7 +109,8 @@ class PartsBackend:
             def finished() -> bool:
                 return not self._stop_word.stops(self._shape.num_layers - 1)
 
-            logits = self._decoder.forward(tokens, positions, last, attends, wanted, finished)
+            changes = [adapters.of_step(sequences) for adapters in self._adapters]
+            logits = self._decoder.forward(tokens, positions, last, attends, changes, wanted, finished)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.nn import functional
 
+from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Projected
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
@@ -59,6 +60,7 @@ class PartsDecoder:
         positions: torch.Tensor,
         last: torch.Tensor,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
         wanted: Callable[[int], bool],
         finished: Callable[[], bool],
     ) -> torch.Tensor | None:
@@ -66,6 +68,7 @@ class PartsDecoder:
 
         Args:
             attends: attention of each own part.
+            changes: each own part's share of the step's adapters.
             wanted: asked before every layer of the stage, by its number in the model; it answers all ranks of
                 the stage alike.
             finished: asked after them whether all layers of the model are computed; it answers all ranks
@@ -77,7 +80,7 @@ class PartsDecoder:
         for index in range(len(lead.layers)):
             if not wanted(self._stage.layers.start + index):
                 break
-            x_TH = self._layer(index, x_TH, angles, growth, attends)
+            x_TH = self._layer(index, x_TH, angles, growth, attends, changes)
         if self._links.after is not None:
             send(self._links.after, x_TH)  # even if the step has ended: the next stage waits for it
         if not finished():
@@ -95,22 +98,24 @@ class PartsDecoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
     ) -> torch.Tensor:
         lead = self.decoders[0]
         layer = lead.layers[index]
         normed = lead.norm(x_TH, layer.input_norm, layer.input_norm_bias)
         if self._shape.qk_norm == "width" and self._shape.latent is None:
-            outputs = self._attention_normed_together(index, normed, angles, growth, attends)
+            outputs = self._attention_normed_together(index, normed, angles, growth, attends, changes)
         else:
             outputs = (
-                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, None)
-                for decoder, attend in zip(self.decoders, attends, strict=True)
+                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, change)
+                for decoder, attend, change in zip(self.decoders, attends, changes, strict=True)
             )
         x_TH = x_TH + lead.added(self._sum(outputs), layer.attention_out_norm)
         if not self._shape.parallel_residual:
             normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
         fed = self._sum(
-            decoder.feed_forward(index, decoder.layers[index], normed, None) for decoder in self.decoders
+            decoder.feed_forward(index, decoder.layers[index], normed, change)
+            for decoder, change in zip(self.decoders, changes, strict=True)
         )
         return x_TH + lead.added(fed, layer.feed_forward_out_norm)
 
@@ -121,12 +126,17 @@ class PartsDecoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
     ) -> Iterable[torch.Tensor]:
         """Yield each own part's attention where queries are normalised over all heads, and so are keys."""
-        projected = [decoder.project(index, decoder.layers[index], normed, None) for decoder in self.decoders]
+        projected = [
+            decoder.project(index, decoder.layers[index], normed, change)
+            for decoder, change in zip(self.decoders, changes, strict=True)
+        ]
         means = self._mean_squares(projected)
-        for decoder, each, attend in zip(self.decoders, projected, attends, strict=True):
-            yield decoder.mix(index, decoder.layers[index], each, angles, growth, attend, None, means)
+        own = zip(self.decoders, projected, attends, changes, strict=True)
+        for decoder, each, attend, change in own:
+            yield decoder.mix(index, decoder.layers[index], each, angles, growth, attend, change, means)
 
     def _mean_squares(self, projected: Sequence[Projected]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the means of the squares of all heads' queries and of all keys, float32 `[T, 1]` both.

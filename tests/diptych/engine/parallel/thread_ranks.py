@@ -114,18 +114,17 @@ class ThreadGroup:
     ) -> torch.Tensor:
         """Compute a chunk in one memory, or each rank in its own; return rank 0's logits."""
         chosen = [memories] * len(self.backends) if isinstance(memories, KVMemory) else memories
+        return self._forward([[SequenceStep(one, range(8), start, tokens, True, trailing)] for one in chosen])
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: None = None) -> torch.Tensor:
+        """Compute a step of all ranks; return its logits."""
+        return self._forward([sequences] * len(self.backends))
+
+    def _forward(self, of_ranks: Sequence[Sequence[SequenceStep]]) -> torch.Tensor:
         self.stop_word.reset()
         with ThreadPoolExecutor(len(self.backends)) as threads:
-            logits = list(
-                threads.map(
-                    lambda backend, memory: backend.forward(
-                        [SequenceStep(memory, range(8), start, tokens, True, trailing)], None
-                    ),
-                    self.backends,
-                    chosen,
-                )
-            )
-        return logits[0]
+            logits = threads.map(lambda backend, steps: backend.forward(steps, None), self.backends, of_ranks)
+            return list(logits)[0]  # noqa: RUF015  # errors of all ranks are raised
 
     def decode(
         self, memory: KVMemory | Sequence[KVMemory], text: Sequence[int], tokens: int
