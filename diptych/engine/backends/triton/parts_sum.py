@@ -10,8 +10,7 @@ import torch
 
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.parts_activations import PartsActivations
-from diptych.engine.backends.triton.products.scaled import ScaledLinear
-from diptych.engine.backends.triton.rounded_inputs import Matrix, Norms, Rows
+from diptych.engine.backends.triton.rounded_inputs import Matrix, Norms, Rows, rounds
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.communicator import Communicator
 
@@ -39,7 +38,8 @@ class PartsSum:
         `Norms.add` does. Raises GroupBroken.
         """
         every = self._communicator.all_gather(buffers.outputs).flatten(0, 1)
-        plain = own_norm is None and not self._is_scaled and not isinstance(before, ScaledLinear)
+        rounded = rounds(before, self._operators, len(buffers.residual))
+        plain = own_norm is None and not self._is_scaled and not rounded
         if plain and next_norm is not None:
             return self._operators.sum_parts_rms_norm(
                 every, buffers.residual, next_norm, self._eps, out=buffers.normed

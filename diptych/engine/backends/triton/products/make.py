@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,6 +21,19 @@ from kernels.scaled_matrix import FP8, ScaledMatrix
 
 Part = tuple[Matrix, torch.Tensor | None]
 """A matrix and its bias."""
+FP8_INPUTS = "DIPTYCH_FP8_INPUTS"
+"""`fp8` rounds many rows of inputs of FP8 matrices, `16` none: nearer to the weights, and as slow as bf16."""
+
+
+def rounds_inputs(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether inputs of FP8 matrices may be rounded on a device: it can, and nothing else is asked.
+
+    Raises UnsupportedModel for another word of the environment.
+    """
+    asked = environment.get(FP8_INPUTS) or "fp8"
+    if asked not in ("fp8", "16"):
+        raise UnsupportedModel(f"{FP8_INPUTS} is {asked!r}: it must be fp8 or 16")
+    return asked == "fp8" and has_fp8(device)
 
 
 def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
@@ -38,8 +52,8 @@ def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
 
 
 def _for_device(matrix: Matrix, device: torch.device) -> Matrix:
-    """Return FP8 for a card that cannot round to it as codes, whose inputs are multiplied as they are."""
-    if isinstance(matrix, ScaledMatrix) and matrix.values.dtype == FP8 and not has_fp8(device):
+    """Return FP8 as codes, whose inputs are multiplied as they are, where these are not to be rounded."""
+    if isinstance(matrix, ScaledMatrix) and matrix.values.dtype == FP8 and not rounds_inputs(device):
         return scaled_matrix.weights_only(matrix)
     return matrix
 
