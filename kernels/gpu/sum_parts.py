@@ -14,12 +14,12 @@ from kernels.gpu.launch import check_dense, power_of_two
 from kernels.gpu.rms_norm import normed_numbers, row_warps
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["rows"])
 def _sum_parts(
-    parts, residual, weight, out, columns, part_stride, eps,
+    parts, residual, weight, out, rows, columns, eps,
     COUNT: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of COUNT parts, `parts [COUNT, rows, columns]`, `part_stride` numbers apart.
+    """Add one row of COUNT parts, `parts [COUNT, rows, columns]`.
 
     With NORM the sum is added to `residual [rows, columns]`, which keeps it, and `out [rows, columns]` is its
     norm times `weight [columns]`; else `out` is the sum. WIDTH is columns, padded; grid `[rows]`.
@@ -27,10 +27,10 @@ def _sum_parts(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < columns
-    place = parts + row * columns + at
-    total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    for _ in range(1, COUNT):
-        place += part_stride
+    total = tl.load(parts + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    for part in range(1, COUNT):
+        # A multiple of columns: so the compiler sees that rows begin where wide loads may.
+        place = parts + (row + part * rows) * columns + at
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     result = total.to(parts.dtype.element_ty)
     if NORM:
@@ -81,6 +81,6 @@ def _launch(
     width = power_of_two(columns)
     _sum_parts[(rows,)](
         parts, parts if residual is None else check_dense("residual", residual),
-        parts if weight is None else weight, check_dense("out", out), columns, rows * columns, eps,
+        parts if weight is None else weight, check_dense("out", out), rows, columns, eps,
         COUNT=count, NORM=weight is not None, WIDTH=width, num_warps=row_warps(width),
     )  # fmt: skip
