@@ -312,8 +312,9 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     flag = settings.group_flags
     if settings.quantization == "gguf":
         yield f"--quantization {settings.quantization} is not computed with {flag}"
-    if settings.kv_cache_dtype == "int8":
-        yield f"--kv-cache-dtype int8 is not kept with {flag}"
+    by_triton = settings.backend not in ("native", "torch")  # on a GPU; on CPUs fp8 is refused below
+    if settings.kv_cache_dtype == "int8" or (settings.kv_cache_dtype == "fp8" and not by_triton):
+        yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.batch_invariant:
@@ -364,8 +365,6 @@ def _plain_groups_fault(settings: WorkerSettings) -> str | None:
 
 def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on the CPU (--device)"
-    if settings.in_parts and settings.kv_cache_dtype == "fp8" and settings.backend != "triton":
-        yield f"--kv-cache-dtype fp8 is not kept with {settings.group_flags}, {here}"
     if settings.transport in ("nccl", "cuda_ipc"):
         yield f"--transport {settings.transport} needs blocks on a GPU, {here}"
     if settings.backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
