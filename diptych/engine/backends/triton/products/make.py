@@ -21,19 +21,21 @@ from kernels.scaled_matrix import FP8, ScaledMatrix
 
 Part = tuple[Matrix, torch.Tensor | None]
 """A matrix and its bias."""
-FP8_INPUTS = "DIPTYCH_FP8_INPUTS"
-"""`fp8` rounds many rows of inputs of FP8 matrices, `16` none: nearer to the weights, and as slow as bf16."""
+INPUT_ROUNDING = "DIPTYCH_INPUT_ROUNDING"
+"""`auto` rounds inputs of FP8 and int8 matrices, `off` none: nearer to the weights, slower in prompts."""
 
 
-def rounds_inputs(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether inputs of FP8 matrices may be rounded on a device: it can, and nothing else is asked.
+def rounds_inputs(
+    dtype: torch.dtype, device: torch.device, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Return whether inputs of matrices in `dtype` may be rounded on a device: it can, and it is not off.
 
     Raises UnsupportedModel for another word of the environment.
     """
-    asked = environment.get(FP8_INPUTS) or "fp8"
-    if asked not in ("fp8", "16"):
-        raise UnsupportedModel(f"{FP8_INPUTS} is {asked!r}: it must be fp8 or 16")
-    return asked == "fp8" and has_fp8(device)
+    asked = environment.get(INPUT_ROUNDING) or "auto"
+    if asked not in ("auto", "off"):
+        raise UnsupportedModel(f"{INPUT_ROUNDING} is {asked!r}: it must be auto or off")
+    return asked == "auto" and (dtype != FP8 or has_fp8(device))
 
 
 def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
@@ -52,8 +54,8 @@ def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
 
 
 def _for_device(matrix: Matrix, device: torch.device) -> Matrix:
-    """Return FP8 as codes, whose inputs are multiplied as they are, where these are not to be rounded."""
-    if isinstance(matrix, ScaledMatrix) and matrix.values.dtype == FP8 and not rounds_inputs(device):
+    """Return FP8 and int8 as codes, whose inputs are multiplied as they are, where none are to be rounded."""
+    if isinstance(matrix, ScaledMatrix) and not rounds_inputs(matrix.values.dtype, device):
         return scaled_matrix.weights_only(matrix)
     return matrix
 

@@ -18,7 +18,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.products import scaled_mm
 from diptych.engine.backends.triton.products.experts import PackedExpertProduct
-from diptych.engine.backends.triton.products.make import FP8_INPUTS, quantised_product
+from diptych.engine.backends.triton.products.make import INPUT_ROUNDING, quantised_product
 from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.scaled import ScaledLinear
 from diptych.engine.dtype import Precision
@@ -263,15 +263,18 @@ def test_a_card_without_fp8_multiplies_inputs_as_they_are(monkeypatch: pytest.Mo
     assert isinstance(quantised_product(CPU, [(whole, None)]), ScaledLinear)
 
 
-def test_inputs_of_fp8_are_not_rounded_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shape_of()
-    weights = with_matrices(weights_of(shape, torch.bfloat16), lambda _, matrix: quantise(matrix, FP8))
-    for asked, kind in (("fp8", ScaledLinear), ("16", PackedLinear)):
-        monkeypatch.setenv(FP8_INPUTS, asked)
+@pytest.mark.parametrize(("dtype", "name"), [(FP8, "FP8"), (INT8, "8-bit codes")])
+def test_no_inputs_are_rounded_where_that_is_off(
+    dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = shape_of(hidden_size=128, intermediate_size=128)
+    weights = with_matrices(weights_of(shape, torch.bfloat16), lambda _, matrix: quantise(matrix, dtype))
+    for asked, kind in (("auto", ScaledLinear), ("off", PackedLinear)):
+        monkeypatch.setenv(INPUT_ROUNDING, asked)
         assert isinstance(pack(weights, CPU).layers[0].qkv, kind)
-    assert "FP8, inputs not rounded: DIPTYCH_FP8_INPUTS=16" in describe_matrices(weights, CPU)
-    monkeypatch.setenv(FP8_INPUTS, "8")
-    with pytest.raises(UnsupportedModel, match="DIPTYCH_FP8_INPUTS is '8': it must be fp8 or 16"):
+    assert f"{name}, inputs not rounded: DIPTYCH_INPUT_ROUNDING=off" in describe_matrices(weights, CPU)
+    monkeypatch.setenv(INPUT_ROUNDING, "8")
+    with pytest.raises(UnsupportedModel, match="DIPTYCH_INPUT_ROUNDING is '8': it must be auto or off"):
         pack(weights, CPU)
 
 
