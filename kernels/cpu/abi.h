@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 26
+#define DIPTYCH_ABI_VERSION 28
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -240,6 +240,7 @@ struct DiptychChange {
     int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
     int32_t parts;
     int32_t interleaved;    // 1: strips of two parts take turns, as those of gate and up do
+    int32_t own_part;       // of a share: the part whose product is changed, of the rank's own; 0 for DIPTYCH_QKV
     struct DiptychChangePart part[3];
 };
 

@@ -250,8 +250,7 @@ int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables
 
 DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count) {
     try {
-        auto adapter = std::make_unique<DiptychAdapter>();
-        adapter->layers.resize(static_cast<size_t>(model->shape.layers));
+        auto adapter = std::make_unique<DiptychAdapter>(model->shape.layers, model->share ? model->share->own_parts : 1);
         for (int32_t i = 0; i < count; i++) {
             std::string found = refused_change(*model, changes[i]);
             if (!found.empty()) {

@@ -19,17 +19,21 @@ inline void meet(StepState &step, int rank) {
     team.barrier();
 }
 
-// A part's last product of a sublayer, of `values` [rows of the set, stride].
+// A part's last product of a sublayer, of `values` [rows of the set, stride]. What adapters add to it goes with it.
 template <class Kind>
 void leave_part(StepState &step, int rows, const Linear &matrix, const typename Kind::Value *values, int64_t stride,
-                int32_t part) {
+                int32_t part, const Changes<Kind> &changes) {
+    changes.shrink(values, stride);
     ready_rows<Kind>(step, rows, values, stride, matrix.depth);
     const RankExchange &exchange = step.model->share->exchange;
     float *base = exchange.slot(part, 0);
     auto place = [base, stride = exchange.slot(part, 1) - base](int row, int column) { return base + row * stride + column; };
     product<Kind>(
         step, matrix, values, stride, rows,
-        [place](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
+        [place, &changes](int row, int column, float *sums) {
+            changes.expand(row, column, sums);
+            std::memcpy(place(row, column), sums, kColumns * sizeof(float));
+        },
         [place](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
@@ -84,7 +88,8 @@ struct SharedSums {
         const ModelShare &share = *step.model->share;
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             leave_part<Kind>(step, static_cast<int>(set.size()), part.output, slice(step.mixed, share.mixed_begins, own),
-                             step.mixed_stride, share.part(own));
+                             step.mixed_stride, share.part(own),
+                             Changes<Kind>(step, set, index, DIPTYCH_OUTPUT, own));
         });
         return sums_of_all(step, layer.attention_output_norm, rank);
     }
@@ -102,11 +107,11 @@ struct SharedSums {
         }
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             run_gate_up<Kind>(step, rows, part.gate_up, slice(step.inner, share.inner_begins, own), step.inner_stride,
-                              Changes<Kind>(step));
+                              Changes<Kind>(step, set, index, DIPTYCH_GATE_UP, own));
         });
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             leave_part<Kind>(step, rows, part.down, slice(step.inner, share.inner_begins, own), step.inner_stride,
-                             share.part(own));
+                             share.part(own), Changes<Kind>(step, set, index, DIPTYCH_DOWN, own));
         });
         return sums_of_all(step, layer.feed_forward_output_norm, rank);
     }
