@@ -76,16 +76,17 @@ def _paged_prefill(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, TREE: tl.constexpr, OPERAND: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
-    BY_TABLE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BASED: tl.constexpr,
+    BY_TABLE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND_STRIDE: tl.constexpr, BASED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS (token, head) pairs of one KV head of one sequence.
 
     `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`. BY_TABLE `keys`
-    is the KV memory from `layer_offset` elements on instead, `block_stride` elements a block, whose blocks
-    are in `tables` int32 `[S, table_stride]`; `origin` int64 `[1]`: with BASED the elements to it. `starts`
-    int32 `[S]`, `offsets` int32 `[S + 1]`, `trees` int64 `[T, 2]` of a TREE, `scales` float32 `[2,
-    KV_HEADS]` of the layer, `sinks` float32 `[heads]`. `score_scale` and `cap_scale` are those of
-    `score_factors`, WINDOW is tokens (0 none), GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
+    is the KV memory from `layer_offset` elements on instead, `block_stride` elements a block, values
+    KIND_STRIDE elements behind keys, whose blocks are in `tables` int32 `[S, table_stride]`; `origin` int64
+    `[1]`: with BASED the elements to it. `starts` int32 `[S]`, `offsets` int32 `[S + 1]`, `trees` int64 `[T,
+    2]` of a TREE, `scales` float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`. `score_scale` and
+    `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none), GROUP is query heads a KV head; grid
+    `[tiles, KV_HEADS, S]`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -132,7 +133,7 @@ def _paged_prefill(
             k_base = keys + layer_offset + head * (D * BLOCK_SIZE)
             if BASED:
                 k_base += tl.multiple_of(tl.load(origin), 16)
-            v_base = k_base + KV_HEADS * (D * BLOCK_SIZE)
+            v_base = k_base + KIND_STRIDE
         else:
             base = head * rows + context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -233,12 +234,12 @@ def paged_prefill(
         query if scales is None else scales[layer],
         query if sinks is None else sinks, out, rows,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap),
-        tables, starts if base is None else base, layer * 2 * kv_heads * blocks.shape[-1], blocks.stride(0),
+        tables, starts if base is None else base, layer * blocks.stride(1), blocks.stride(0),
         tables.stride(0), KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=padded, ROWS=tuned["rows"],
         TILE=tile, WINDOW=window or 0, SCALED=scales is not None, CAPPED=cap is not None,
         SINKS=sinks is not None, TREE=tree is not None, OPERAND=operand_type(query.dtype),
         SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), BY_TABLE=by_table, BLOCK_SIZE=block_size,
-        BASED=base is not None, num_stages=tuned["num_stages"],
+        KIND_STRIDE=blocks.stride(2), BASED=base is not None, num_stages=tuned["num_stages"],
         # Addresses of a tile take registers as well, which four warps have not beside 128 rows.
         num_warps=max(tuned["num_warps"], tuned["rows"] // 16) if by_table else tuned["num_warps"],
     )  # fmt: skip

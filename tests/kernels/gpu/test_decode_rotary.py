@@ -14,7 +14,7 @@ from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rotary_write import rotary_write
 from tests.kernels.gpu.paged import LAYER, LAYERS, Heads, error, paged
 
-LENGTHS = [1, SHORT_SPLIT, SHORT_SPLIT + 1, 0, 16, 3 * SHORT_SPLIT + 5]
+LENGTHS = [1, SHORT_SPLIT + 1, 0, 16]
 
 
 def fresh_rows(heads: Heads, lengths: list[int], tables: torch.Tensor, dtype: torch.dtype) -> FreshRows:
@@ -71,7 +71,7 @@ def test_new_tokens_are_rotated_and_written(
     close = 2e-6 if dtype == torch.float32 and scales is None else 1.2e-2
     assert error(got, expected) < close
     changed = (own.float() != kept.float()).float().sum()
-    assert 0 < changed <= 2 * 5 * heads.kv_heads * heads.head_dim, "five tokens of one layer"
+    assert 0 < changed <= 2 * 3 * heads.kv_heads * heads.head_dim, "three tokens of one layer"
     assert error(own.float(), apart.float()) < close
     other = replace(fresh, block_ids=torch.full_like(fresh.block_ids, -1))
     untouched = kept.clone()
