@@ -192,6 +192,13 @@ class Cluster:
         self.restarting += 1
         self.outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
 
+    def leave_rank(self, status: int = 0) -> None:
+        """End the rank whose thread runs, as its program does; its rank 0 sees it."""
+        host = current_host.get()
+        if host is not None:
+            self.kill(host, f"it left with status {status}")
+        self.threads.stay()
+
     def partner(self, host: Host) -> Machine | None:
         """Return the other worker of a process that hosts two, if it is alive."""
         role, number = host.name[0], host.name[1:]

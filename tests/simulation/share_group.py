@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan, make_plan
+from diptych.worker_process.group.holder_program import serve_holder
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Joined
 from diptych.worker_process.group.share_memory import ShareMemory
-from diptych.worker_process.group.share_service import ShareService
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.transports.base import TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
@@ -87,53 +88,58 @@ class Meeting:
         return entries
 
 
-class RankProcess:
-    """A rank other than 0: its host, its cells, and its blocks where it has them alone.
+class RankMemories(dict[int, KVMemory]):
+    """The memories of a rank by number, and what its program makes of them."""
 
-    Its program is started as in the product (holder_program.py): plans are taken as they come, and carried
-    out in order on another thread, beside the service of shares.
-    """
+    own: ShareMemory | None = None
+
+
+def make_share_memory(memories: RankMemories) -> ShareMemory:
+    """Stand in for `ShareMemory` in the program of a rank: its test looks at what it keeps."""
+    memories.own = ShareMemory(memories)
+    return memories.own
+
+
+class RankBackend:
+    """Stand-in for a rank's `PartsBackend`."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self._rank = rank
+
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
+        """Compute its share of a step, of whose end rank 0 waits for a word."""
+        self._rank.group.compute(self._rank.number, self._rank.cells, sequences)
+        return True
+
+
+class RankProcess:
+    """A rank other than 0: its host, its cells, and its blocks where it has them alone."""
 
     def __init__(self, group: ShareGroup, number: int, share: KVShare, host: Host, *, alone: bool) -> None:
         self.group, self.number, self.share, self.host, self.alone = group, number, share, host, alone
         self.cells = HeldCells(share, alone=alone)
-        self.memories: dict[int, KVMemory] = {}
-        self.own = ShareMemory(self.memories)
+        self.memories = RankMemories()
+        self._backend = RankBackend(self)
 
     def start(self, ends: dict[str, Any], holder: int) -> None:
-        """Start its threads."""
-        planned, plans = Queue(self.group.cluster.threads), ends["plans"]
-
-        def take_plans() -> None:
-            while True:
-                planned.put(plans.recv())
-
-        def compute() -> None:
-            while True:
-                order = planned.get()
-                if isinstance(order, StepPlan):
-                    self.group.compute(self.number, self.cells, follow_plan(order, self.memories))
-                    plans.send_bytes(b"")
-                else:
-                    self.own.carry_out(order)
-
-        self._begin(take_plans)
-        self._begin(compute)
+        """Start its program: the product's, where it has memories of its own."""
+        threads = self.group.cluster.threads
+        order: Any = SimpleNamespace(share_host="127.0.0.1", holder=holder)
+        loaded: Any = SimpleNamespace(backend=self._backend)
+        memories: Any = SimpleNamespace(mapped=self.memories, serve=threads.stay)
+        adapters: Any = None  # none are loaded
         if self.alone:
-            self._begin(ShareService(ends["shares"], "127.0.0.1", holder, self.own).serve)
-            self._begin(lambda: self.own.answer(ends["blocks"]))
+            threads.start(self.host, lambda: serve_holder(ends, order, loaded, memories, adapters))
+        else:
+            threads.start(self.host, lambda: self._follow(ends["plans"]))
 
-    def _begin(self, serve: Callable[[], object]) -> None:
-        cluster = self.group.cluster
-
-        def until_gone() -> None:
-            try:
-                serve()
-            except (OSError, EOFError):
-                cluster.kill(self.host, "its rank 0 is gone")
-                cluster.threads.stay()
-
-        cluster.threads.start(self.host, until_gone)
+    def _follow(self, plans: Any) -> None:
+        try:
+            while True:
+                self._backend.follow(follow_plan(plans.recv(), self.memories))
+                plans.send_bytes(b"")
+        except (OSError, EOFError):
+            self.group.cluster.leave_rank()
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,8 @@ class ShareGroup:
     @property
     def kept_shares(self) -> int:
         """Shares that ranks keep, of which rank 0 has not said what becomes."""
-        kept = [rank.own.arrivals for rank in self.ranks if rank.own.arrivals is not None]
-        return sum(len(arrivals._staged) for arrivals in kept)
+        shares = [rank.memories.own for rank in self.ranks if rank.memories.own is not None]
+        return sum(len(own.arrivals._staged) for own in shares if own.arrivals is not None)
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """Raise TransportError: such groups hand off by tcp."""

@@ -28,6 +28,7 @@ from tests.simulation import model, tiers
 from tests.simulation.images import located
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
+from tests.simulation.share_group import make_share_memory
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.store import StoreClient
 from tests.simulation.thread_sockets import ThreadSockets
@@ -43,8 +44,8 @@ _METRICS = {
     "EncodeMetrics": EncodeMetrics(new_registry()),
 }
 _THREADED = (
-    *("queued_sender", "remote_rank", "share_arrivals", "share_link"),
-    *("share_memory", "share_pushes", "share_service"),
+    *("holder_program", "queued_sender", "remote_rank", "share_arrivals"),
+    *("share_link", "share_memory", "share_pushes", "share_service"),
 )
 """Modules of diptych/worker_process/group whose threads wait."""
 _KEPT_BYTES = 400
@@ -106,6 +107,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
         "diptych.worker_process.group.share_arrivals.KEPT_BYTES": _KEPT_BYTES,
+        "diptych.worker_process.group.holder_program.ShareMemory": make_share_memory,
+        "diptych.worker_process.group.holder_program.leave": cluster.leave_rank,
         "kvtransfer.transports.registry.ByRankReceiver": cluster.shares.watched_receiver,
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
         "decode_worker.worker.rank_statuses": lambda group: (),
