@@ -34,6 +34,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.handoff import block_copies, handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
+    from lab.gpu.parts import parts
     from lab.gpu.quality import divergence, greedy_text
     from lab.gpu.quantised import quantised
     from lab.gpu.quantised_steps import expert_steps, quantised_steps
@@ -48,6 +49,7 @@ def sections() -> dict[str, Section]:
         "attention": attention,
         "operators": operators,
         "model step": model_step,
+        "parts": parts,
         "verification": verification,
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.batch import Launched, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape, Rotation
@@ -58,7 +59,7 @@ class Bench:
     name: str
     shape: ModelShape
     sizes: Sizes
-    backend: TritonBackend
+    backend: TritonBackend | TritonPartsBackend
     memory: KVMemory
 
 
@@ -89,8 +90,18 @@ def tiny(shape: ModelShape) -> ModelShape:
 
 def make(name: str, shape: ModelShape, sizes: Sizes, weights: Weights, device: torch.device) -> Bench:
     """Put `weights` on the device and record decode steps over a memory of random numbers."""
+    return record(name, shape, sizes, TritonBackend(shape, weights, device), device)
+
+
+def record(
+    name: str,
+    shape: ModelShape,
+    sizes: Sizes,
+    backend: TritonBackend | TritonPartsBackend,
+    device: torch.device,
+) -> Bench:
+    """Record decode steps of `backend` over a memory of random numbers."""
     dtype = torch.bfloat16
-    backend = TritonBackend(shape, weights, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     rows = max(sizes.batches)

@@ -56,6 +56,16 @@ def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> No
         assert not {*before} & {*processes(stack, "decode")}
 
 
+@pytest.mark.full
+def test_ranks_on_the_triton_step_are_one_process(tmp_path: Path) -> None:
+    """As on GPUs, with the kernels in Triton's interpreter."""
+    model = tiny_model.write(tmp_path, num_hidden_layers=2, max_position_embeddings=128)
+    prompts = [tiny_model.prompt(0, 5), tiny_model.prompt(1, 60)]
+    expected = alone(model, 2, prompts, 8, backend="torch")
+    with serving(model, own(2), own(2), "tcp", backend="triton") as stack:
+        assert [answer(stack, prompt, 8) for prompt in prompts] == expected
+
+
 def check(stack: Stack, expected: list[list[int]]) -> None:
     assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
     assert resumed(stack, PROMPTS[2], TOKENS, 0) == expected[2]

@@ -88,13 +88,23 @@ class TritonPartsBackend:
                 kv_scales=scales,
                 held=held,
             )
-        self._step = TritonBackend.over(layers)
+        self._layers, self._step = layers, TritonBackend.over(layers)
         self._followed: deque[Launched] = deque()
 
     @property
     def device(self) -> torch.device:
         """Device of weights, keys and values."""
         return self._step.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeighedBackend.weight_bytes`, of this rank's parts."""
+        return self._layers.read_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """See `WeighedBackend.expert_bytes`, of this rank's parts."""
+        return self._layers.expert_bytes
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""

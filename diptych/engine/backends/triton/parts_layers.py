@@ -79,6 +79,16 @@ class PartsLayers:
         self._width_norm = PartsWidthNorm(self.shape, parts, self._halves, ranks)
         self.rotary = RotaryTables(self.shape, self.weights.device)
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of this rank's weights that a step reads: all but the embedding."""
+        return sum(half.weights.read_bytes for half in self._halves)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of `read_bytes` that belong to experts among which rows choose."""
+        return sum(half.weights.expert_bytes for half in self._halves)
+
     def twin(self) -> PartsLayers:
         """Raise RuntimeError: the other ranks have no second set."""
         raise RuntimeError("the parts of a group are computed once")

@@ -135,6 +135,7 @@ def test_an_aborted_step_ends_within_a_layer_and_one_row_of_two_is_no_number(lla
     assert group.backends[0].forward(later, words).isnan().all()
     assert memory.data[8:, 0].any(), "the first layer was begun"
     assert torch.equal(memory.data[8:, 1:], before[:, 1:])
+    assert torch.isfinite(group.backends[0].forward(later, None)).all(), "the word is for one step"
 
 
 def test_ranks_see_the_word_before_the_same_layer() -> None:
