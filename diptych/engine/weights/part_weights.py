@@ -25,6 +25,8 @@ from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights.canonical import Matrix, Weights, assemble
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
 from kernels.byte_linear import ByteMatrix
+from kernels.packed_matrix import PackedMatrix
+from kernels.scaled_matrix import ScaledMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
 _QUERY_ROWS = frozenset({"q", "q_bias"})
@@ -94,8 +96,8 @@ def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
-        if not isinstance(tensor, (torch.Tensor, ByteMatrix)):
-            raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
+        if not isinstance(tensor, (torch.Tensor, ByteMatrix, PackedMatrix, ScaledMatrix)):
+            raise UnsupportedModel(f"tensor {name}: blocks are not computed in parts")
         if cut == WHOLE and isinstance(tensor, torch.Tensor):
             whole[name] = tensor
         return tensor

@@ -14,7 +14,7 @@ from diptych.engine.models.shape import BadModelFile, UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
 from diptych.engine.parallel.stages import Stage, deal_stages
 from diptych.engine.parallel_model import Dealing, open_parts
-from diptych.engine.weights import gguf_file, safetensors_folder
+from diptych.engine.weights import gguf_file, tensor_files
 from diptych.engine.weights.canonical import Weights
 from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
 from diptych.engine.weights.gguf_header import GgufTensor
@@ -87,7 +87,7 @@ def test_a_rank_reads_no_more_than_its_cuts(tmp_path: Path, monkeypatch: pytest.
     """Whole tensors that are read are norms; all else comes in slices, whose bytes are counted."""
     folder = save(oracle_of(config_of("seed-oss")), tmp_path)
     sizes: list[int] = []
-    files = safetensors_folder.TensorFiles
+    files = tensor_files.TensorFiles
     read, read_slice = files.read, files.read_slice
 
     def spied(self: object, name: str, *rest: object) -> torch.Tensor:
