@@ -15,11 +15,11 @@ from diptych.engine.models.family import (
     LLAMA_FEED_FORWARD,
     LLAMA_NORMS,
     Config,
+    Extent,
     Family,
     GgufFamily,
     GgufMetadata,
     Names,
-    Part,
     Stored,
 )
 from diptych.engine.models.glm4_moe import sigmoid_experts
@@ -182,7 +182,7 @@ def _values(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-def _of_heads(field: str, part: Part, shape: ModelShape) -> Part:
+def _of_heads(field: str, part: Extent, shape: ModelShape) -> Extent:
     """Return the heads whose keys or values some rows are; parts have whole heads."""
     rows, latent = part[0], shape.latent
     if rows is None or latent is None:

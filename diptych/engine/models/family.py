@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 """Fields of a `config.json`, resolved: none is missing (config_fields.py)."""
 
 
-Part = tuple[range | None, range | None]
+Extent = tuple[range | None, range | None]
 """Rows and columns of a tensor; None is all."""
 
 
@@ -45,7 +45,7 @@ class Stored:
     """Makes the canonical tensor, whose name below the layer's is the second argument, of the file's tensor
     of full numbers, for what rows do not express.
     """
-    made_of: Callable[[str, Part, ModelShape], Part] | None = None
+    made_of: Callable[[str, Extent, ModelShape], Extent] | None = None
     """Gives the part of the file's tensor (of one expert's, if it has all experts') that `make` makes a part
     of the canonical one of, whose name below the layer's comes first. None: it is made of the whole.
     """

@@ -14,10 +14,10 @@ from diptych.engine.models.family import (
     LLAMA_ATTENTION,
     LLAMA_NORMS,
     Config,
+    Extent,
     Family,
     GgufFamily,
     GgufMetadata,
-    Part,
     Stored,
 )
 from diptych.engine.models.moe import EXPERT_KEYS, GGUF_EXPERTS, gguf_experts, with_experts
@@ -58,7 +58,7 @@ def _half(tensor: torch.Tensor, field: str, _: ModelShape) -> torch.Tensor:
     return tensor.T[first::2] if tensor.ndim == 2 else tensor[first::2]
 
 
-def _of_both(field: str, part: Part, _: ModelShape) -> Part:
+def _of_both(field: str, part: Extent, _: ModelShape) -> Extent:
     """Return where gate and up of some numbers lie, in a matrix or a bias."""
     rows, columns = part
     turns = None if rows is None else range(2 * rows.start, 2 * rows.stop)
@@ -69,7 +69,7 @@ def _transposed(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
     return tensor.T
 
 
-def _of_transposed(_: str, part: Part, __: ModelShape) -> Part:
+def _of_transposed(_: str, part: Extent, __: ModelShape) -> Extent:
     rows, columns = part
     return columns, rows
 

@@ -75,7 +75,7 @@ class Gptq(Scheme):
             tensors.read(f"{matrix}.scales", of_groups, rows()).T,
             zeros,
             group,
-            self._order(matrix, tensors, codes.shape[1], group),
+            self._order(matrix, tensors),
             columns=self.size(matrix, tensors)[1] if reordered else None,
         )
 
@@ -86,12 +86,14 @@ class Gptq(Scheme):
         order, group = tensors.read(name), self._group
         return group > 0 and not torch.equal(order, (torch.arange(len(order)) // group).to(order.dtype))
 
-    def _order(self, matrix: str, tensors: Tensors, count: int, group: int) -> torch.Tensor | None:
+    def _order(self, matrix: str, tensors: Tensors) -> torch.Tensor | None:
         if not tensors.has(name := f"{matrix}.g_idx"):
             return None
         order = tensors.read(name, columns()).long()
-        first = 0 if tensors.region is None else tensors.region.columns.start
-        if torch.equal(order, (torch.arange(count) + first) // group):
+        width = self.size(matrix, tensors)[1]
+        places = range(width) if tensors.region is None else tensors.region.columns
+        group = self._group if self._group > 0 else width
+        if torch.equal(order, torch.arange(places.start, places.stop) // group):
             return None
         if not self._ordered:
             raise BadModelFile(f"tensor {name} reorders inputs, which desc_act false denies")
