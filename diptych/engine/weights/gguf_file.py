@@ -23,6 +23,7 @@ from diptych.engine.weights.block_quantised import (
 )
 from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
+from diptych.engine.weights.gguf_parts import all_parts
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read, source_of
 from diptych.engine.weights.rows import Rows, rows_of
@@ -119,7 +120,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         return in_precision(name, numbers, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not shape.tied_embeddings or plain_dtype(precision) is None
-    return OpenCheckpoint(shape, read, own_head)
+    return OpenCheckpoint(shape, read, own_head, files=all_parts(path))
 
 
 def _layers_behind(family: GgufFamily, header: GgufHeader, shape: ModelShape) -> tuple[str, ...]:
@@ -170,9 +171,9 @@ class _Covered:
 
     tensor: GgufTensor
     order: torch.Tensor | None
-    """Its rows, if they are not those of `tensor`."""
+    """Rows of `tensor` that are its rows; None: all, as they are."""
     columns: slice | None
-    """Its columns, if they are not those of `tensor`."""
+    """Columns of `tensor` that are its columns; None: all."""
 
 
 def _covering(tensor: GgufTensor, rows: Rows, cut: Cut) -> _Covered:

@@ -27,7 +27,7 @@ from kernels.scaled_matrix import ScaledMatrix
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is read of a matrix, and what is kept of that."""
+    """Rectangle of a matrix that is read, and the part of it that is kept."""
 
     region: Region | None = None
     """Rectangle of the file's matrix; None: all of it."""

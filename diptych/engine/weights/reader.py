@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -42,6 +43,8 @@ class OpenCheckpoint:
     own_head: bool
     """True if the output matrix is read as `head`, a tensor of its own."""
     kv_scales: torch.Tensor | None = None
+    files: tuple[Path, ...] = ()
+    """Files that are mapped to be read."""
 
     def read_all(self) -> Checkpoint:
         """Read every tensor. Raises UnsupportedModel if one has another shape than the model's says."""

@@ -114,7 +114,8 @@ def open_folder(folder: Path, precision: Precision, *, behind_too: bool = False)
         return in_precision(name, tensor, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not tied or plain_dtype(precision) is None
-    return OpenCheckpoint(shape, read, own_head, read_kv_scales(shape, tensors.has, tensors.read))
+    kv_scales = read_kv_scales(shape, tensors.has, tensors.read)
+    return OpenCheckpoint(shape, read, own_head, kv_scales, tuple(weight_files(folder)))
 
 
 def _of_full_numbers(

@@ -78,7 +78,7 @@ class BitsAndBytes(Scheme):
 
 @dataclass(frozen=True)
 class _State:
-    """What the JSON of a matrix of four bits says."""
+    """Sizes of a matrix of four bits, as its JSON has them."""
 
     shape: tuple[int, int]
     block: int

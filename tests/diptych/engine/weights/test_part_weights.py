@@ -129,15 +129,15 @@ def test_no_rank_of_the_bundled_model_holds_a_tenth_more_than_its_share(
 
 
 def test_a_quantised_folders_parts_are_cuts_of_the_whole(tmp_path: Path) -> None:
-    """Matrices of codes are read whole and made full numbers, of which a part is kept."""
+    """Blocks of a CPU are not cut."""
     folder = plain_folder(tmp_path)
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write(folder, quantisation, awq())
     check_parts_are_cut_from(read_checkpoint(folder, "fp32").weights, folder, 2)
     with pytest.raises(UnsupportedModel, match="dtype gguf is not computed in parts"):
         open_parts(folder, "gguf", Dealing(2))
-    opened = open_checkpoint(folder, "int8")
-    with pytest.raises(UnsupportedModel, match="that stay quantised are not read in parts"):
+    opened = open_checkpoint(folder, "gguf")
+    with pytest.raises(UnsupportedModel, match="is not read in parts in gguf"):
         read_parts(opened, deal_parts(opened.shape, 2), whole_model(opened))
 
 

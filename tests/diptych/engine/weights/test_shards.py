@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 from diptych.engine.models.shape import BadModelFile, UnsupportedModel
 from diptych.engine.parallel.parts import CUT_UNIT, deal_parts
 from diptych.engine.parallel.stages import deal_stages
+from diptych.engine.weights import gguf_file
 from diptych.engine.weights.canonical import ExpertWeights, Matrix, Weights
 from diptych.engine.weights.checkpoint import open_checkpoint
+from diptych.engine.weights.gguf_header import GgufTensor
 from diptych.engine.weights.part_weights import cut_of, read_parts
 from diptych.engine.weights.quantised.region import Axis, Region
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
@@ -24,7 +26,7 @@ from kernels import packed_matrix, scaled_matrix
 from kernels.byte_linear import ByteMatrix, quantise_matrix
 from kernels.packed_matrix import PackedMatrix
 from kernels.scaled_matrix import ScaledMatrix
-from tests.diptych.engine.models import expert_models
+from tests.diptych.engine.models import expert_gguf, expert_models
 from tests.diptych.engine.models.family_models import text_of
 from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, whole
 from tests.diptych.engine.weights.quantised_folders import Tensors, change, declare, gptq, write
@@ -231,6 +233,41 @@ def test_experts_whose_gate_and_up_take_turns_are_read_by_shard(
     for precision in ("fp32", *(("packed",) if codes else ())):
         check_cuts(folder, precision, 2, CUT_UNIT)
     check_reads(folder, ReadRanges(monkeypatch), (1, 2))
+
+
+def test_keys_and_values_of_latents_in_gguf_files_are_read_by_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices that are made of others: of each head its own, keys transposed."""
+    path = tmp_path / "model.gguf"
+    expert_gguf.write(expert_models.oracle_of("deepseek_v3-plain"), path, "deepseek2")
+    opened = open_checkpoint(path, "fp32")
+    whole = {name: opened.read(f"layers.1.{name}") for name in ("k_b", "v")}
+    read: list[tuple[str, int]] = []
+    covering = gguf_file._covering
+
+    def counted(tensor: GgufTensor, *of: Any) -> Any:
+        found = covering(tensor, *of)
+        read.append((tensor.name, found.tensor.data.nbytes))
+        assert found.tensor.data.nbytes <= tensor.data.nbytes / 2, tensor.name
+        return found
+
+    monkeypatch.setattr(gguf_file, "_covering", counted)
+    for part in deal_parts(opened.shape, 2):
+        for name, matrix in whole.items():
+            cut = cut_of(name, part, opened.shape)
+            assert torch.equal(full(opened.read(f"layers.1.{name}", cut)), cut_out(full(matrix), cut))
+    assert len(read) == 4
+
+
+def test_packed_parts_of_a_gguf_file_stand_for_the_wholes_numbers(bundled_path: Path) -> None:
+    opened = open_checkpoint(bundled_path, "packed")
+    for field in MATRICES:
+        name = f"layers.3.{field}"
+        whole_matrix = full(opened.read(name))
+        for part in deal_parts(opened.shape, 3, unit=CUT_UNIT):
+            cut = cut_of(field, part, opened.shape)
+            assert torch.equal(full(opened.read(name, cut)), cut_out(whole_matrix, cut)), field
 
 
 def test_a_static_scale_of_inputs_goes_with_every_part(folder: Path) -> None:
