@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from diptych.engine.backends.triton.activations import activation_bytes
-from diptych.engine.backends.triton.packed_step import gathered_bytes
+from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.worker_process.loaded_engine import LoadedEngine
 
 _log = logging.getLogger(__name__)

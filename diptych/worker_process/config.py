@@ -114,6 +114,9 @@ class WorkerSettings(RoleSettings):
         "group.",
         section="Parallelism",
     )
+    own_memories: bool = internal(
+        False, "Whether ranks of this host have KV memories of their own, as they have on GPUs."
+    )
     rendezvous: str = setting(
         "",
         "Address of this host, as HOST:PORT, at which ranks of other hosts join.",
@@ -209,6 +212,11 @@ class WorkerSettings(RoleSettings):
     def kv_transport(self) -> str:
         """`--transport`, of which ranks on other hosts leave tcp."""
         return "tcp" if self.remote_ranks else self.transport
+
+    def ranks_have_memories(self, device_type: str) -> bool:
+        """Return whether each process of this worker, where it is a group, has memories of its own."""
+        size = self.tensor_parallel * self.pipeline_parallel
+        return size > 1 and (self.own_memories or device_type == "cuda")
 
     @property
     def in_parts(self) -> bool:

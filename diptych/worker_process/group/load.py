@@ -12,7 +12,7 @@ from diptych.engine.dtype import PLAIN, Precision, stored_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.communicator import GroupBroken
-from diptych.engine.parallel.kv_shares import kv_shares
+from diptych.engine.parallel.kv_shares import KVShare, kv_shares
 from diptych.engine.parallel.pipeline import ALONE, Links
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.stop_word import StopWord
@@ -72,7 +72,7 @@ def load_in_parts(
     )
     try:
         if group is None:
-            loaded = _load_own(model, order, ALONE, StopWord(), -1)
+            loaded = _load_own(model, order, ALONE, StopWord(), -1, None)
         else:
             loaded = _load_everywhere(model, order, group)
     except (GroupBroken, TransportError, OSError) as error:
@@ -95,7 +95,8 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
     Raises what opening the model raises.
     """
     shape = open_parts(path, "fp32", _dealing(settings)).shape
-    return not settings.remote_ranks and why_not_native(shape, "int8") is None
+    apart = settings.remote_ranks or settings.own_memories
+    return not apart and why_not_native(shape, "int8") is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
@@ -111,6 +112,8 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
         why = "--backend torch"
     elif settings.remote_ranks:
         why = "ranks on other hosts share no memory, in which the native step exchanges sums"
+    elif settings.own_memories:
+        why = "each rank has memories of its own, and the native step has whole blocks"
     elif (found := why_not_native(model.shape, precision)) is not None:
         why = found
     else:
@@ -135,17 +138,17 @@ def threads_of_rank(threads: int, ranks: int) -> int:
 
 
 def _load_own(
-    model: OpenParts, order: StartRank, links: Links, stop_word: StopWord, sums: int
+    model: OpenParts, order: StartRank, links: Links, stop_word: StopWord, sums: int, held: KVShare | None
 ) -> LoadedParts:
-    """Load what this process computes."""
+    """Load what this process computes; its memories have room for `held` of each block, None: for all."""
     if order.native:
         return load_native_parts(model, order.precision, links, sums, order.threads)
-    return load_parts(model, links, stop_word, order.threads, order.device)
+    return load_parts(model, links, stop_word, order.threads, order.device, held=held)
 
 
 def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:
     links = group.join(order, kv_shares(model.parts, model.stages, group.grid))
-    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0))
+    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0), group.memories.held)
     group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
         "%d ranks in %d stages of %d parts, MiB of weights in each: %s",

@@ -1,11 +1,12 @@
 """Orders of rank 0 to another rank, over two pipes.
 
 plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share
-control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool and
-         DropMemory, of which all but the last are answered with None, or with RankFailed
+control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
+         CountBlocks and DropMemory, of which all but the last are answered: with None, CountBlocks with a
+         number, or with RankFailed
 
-A rank on another host has a memory of its own. Between plans it gets WriteShare, PlaceShare and CopyBlock,
-and carries them out in this order; it answers none. Two more connections are:
+A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
+CopyBlock, and carries them out in this order; it answers none. Two more connections are:
 
 blocks   ReadShare, answered with the digest of the bytes and the bytes
 shares   ListenForShares, OpenPushes and PushShare, each answered with Answered when it is done, whatever
@@ -27,7 +28,11 @@ from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel_model import Dealing
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Welcome
-from kvtransfer.transports.rank_data import Pieces, PushTarget
+from kvtransfer.transports.held_blocks import Pieces
+from kvtransfer.transports.rank_data import PushTarget
+
+CONNECTIONS = ("plans", "control", "blocks", "shares")
+"""Kinds of the connections to a rank of this host; the last two are for one with memories of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,11 @@ class StartRank:
     across_hosts: bool = False
     """True if some ranks are on another host: no memory is common to all."""
     holder: int = 0
-    """Number of this process among those of the group that have a memory of their own."""
+    """Number of this process among those of the group that have memories of their own; 0: it maps those of
+    rank 0.
+    """
+    share_host: str = LOOPBACK
+    """Address at which such a process takes shares of blocks."""
     files_digest: bytes = b""
     """Digest of the model's files (same_files.py) that a rank of another host must have as well."""
 
@@ -106,13 +115,26 @@ class AllocateShare:
 
 
 @dataclass(frozen=True)
+class CountBlocks:
+    """Question for the blocks that this rank's GPU has room for, of which it holds its share.
+
+    The other fields are those of `diptych.engine.device.free_pool_bytes`.
+    """
+
+    layout: KVLayout
+    utilization: float
+    recordings: int
+    temporaries: int
+
+
+@dataclass(frozen=True)
 class WriteShare:
     """Bytes of this rank's share of a block, which a handoff brought."""
 
     number: int
     block: int
     digest: bytes
-    payload: bytes
+    payload: bytearray
 
 
 @dataclass(frozen=True)
@@ -207,6 +229,6 @@ class Answered:
     result: Any
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory
+Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory
 Planned = StepPlan | WriteShare | PlaceShare | CopyBlock
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

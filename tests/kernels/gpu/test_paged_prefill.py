@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.engine.backends.triton.packed_step import ancestors
+from diptych.engine.backends.triton.step_plan import ancestors
 from kernels.gpu.paged_prefill import paged_prefill
 from kernels.paged_attention import paged_attention as meaning
 from tests.diptych.engine.backends.triton.reference_operators import seen_in_tree

@@ -29,11 +29,12 @@ from diptych.engine.backends.triton.device_wait import wait_for_stream
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators
-from diptych.engine.backends.triton.packed_step import MOST_TREE_TOKENS, PlacedStep, pack_step
+from diptych.engine.backends.triton.packed_step import PlacedStep
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, PromptGraphs, PromptStep
 from diptych.engine.backends.triton.row_sampling import launch_sampling
+from diptych.engine.backends.triton.step_plan import MOST_TREE_TOKENS, pack_step
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput, given_embeddings
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks
+from diptych.engine.backends.triton.packed_step import NO_BLOCK
+from diptych.engine.backends.triton.step_plan import used_blocks
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.sampling import SampleRow
 

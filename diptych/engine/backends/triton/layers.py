@@ -37,7 +37,7 @@ class Layers:
     """Forward pass of one model, from token ids to logits.
 
     Allocates what `logits` returns, a factor a token where queries grow with their position, and for the
-    attention of chunks what `packed_step.gathered_bytes` says at most; decode steps allocate nothing else.
+    attention of chunks what `step_plan.gathered_bytes` says at most; decode steps allocate nothing else.
     """
 
     def __init__(

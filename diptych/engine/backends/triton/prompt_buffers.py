@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
-from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks, written_blocks
+from diptych.engine.backends.triton.packed_step import NO_BLOCK
+from diptych.engine.backends.triton.step_plan import used_blocks, written_blocks
 from diptych.engine.batch import AbortWords, SequenceStep, window_cuts
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diptych.engine.backends.torch.backend import TorchBackend
-from diptych.engine.backends.triton import packed_step
+from diptych.engine.backends.triton import step_plan
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
@@ -144,10 +144,10 @@ def test_contexts_are_gathered_no_more_at_once_than_there_is_room_for(
         ]
 
     together = backend.forward(steps(), None)
-    planned = packed_step.pack_step(steps(), None, torch.device("cpu")).step.tables[0].groups[0].chunks
+    planned = step_plan.pack_step(steps(), None, torch.device("cpu")).step.tables[0].groups[0].chunks
     assert [(c.rows, c.context_tokens) for c in planned] == [(slice(0, 175), 175)]
-    monkeypatch.setattr(packed_step, "GATHERED_TOKENS", 50)
-    planned = packed_step.pack_step(steps(), None, torch.device("cpu")).step.tables[0].groups[0].chunks
+    monkeypatch.setattr(step_plan, "GATHERED_TOKENS", 50)
+    planned = step_plan.pack_step(steps(), None, torch.device("cpu")).step.tables[0].groups[0].chunks
     assert [c.context_tokens for c in planned] == [50, 90, 35]
     assert [c.rows for c in planned] == [slice(0, 50), slice(50, 140), slice(140, 175)]
     torch.testing.assert_close(backend.forward(steps(), None), together, atol=1e-6, rtol=0)
