@@ -95,12 +95,10 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         """Return a matrix in the file's codes, None where the precision makes full numbers of them."""
         if precision == "packed":
             return _packed_cut(tensor, rows, source)
-        # Blocks of a CPU are not cut.
-        if precision in PLAIN or source != WHOLE or (kept := kept_as(name)) is None:
+        if precision in PLAIN or (kept := kept_as(name)) is None:
             return None
-        data = torch.from_numpy(np.array(tensor.data))
-        blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
-        return blocks_in_precision(blocks, precision)
+        blocks = _blocks(tensor, kept, rows, source)
+        return None if blocks is None else blocks_in_precision(blocks, precision)
 
     def read(name: str, cut: Cut = WHOLE) -> Matrix:
         tensor, stored = part(name), place(name)
@@ -203,6 +201,16 @@ def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:
     numbers = dequantised(replace(found.tensor, data=np.ascontiguousarray(found.tensor.data)))
     numbers = numbers if found.order is None else numbers[found.order]
     return numbers if found.columns is None else numbers[:, found.columns]
+
+
+def _blocks(tensor: GgufTensor, kept: BlockFormat, rows: Rows, cut: Cut) -> BlockMatrix | None:
+    """Return a matrix in its blocks, or a part of it; None where the part begins or ends within a block."""
+    found = _covering(tensor, rows, cut)
+    if found.columns is not None:
+        return None
+    blocks = torch.from_numpy(np.array(found.tensor.data))
+    order = found.order
+    return BlockMatrix(kept, found.tensor.shape[-1], blocks if order is None else blocks[order])
 
 
 def _packed_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> PackedMatrix | None:

@@ -25,9 +25,7 @@ from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights.canonical import Matrix, Weights, assemble
 from diptych.engine.weights.loading_memory import LoadingMemory
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
-from kernels.byte_linear import ByteMatrix
-from kernels.packed_matrix import PackedMatrix
-from kernels.scaled_matrix import ScaledMatrix
+from kernels.quantised_linear import BlockMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
 _QUERY_ROWS = frozenset({"q", "q_bias"})
@@ -107,7 +105,7 @@ def _read_part(
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
-        if not isinstance(tensor, (torch.Tensor, ByteMatrix, PackedMatrix, ScaledMatrix)):
+        if isinstance(tensor, BlockMatrix):
             raise UnsupportedModel(f"tensor {name}: blocks are not computed in parts")
         if cut == WHOLE and isinstance(tensor, torch.Tensor):
             whole[name] = tensor
