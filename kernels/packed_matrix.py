@@ -13,6 +13,7 @@ last: a program multiplies two whole runs, and interleaves nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -107,6 +108,40 @@ class PackedMatrix:
         """Return the chosen rows."""
         own = {name: tensor[:, rows] for name, tensor in self._tensors().items() if tensor.ndim > 1}
         return self._with(own).contiguous()
+
+    def cut(self, columns: slice) -> PackedMatrix:
+        """Return the chosen columns, a run of them, with the same numbers: groups, and those that share an
+        entry of `supers`, are divided where a border goes through them.
+
+        Raises ValueError for a border that is no multiple of 16 inside a group, and for inputs in an order
+        of their own, which lie anywhere.
+        """
+        begin, end, _ = columns.indices(self.columns)
+        if (begin, end) == (0, self.columns):
+            return self
+        if self.order is not None:
+            raise ValueError("columns with inputs in an order of their own are not cut")
+        group = math.gcd(self.group, begin)
+        if begin // self.group == (end - 1) // self.group:  # all in one group
+            group = end - begin
+        ratio, count = max(self.group // group, 1), -(-(end - begin) // group)
+        of = (begin + torch.arange(count, device=self.device) * group) // self.group
+        supers_of = math.gcd(self.supers_of * ratio, begin // group) if count > 1 else 1
+        found: dict[str, Any] = {
+            name: getattr(self, name)[of]
+            for name in ("scales", "zeros", "least")
+            if getattr(self, name) is not None
+        }
+        found |= {
+            name: getattr(self, name)[of[::supers_of] // self.supers_of]
+            for name in ("supers", "super_least")
+            if getattr(self, name) is not None
+        }
+        codes = code_bytes(self)[:, begin:end]
+        packed = pack_bytes(codes, run_of(end - begin, group), four=self.four_bits)
+        if self.supers is None:
+            supers_of = 1
+        return replace(self, columns=end - begin, group=group, codes=packed, supers_of=supers_of, **found)
 
     def _with(self, tensors: Mapping[str, Any]) -> PackedMatrix:
         return replace(self, **tensors)
@@ -296,13 +331,18 @@ def _with_zeros(matrix: PackedMatrix) -> PackedMatrix:
     return replace(matrix, zero=0, zeros=zeros)
 
 
-def dequantise(matrix: PackedMatrix) -> torch.Tensor:
-    """Return the float32 numbers `[rows, columns]` that the codes stand for, by the input's order."""
+def code_bytes(matrix: PackedMatrix) -> torch.Tensor:
+    """Return the codes of a matrix as uint8 `[rows, columns]`, whatever bits they take."""
     tiles, rows, _ = matrix.codes.shape
     codes = matrix.codes
     if matrix.four_bits:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-    codes = codes.transpose(0, 1).reshape(rows, tiles * 2 * matrix.run)[:, : matrix.columns]
+    return codes.transpose(0, 1).reshape(rows, tiles * 2 * matrix.run)[:, : matrix.columns]
+
+
+def dequantise(matrix: PackedMatrix) -> torch.Tensor:
+    """Return the float32 numbers `[rows, columns]` that the codes stand for, by the input's order."""
+    codes = code_bytes(matrix)
     of = torch.arange(matrix.columns, device=codes.device) // matrix.group
 
     def of_columns(numbers: torch.Tensor, supers: torch.Tensor | None) -> torch.Tensor:

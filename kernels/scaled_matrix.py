@@ -74,6 +74,19 @@ class ScaledMatrix:
         scales = self.scales[first // SQUARE : -(-end // SQUARE)]
         return replace(self, values=self.values[rows], scales=scales).contiguous()
 
+    def cut(self, columns: slice) -> ScaledMatrix | PackedMatrix:
+        """Return a run of columns; of squares that it cuts, packed codes for inputs that are not rounded.
+
+        Raises ValueError where those are not cut either.
+        """
+        begin, end, _ = columns.indices(self.values.shape[1])
+        if not self.squares:
+            return replace(self, values=self.values[:, begin:end]).contiguous()
+        if begin % SQUARE or (end % SQUARE and end != self.values.shape[1]):
+            return weights_only(self).cut(columns)
+        scales = self.scales[:, begin // SQUARE : -(-end // SQUARE)]
+        return replace(self, values=self.values[:, begin:end], scales=scales).contiguous()
+
 
 def quantise(matrix: torch.Tensor, dtype: torch.dtype) -> ScaledMatrix:
     """Round `matrix [rows, columns]` to FP8 or int8, with the scale of each row's largest number."""

@@ -49,8 +49,8 @@ PLAIN: dict[Precision, torch.dtype] = {
 ON_GPU_QUANTISED: tuple[Precision, ...] = ("packed", "fp8", "w8a8")
 """Precisions of the Triton step whose matrices are quantised; all else is bfloat16."""
 
-IN_PARTS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "int8")
-"""Precisions of a model that is dealt to parts; in int8 each part's own numbers are rounded."""
+IN_PARTS: tuple[Precision, ...] = (*PLAIN, "int8", *ON_GPU_QUANTISED)
+"""Precisions of a model that is dealt to parts; in int8, fp8 and w8a8 each part's own numbers are rounded."""
 
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")
 ON_GPU: tuple[Precision, ...] = (*PLAIN, *ON_GPU_QUANTISED)

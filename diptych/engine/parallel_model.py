@@ -11,7 +11,15 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import IN_PARTS, ON_GPU, KVCacheDtype, Precision, kept_scales, stored_dtype
+from diptych.engine.dtype import (
+    IN_PARTS,
+    ON_GPU,
+    ON_GPU_QUANTISED,
+    KVCacheDtype,
+    Precision,
+    kept_scales,
+    stored_dtype,
+)
 from diptych.engine.loaded_model import lower_context
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel import shared_memory_communicator
@@ -21,7 +29,7 @@ from diptych.engine.parallel.gloo_communicator import LOOPBACK, GlooCommunicator
 from diptych.engine.parallel.host_copies import HostCopies
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.nccl_communicator import NcclCommunicator
-from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.parts import CUT_UNIT, Part, deal_parts, parts_of_rank
 from diptych.engine.parallel.peer_memory_communicator import over_peer_memory
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator
@@ -84,7 +92,9 @@ def open_parts(
         raise UnsupportedModel(f"dtype {precision} is not computed in parts: {', '.join(IN_PARTS)} are")
     opened = open_checkpoint(path, precision)
     opened = replace(opened, shape=lower_context(opened.shape, max_context))
-    parts = deal_parts(opened.shape, dealing.parts, whole_experts=dealing.whole_experts)
+    # All that it depends on is in the handshake: the model, the precision and the number of parts.
+    unit = CUT_UNIT if precision in ON_GPU_QUANTISED else 1
+    parts = deal_parts(opened.shape, dealing.parts, whole_experts=dealing.whole_experts, unit=unit)
     return OpenParts(opened, parts, deal_stages(opened.shape, dealing.stages))
 
 

@@ -104,6 +104,45 @@ def test_runs_are_as_long_as_groups_and_the_padding_allow() -> None:
     assert {case: run_of(*case) for case in expected} == expected
 
 
+@pytest.mark.parametrize("columns", [(0, 256), (256, 768), (128, 384), (160, 176), (16, 752), (512, 768)])
+@pytest.mark.parametrize("format", [*BLOCK_BYTES, *KQUANT_BYTES])
+def test_columns_are_cut_through_groups_with_the_same_numbers(
+    format: BlockFormat, columns: tuple[int, int]
+) -> None:
+    """At multiples of 16, also through groups that share a scale of scales."""
+    numbers, size = block_of(format)
+    if format in KQUANT_BYTES:
+        blocks = random_blocks(format, 5 * 768 // numbers, seed=2).view(5, -1)
+    else:
+        blocks = torch.randint(0, 60, (5, 768 // numbers * size), dtype=torch.uint8)
+    whole = from_blocks(BlockMatrix(format, 768, blocks))
+    assert whole is not None
+    cut = whole.cut(slice(*columns))
+    assert cut.shape == (5, columns[1] - columns[0])
+    assert torch.equal(dequantise(cut), dequantise(whole)[:, columns[0] : columns[1]])
+    if columns[0] % 256 == 0:  # a border of every format's groups
+        assert cut.nbytes <= whole.nbytes
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("code", ["int4", "table4", "fp8"])
+def test_a_cut_within_a_group_keeps_its_scale_and_zero(case: tuple[int, int, int], code: Code) -> None:
+    whole, numbers = drawn(*case, code, zeros=code == "int4")
+    for begin in range(0, case[1] - 16, 16):
+        assert torch.equal(dequantise(whole.cut(slice(begin, None))), numbers[:, begin:])
+        assert torch.equal(dequantise(whole.cut(slice(0, begin + 16))), numbers[:, : begin + 16])
+
+
+def test_columns_off_a_border_of_16_or_with_an_order_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="not whole runs of 16"):
+        drawn(3, 128, 32)[0].cut(slice(24, 128))
+    with pytest.raises(ValueError, match="an order of their own"):
+        drawn(3, 128, 32, ordered=True)[0].cut(slice(32, 128))
+    # The control: one group further the scales are others.
+    whole, numbers = drawn(3, 128, 32)
+    assert not torch.equal(dequantise(whole.cut(slice(32, 64))), numbers[:, 64:96])
+
+
 def test_columns_that_are_no_whole_blocks_are_not_packed() -> None:
     assert from_blocks(BlockMatrix("q8_0", 40, torch.zeros(2, 68, dtype=torch.uint8))) is None
 

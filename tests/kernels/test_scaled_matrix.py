@@ -66,6 +66,23 @@ def test_rows_that_cut_squares_become_codes() -> None:
     assert torch.equal(packed_matrix.dequantise(cut), dequantise(matrix)[100:200])
 
 
+def test_columns_that_cut_squares_become_codes() -> None:
+    matrix = squares(200, 384)
+    whole = matrix.cut(slice(128, 384))
+    assert isinstance(whole, ScaledMatrix)
+    assert torch.equal(dequantise(whole), dequantise(matrix)[:, 128:])
+    cut = matrix.cut(slice(64, 320))
+    assert isinstance(cut, PackedMatrix)
+    assert torch.equal(packed_matrix.dequantise(cut), dequantise(matrix)[:, 64:320])
+
+
+def test_columns_of_outputs_scales_are_cut_anywhere() -> None:
+    matrix = quantise(torch.randn(7, 200), INT8)
+    cut = matrix.cut(slice(3, 101))
+    assert isinstance(cut, ScaledMatrix)
+    assert torch.equal(dequantise(cut), dequantise(matrix)[:, 3:101])
+
+
 def test_joined_matrices_have_the_largest_fixed_scale() -> None:
     parts = [quantise(torch.randn(3, 16), FP8) for _ in range(2)]
     fixed = [

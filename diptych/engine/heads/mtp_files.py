@@ -21,7 +21,8 @@ from diptych.engine.models.shape import BadModelFile, ModelShape, UnsupportedMod
 from diptych.engine.weights.canonical import Matrix, assemble
 from diptych.engine.weights.hf_config import read_config
 from diptych.engine.weights.reader import OpenCheckpoint
-from diptych.engine.weights.safetensors_folder import TensorFiles, open_folder
+from diptych.engine.weights.safetensors_folder import open_folder
+from diptych.engine.weights.tensor_files import TensorFiles
 
 BY_NAME: Final = "mtp"
 """Value of `--speculative-model` for the model's own such layer."""

@@ -15,6 +15,7 @@ from diptych.engine.models.family import (
     LLAMA_FEED_FORWARD,
     LLAMA_NORMS,
     Config,
+    Extent,
     Family,
     GgufFamily,
     GgufMetadata,
@@ -181,6 +182,15 @@ def _values(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
+def _of_heads(field: str, part: Extent, shape: ModelShape) -> Extent:
+    """Return the heads whose keys or values some rows are; parts have whole heads."""
+    rows, latent = part[0], shape.latent
+    if rows is None or latent is None:
+        return part
+    width = latent.plain if field == "k_b" else latent.value
+    return range(rows.start // width, -(-rows.stop // width)), None
+
+
 def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
     rotated, width = metadata.size("rope.dimension_count"), metadata.size("attention.key_length_mla")
     latent = LatentShape(
@@ -241,8 +251,8 @@ GGUF_FAMILIES = (
                 "q_b": "attn_q_b.weight",
                 "k": "attn_kv_a_mqa.weight",
                 "latent_norm": "attn_kv_a_norm.weight",
-                "k_b": Stored("attn_k_b.weight", make=_keys),
-                "v": Stored("attn_v_b.weight", make=_values),
+                "k_b": Stored("attn_k_b.weight", make=_keys, made_of=_of_heads),
+                "v": Stored("attn_v_b.weight", make=_values, made_of=_of_heads),
             }
         ),
         interleaved=True,

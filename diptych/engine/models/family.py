@@ -19,6 +19,10 @@ Config = Mapping[str, Any]
 """Fields of a `config.json`, resolved: none is missing (config_fields.py)."""
 
 
+Extent = tuple[range | None, range | None]
+"""Rows and columns of a tensor; None is all."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """Place of one canonical tensor in a file."""
@@ -40,6 +44,10 @@ class Stored:
     make: Callable[[torch.Tensor, str, ModelShape], torch.Tensor] | None = None
     """Makes the canonical tensor, whose name below the layer's is the second argument, of the file's tensor
     of full numbers, for what rows do not express.
+    """
+    made_of: Callable[[str, Extent, ModelShape], Extent] | None = None
+    """Gives the part of the file's tensor (of one expert's, if it has all experts') that `make` makes a part
+    of the canonical one of, whose name below the layer's comes first. None: it is made of the whole.
     """
     block_rows: Callable[[str], slice] | None = None
     """Gives the rows of the file's quantised blocks, `[out, in]` where its full numbers are `[in, out]`, that

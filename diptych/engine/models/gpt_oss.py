@@ -14,6 +14,7 @@ from diptych.engine.models.family import (
     LLAMA_ATTENTION,
     LLAMA_NORMS,
     Config,
+    Extent,
     Family,
     GgufFamily,
     GgufMetadata,
@@ -57,8 +58,20 @@ def _half(tensor: torch.Tensor, field: str, _: ModelShape) -> torch.Tensor:
     return tensor.T[first::2] if tensor.ndim == 2 else tensor[first::2]
 
 
+def _of_both(field: str, part: Extent, _: ModelShape) -> Extent:
+    """Return where gate and up of some numbers lie, in a matrix or a bias."""
+    rows, columns = part
+    turns = None if rows is None else range(2 * rows.start, 2 * rows.stop)
+    return (turns, None) if field.endswith("_bias") else (columns, turns)
+
+
 def _transposed(tensor: torch.Tensor, _: str, __: ModelShape) -> torch.Tensor:
     return tensor.T
+
+
+def _of_transposed(_: str, part: Extent, __: ModelShape) -> Extent:
+    rows, columns = part
+    return columns, rows
 
 
 def _turns(field: str) -> slice:
@@ -70,8 +83,8 @@ def _every_row(_: str) -> slice:
     return slice(None)
 
 
-_GATE_UP = Stored("mlp.experts.gate_up_proj", stacked=True, make=_half, block_rows=_turns)
-_GATE_UP_BIAS = Stored("mlp.experts.gate_up_proj_bias", stacked=True, make=_half)
+_GATE_UP = Stored("mlp.experts.gate_up_proj", stacked=True, make=_half, made_of=_of_both, block_rows=_turns)
+_GATE_UP_BIAS = Stored("mlp.experts.gate_up_proj_bias", stacked=True, make=_half, made_of=_of_both)
 _LAYER = MappingProxyType(
     {
         **LLAMA_NORMS,
@@ -84,7 +97,11 @@ _LAYER = MappingProxyType(
         "experts.*.gate_bias": _GATE_UP_BIAS,
         "experts.*.up_bias": _GATE_UP_BIAS,
         "experts.*.down": Stored(
-            "mlp.experts.down_proj", stacked=True, make=_transposed, block_rows=_every_row
+            "mlp.experts.down_proj",
+            stacked=True,
+            make=_transposed,
+            made_of=_of_transposed,
+            block_rows=_every_row,
         ),
         "experts.*.down_bias": Stored("mlp.experts.down_proj_bias", stacked=True),
     }

@@ -54,11 +54,14 @@ class Part:
         )
 
 
-def deal_parts(shape: ModelShape, count: int, *, whole_experts: bool = False) -> tuple[Part, ...]:
+def deal_parts(
+    shape: ModelShape, count: int, *, whole_experts: bool = False, unit: int = 1
+) -> tuple[Part, ...]:
     """Deal a model to `count` parts, as evenly as whole KV heads allow.
 
     With more parts than KV heads, several parts share a KV head and divide its query heads. Experts are dealt
-    whole, or each one's inner numbers as those of a dense feed-forward are.
+    whole, or each one's inner numbers as those of a dense feed-forward are. These are dealt in multiples of
+    `unit` (`fair_unit`), at which matrices that stay quantised are cut.
 
     Raises UnsupportedModel for a model that has too little for so many parts, or no experts to deal.
     """
@@ -68,10 +71,15 @@ def deal_parts(shape: ModelShape, count: int, *, whole_experts: bool = False) ->
         if count > size:
             raise UnsupportedModel(f"--sum-parts {count}: the model has {size} {what}")
     heads = _heads(shape, count)
-    inner = _inner(shape, heads)
+    inner = _inner(shape, heads, unit)
     vocab = deal(shape.vocab_size, count)
     return tuple(
-        Part(*heads[index], inner[index], vocab[index], **_dealt_experts(shape, count, index, whole_experts))
+        Part(
+            *heads[index],
+            inner[index],
+            vocab[index],
+            **_dealt_experts(shape, count, index, whole_experts, unit),
+        )
         for index in range(count)
     )
 
@@ -91,31 +99,53 @@ def _dealt_sizes(shape: ModelShape, whole_experts: bool) -> Iterator[tuple[int, 
         yield experts.shared_size, "inner numbers of the shared expert"
 
 
-def _dealt_experts(shape: ModelShape, count: int, index: int, whole: bool) -> dict[str, Any]:
+def _dealt_experts(shape: ModelShape, count: int, index: int, whole: bool, unit: int) -> dict[str, Any]:
     """Return the fields of part `index` that say what it has of experts."""
     if (experts := shape.experts) is None:
         return {}
     size, shared = experts.intermediate_size, experts.shared_size
     return {
         "experts": deal(experts.num_experts, count)[index] if whole else None,
-        "expert_inner": range(size) if whole else deal(size, count)[index],
-        "shared_inner": deal(shared, count)[index],
+        "expert_inner": range(size) if whole else deal(size, count, unit)[index],
+        "shared_inner": deal(shared, count, unit)[index],
     }
 
 
-def deal(size: int, count: int) -> list[range]:
-    """Return `count` ranges in a row that cover `size`, whose lengths differ by 1 at most."""
-    ends = [index * size // count for index in range(count + 1)]
+def deal(size: int, count: int, unit: int = 1) -> list[range]:
+    """Return `count` ranges in a row that cover `size`, whose lengths differ by 1 at most; or by one
+    `fair_unit` of at most `unit`, at whose multiples they end then.
+    """
+    unit = fair_unit(size, count, unit)
+    units = -(-size // unit)
+    ends = [min(index * units // count * unit, size) for index in range(count + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
+def fair_unit(size: int, count: int, unit: int) -> int:
+    """Return the largest of `unit`, its half, quarter and so on down to 16 that gives no part more than a
+    sixteenth above its share of `size`; the last one if all do, and 1 if that leaves a part with nothing.
+    """
+    while unit > LEAST_UNIT:
+        most = -(-size // unit // count) * unit
+        if 16 * most * count <= 17 * size:
+            return unit
+        unit //= 2
+    return unit if size > (count - 1) * unit else 1
+
+
+CUT_UNIT = 128
+"""Inner numbers at whose multiples a model is dealt whose matrices stay quantised: groups of 32, 64 or 128
+columns end there, and squares of FP8.
+"""
+LEAST_UNIT = 16
+"""Columns at whose multiples codes can be cut (kernels/packed_matrix.py)."""
 _INNER_UNIT = 32
 """Inner numbers to whose multiples uneven shares are rounded: products are padded to it."""
 _MOST_NUMBERS = 1.09
 """Numbers of a layer that a part may have, in even shares: a rank holds at most a tenth more than one."""
 
 
-def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[range]:
+def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]], unit: int) -> list[range]:
     """Return the inner numbers of each part: evenly, as ranks wait for one another behind attention and again
     behind the feed-forward. Where a part's heads make it too large, it has fewer.
     """
@@ -124,17 +154,19 @@ def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[rang
     size = max(shape.intermediate_size, count)
     lanes = [2 * (len(own) + len(kv)) * shape.head_dim for own, kv in heads]  # of q and o, k and v
     if shape.experts is not None or len(set(lanes)) == 1:
-        return deal(size, count)
+        return deal(size, count, unit)
     matrices = 3 if shape.gated else 2
     fair = (sum(lanes) + matrices * size) / count
     most = [max((_MOST_NUMBERS * fair - own) / matrices, 1.0) for own in lanes]
     level = _level(most, size)
     wanted = [min(level, own) for own in most]
-    unit = _INNER_UNIT if size >= 8 * count * _INNER_UNIT else 1
+    least = fair_unit(size, count, unit)
+    unit = max(least, _INNER_UNIT if size >= 8 * count * _INNER_UNIT else 1)
     borders = [0]
     for part, end in enumerate(accumulate(wanted[:-1]), start=1):
         rounded = round(size * end / sum(wanted) / unit) * unit
-        borders.append(min(max(rounded, borders[-1] + 1), size - count + part))
+        last = (size - (count - part) * least) // least * least
+        borders.append(min(max(rounded, borders[-1] + least), last))
     return [range(begin, end) for begin, end in pairwise([*borders, size])]
 
 

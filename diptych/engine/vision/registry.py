@@ -17,7 +17,7 @@ from diptych.engine.vision.llava import LlavaEncoder
 from diptych.engine.vision.mmproj_tensors import MmprojTensors
 from diptych.engine.vision.qwen2_vl import QwenEncoder
 from diptych.engine.vision.qwen3_vl import Qwen3Encoder
-from diptych.engine.weights.safetensors_folder import TensorFiles
+from diptych.engine.weights.tensor_files import TensorFiles
 from diptych.image_spec import ImageSpec, UnreadableImages, image_spec
 from diptych.mmproj import ImagePair
 

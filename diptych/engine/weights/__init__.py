@@ -1,7 +1,8 @@
 """A model's tensors under canonical names, whatever file they came from.
 
 `gguf_file.py` reads GGUF files, `safetensors_folder.py` Hugging Face folders, quantised ones too
-(quantised/); both give the `Weights` of `canonical.py` and a `ModelShape` (diptych/engine/models/shape.py).
+(quantised_matrices.py, quantised/); both give the `Weights` of `canonical.py` and a `ModelShape`
+(diptych/engine/models/shape.py), whole or of some parts of the model (part_weights.py).
 The canonical form, with all matrices `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in
 Hugging Face's order (the rotation pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes
 llama.cpp's interleaving; where a part of each head is rotated, `lane_order` of models/rope.py says which):

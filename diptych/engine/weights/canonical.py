@@ -142,6 +142,11 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 """Canonical names, below their layer's, with the shape of each tensor."""
 
 
+def field_of(name: str) -> str:
+    """Return a canonical name below its layer's."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
 def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
     """Name and shape of every tensor that layer number `layer` of `shape` has."""
     hidden = shape.hidden_size

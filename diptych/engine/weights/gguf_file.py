@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -23,11 +23,13 @@ from diptych.engine.weights.block_quantised import (
 )
 from diptych.engine.weights.canonical import BadModelFile, Matrix, layer_shapes
 from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
+from diptych.engine.weights.gguf_parts import all_parts
 from diptych.engine.weights.gguf_shape import ROPE_FACTORS, shape_from_header
-from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, cut_from, rows_to_read
+from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint, check_columns, rows_to_read, source_of
 from diptych.engine.weights.rows import Rows, rows_of
 from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.kquants import KQUANT_BYTES
+from kernels.packed_matrix import PackedMatrix, from_blocks
 from kernels.quantised_linear import TABLES, BlockFormat, BlockMatrix, dequantise
 
 _ANGLES = ".attn_rot_embd"
@@ -79,8 +81,6 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
 
     def kept_as(name: str) -> BlockFormat | None:
         """Return the format of a matrix' blocks, if all that one product joins with it can be kept."""
-        if precision == "packed":  # matrices of several formats are multiplied one after another
-            return kept_format(find(name).kind)
         counts = {other: _rows(shape, other) for other in multiplied_together(name)}
         present = {other: count for other, count in counts.items() if count is not None}
         kinds = {find(other).kind for other in present}
@@ -91,23 +91,26 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         tensor, expert = find(name), place(name).expert
         return tensor if expert is None else _of_expert(tensor, expert)
 
+    def stays(name: str, tensor: GgufTensor, rows: Rows, source: Cut) -> Matrix | None:
+        """Return a matrix in the file's codes, None where the precision makes full numbers of them."""
+        if precision == "packed":
+            return _packed_cut(tensor, rows, source)
+        if precision in PLAIN or (kept := kept_as(name)) is None:
+            return None
+        blocks = _blocks(tensor, kept, rows, source)
+        return None if blocks is None else blocks_in_precision(blocks, precision)
+
     def read(name: str, cut: Cut = WHOLE) -> Matrix:
         tensor, stored = part(name), place(name)
+        if cut != WHOLE and precision not in IN_PARTS:
+            raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
         rows = rows_of(stored, name, shape, tensor.shape, interleaved=family.interleaved)
-        if cut != WHOLE:
-            if precision not in IN_PARTS:
-                raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
-            if stored.make is not None or stored.plus:
-                return cut_from(read(name), name, cut)
-        if precision not in PLAIN and is_matrix(name) and stored.make is None:
-            blocks = None if (kept := kept_as(name)) is None else _blocks(tensor, kept, rows, cut)
-            if blocks is not None and (found := blocks_in_precision(blocks, precision)) is not None:
-                return found
-        if cut != WHOLE:
-            return in_precision(name, _read_cut(tensor, rows, cut), precision, float32=stored.float32)
-        numbers = dequantised(tensor)
-        if rows is not None:
-            numbers = numbers[rows]
+        source = source_of(stored, name, cut, shape)
+        if is_matrix(name) and stored.make is None:
+            kept = stays(name, tensor, rows, source)
+            if kept is not None:
+                return kept
+        numbers = _read_cut(tensor, rows, source)
         if stored.make is not None:
             numbers = stored.make(numbers, name.split(".", 2)[-1], shape)
         if stored.plus:
@@ -115,7 +118,7 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
         return in_precision(name, numbers, precision, float32=bool(stored.plus) or stored.float32)
 
     own_head = not shape.tied_embeddings or plain_dtype(precision) is None
-    return OpenCheckpoint(shape, read, own_head)
+    return OpenCheckpoint(shape, read, own_head, files=all_parts(path))
 
 
 def _layers_behind(family: GgufFamily, header: GgufHeader, shape: ModelShape) -> tuple[str, ...]:
@@ -160,37 +163,75 @@ def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
     return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
 
 
-def _blocks(tensor: GgufTensor, kept: BlockFormat, rows: Rows, cut: Cut) -> BlockMatrix | None:
-    """Return a matrix in its blocks, or a part of it; None where the part begins or ends within a block."""
+@dataclass(frozen=True)
+class _Covered:
+    """The blocks around a part of a tensor, and where it lies in them."""
+
+    tensor: GgufTensor
+    order: torch.Tensor | None
+    """Rows of `tensor` that are its rows; None: all, as they are."""
+    columns: slice | None
+    """Columns of `tensor` that are its columns; None: all."""
+
+
+def _covering(tensor: GgufTensor, rows: Rows, cut: Cut) -> _Covered:
+    """Return the part `cut` of a tensor: of rows that are cut, the blocks around it. Copies nothing.
+
+    Raises BadModelFile.
+    """
     check_columns(tensor.name, tensor.shape, cut)
-    columns = range(tensor.shape[-1]) if cut.columns is None else cut.columns
-    count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
-    if columns.start % count or (columns.stop % count and columns.stop != tensor.shape[-1]):
-        return None
     own, order = rows_to_read(rows, cut)
-    data = tensor.data[own, columns.start // count * size : -(-columns.stop // count) * size]
-    blocks = torch.from_numpy(np.array(data))
-    return BlockMatrix(kept, len(columns), blocks if order is None else blocks[order])
+    data, shape, inside = tensor.data[own], tensor.shape, None
+    if cut.columns is not None:
+        count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
+        begin, end = cut.columns.start // count, -(-cut.columns.stop // count)
+        data, shape = data[..., begin * size : end * size], (*shape[:-1], (end - begin) * count)
+        inside = slice(cut.columns.start - begin * count, cut.columns.stop - begin * count)
+        inside = None if inside == slice(0, shape[-1]) else inside
+    return _Covered(replace(tensor, data=data, shape=(len(data), *shape[1:])), order, inside)
 
 
 def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:
-    """Return the numbers of a part of a matrix; of rows that are cut, only the blocks around it are read."""
-    check_columns(tensor.name, tensor.shape, cut)
-    own, order = rows_to_read(rows, cut)
-    data, shape, first, columns = tensor.data, tensor.shape, 0, cut.columns
-    if len(shape) == 1:
+    """Return the numbers of a part of a tensor."""
+    if len(tensor.shape) == 1:
+        own, order = rows_to_read(rows, cut)
         numbers = dequantised(tensor)[own]
-    else:
-        if columns is not None:
-            count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
-            begin, end = columns.start // count, -(-columns.stop // count)
-            data, first = data[:, begin * size : end * size], begin * count
-            shape = (shape[0], (end - begin) * count)
-        data = np.ascontiguousarray(data[own])
-        numbers = dequantised(replace(tensor, data=data, shape=(len(data), shape[1])))
-    if order is not None:
-        numbers = numbers[order]
-    return numbers if columns is None else numbers[:, columns.start - first : columns.stop - first]
+        return numbers if order is None else numbers[order]
+    found = _covering(tensor, rows, cut)
+    numbers = dequantised(replace(found.tensor, data=np.ascontiguousarray(found.tensor.data)))
+    numbers = numbers if found.order is None else numbers[found.order]
+    return numbers if found.columns is None else numbers[:, found.columns]
+
+
+def _blocks(tensor: GgufTensor, kept: BlockFormat, rows: Rows, cut: Cut) -> BlockMatrix | None:
+    """Return a matrix in its blocks, or a part of it; None where the part begins or ends within a block."""
+    found = _covering(tensor, rows, cut)
+    if found.columns is not None:
+        return None
+    blocks = torch.from_numpy(np.array(found.tensor.data))
+    order = found.order
+    return BlockMatrix(kept, found.tensor.shape[-1], blocks if order is None else blocks[order])
+
+
+def _packed_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> PackedMatrix | None:
+    """Return a part of a matrix in packed codes; None for a type that has none.
+
+    Raises UnsupportedModel for columns at which codes cannot be cut.
+    """
+    kind = kept_format(tensor.kind)
+    if kind is None:
+        return None
+    found = _covering(tensor, rows, cut)
+    data = torch.from_numpy(np.array(found.tensor.data))
+    packed = from_blocks(BlockMatrix(kind, found.tensor.shape[-1], data))
+    if packed is not None and found.order is not None:
+        packed = packed.rows(found.order)
+    if packed is None or found.columns is None:
+        return packed
+    try:
+        return packed.cut(found.columns)
+    except ValueError as error:
+        raise UnsupportedModel(f"tensor {tensor.name}: {error}") from error
 
 
 def dequantised(tensor: GgufTensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights.canonical import Matrix, Weights, assemble
+from diptych.engine.weights.loading_memory import LoadingMemory
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
-from kernels.byte_codes import CodedBytes
-from kernels.byte_linear import ByteMatrix
+from kernels.quantised_linear import BlockMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
 _QUERY_ROWS = frozenset({"q", "q_bias"})
@@ -60,11 +60,15 @@ def read_parts(opened: OpenCheckpoint, parts: Sequence[Part], stage: Stage) -> t
     """Read the weights that `parts` have in the layers of `stage`, each those of a narrower model
     (`Part.shape_of`, `Stage.shape_of`).
 
-    Tensors that all parts need whole are read once and shared. Raises UnsupportedModel for a tensor of
-    another shape than the model's, or one that cannot be cut.
+    Tensors that all parts need whole are read once and shared. The process takes little more memory than the
+    weights, and a piece of the files, at any time. Raises UnsupportedModel for a tensor of another shape than
+    the model's, or one that cannot be cut.
     """
     whole: dict[str, torch.Tensor] = {}
-    return tuple(_read_part(opened, part, stage, whole) for part in parts)
+    memory = LoadingMemory(opened.files)
+    found = tuple(_read_part(opened, part, stage, whole, memory) for part in parts)
+    memory.give_back()
+    return found
 
 
 def weight_bytes(parts: Sequence[Weights]) -> int:
@@ -83,7 +87,13 @@ def _tensors(record: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(record, field.name))
 
 
-def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str, torch.Tensor]) -> Weights:
+def _read_part(
+    opened: OpenCheckpoint,
+    part: Part,
+    stage: Stage,
+    whole: dict[str, torch.Tensor],
+    memory: LoadingMemory,
+) -> Weights:
     shape = opened.shape
 
     def read(name: str) -> Matrix:
@@ -95,10 +105,11 @@ def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
-        if not isinstance(tensor, (torch.Tensor, ByteMatrix, CodedBytes)):
-            raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
+        if isinstance(tensor, BlockMatrix):
+            raise UnsupportedModel(f"tensor {name}: blocks are not computed in parts")
         if cut == WHOLE and isinstance(tensor, torch.Tensor):
             whole[name] = tensor
+        memory.took(sum(one.nbytes for one in _tensors(tensor)))
         return tensor
 
     def without(name: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from diptych.engine.models.family import Stored
 from diptych.engine.models.shape import BadModelFile, ModelShape, UnsupportedModel
-from diptych.engine.weights.canonical import Checkpoint, Matrix, assemble
+from diptych.engine.weights.canonical import Checkpoint, Matrix, assemble, field_of
 from diptych.engine.weights.rows import Rows
 
 
@@ -41,6 +43,8 @@ class OpenCheckpoint:
     own_head: bool
     """True if the output matrix is read as `head`, a tensor of its own."""
     kv_scales: torch.Tensor | None = None
+    files: tuple[Path, ...] = ()
+    """Files that are mapped to be read."""
 
     def read_all(self) -> Checkpoint:
         """Read every tensor. Raises UnsupportedModel if one has another shape than the model's says."""
@@ -64,24 +68,21 @@ def rows_to_read(rows: Rows, cut: Cut) -> tuple[slice, torch.Tensor | None]:
     return slice(first, int(chosen.max()) + 1), chosen - first
 
 
-def cut_from(tensor: Matrix, name: str, cut: Cut) -> torch.Tensor:
-    """Return the part `cut` of a tensor that was read whole: its rows are no rows of the file.
+def source_of(stored: Stored, name: str, cut: Cut, shape: ModelShape) -> Cut:
+    """Return the part of a file's tensor that the part `cut` of a canonical one is made of.
 
-    Raises UnsupportedModel for a matrix that stays quantised.
+    Raises UnsupportedModel for a tensor that is made of a whole one.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedModel(f"tensor {name}: matrices that stay quantised are not read in parts")
-    rows, columns = cut.rows, cut.columns
-    if rows is not None:
-        tensor = tensor[rows.start : rows.stop]
-    if columns is not None:
-        tensor = tensor[:, columns.start : columns.stop]
-    return tensor.clone()  # the rest is not kept
+    if stored.make is None or cut == WHOLE:
+        return cut
+    if stored.made_of is None:
+        raise UnsupportedModel(f"tensor {stored.name}: what is made of it is not read in parts")
+    return Cut(*stored.made_of(field_of(name), (cut.rows, cut.columns), shape))
 
 
 def check_columns(name: str, size: tuple[int, ...], cut: Cut) -> None:
     """Raise BadModelFile for a tensor of a file that ends before what is cut from it."""
-    if cut.columns is not None and (len(size) != 2 or size[1] < cut.columns.stop):
+    if cut.columns is not None and (len(size) < 2 or size[1] < cut.columns.stop):
         raise BadModelFile(
             f"tensor {name} is {size}: it has no columns {cut.columns.start}-{cut.columns.stop}"
         )

@@ -10,7 +10,7 @@ from diptych.engine.models.family import Names, stored_at
 from diptych.engine.models.shape import LayerShape, ModelShape, UnsupportedModel
 from diptych.engine.weights.canonical import layer_shapes
 from diptych.engine.weights.kv_scales import is_kv_scale
-from diptych.engine.weights.quantised import Scheme, Tensors
+from diptych.engine.weights.quantised import HeldTensors, Scheme
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 _FULL = frozenset({"F64", "F32", "F16", "BF16"})
@@ -45,7 +45,7 @@ def refuse_unexpected_tensors(
 
 
 def refuse_quantised(
-    modelopt: Mapping[str, Any], dtypes: Mapping[str, str], scheme: Scheme | None, tensors: Tensors
+    modelopt: Mapping[str, Any], dtypes: Mapping[str, str], scheme: Scheme | None, tensors: HeldTensors
 ) -> None:
     """Raise UnsupportedModel, naming the key or tensor, for weights whose quantisation the config leaves out.
 

@@ -13,9 +13,11 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.quantised.integer_codes import Codes, fit_blocks, unpacked
-from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+from diptych.engine.weights.quantised.region import WHOLE_AXIS, Borders, columns, rows
+from diptych.engine.weights.quantised.scheme import Scheme, Tensors, matrix_size
 
 _BITS = 4
+_OF_A_WORD = 8
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word, from its lowest bits on, of each of its eight outputs."""
 
@@ -40,14 +42,22 @@ class Awq(Scheme):
         self._group = int(config.get("group_size") or config.get("q_group_size") or -1)
         self.keeps_codes = fit_blocks(bits=bits, group=self._group)
 
+    def size(self, matrix: str, tensors: Tensors) -> tuple[int, int]:
+        inputs, outputs = matrix_size(f"{matrix}.qweight", tensors, (1, _OF_A_WORD))
+        return outputs, inputs
+
+    def borders(self, matrix: str, tensors: Tensors) -> Borders:
+        return _OF_A_WORD, max(self._group, 1)
+
     def read(self, matrix: str, tensors: Tensors) -> Codes:
-        codes = _in_order(tensors.read(f"{matrix}.qweight")).T.contiguous()
-        zeros = _in_order(tensors.read(f"{matrix}.qzeros")).T
-        group = self._group if self._group > 0 else codes.shape[1]
-        return Codes(codes, tensors.read(f"{matrix}.scales").T, zeros, group)
+        of_groups = columns(self._group) if self._group > 0 else WHOLE_AXIS
+        codes = _in_order(tensors.read(f"{matrix}.qweight", columns(), rows(_OF_A_WORD))).T.contiguous()
+        zeros = _in_order(tensors.read(f"{matrix}.qzeros", of_groups, rows(_OF_A_WORD))).T
+        scales = tensors.read(f"{matrix}.scales", of_groups, rows()).T
+        return Codes(codes, scales, zeros, self._group if self._group > 0 else codes.shape[1])
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
     """`[rows, out / 8]` words to uint8 `[rows, out]`."""
-    lying = unpacked(words, _BITS, dim=1).view(len(words), -1, len(_PLACE_OF_OUTPUT))
+    lying = unpacked(words, _BITS, dim=1).view(len(words), -1, _OF_A_WORD)
     return lying[..., list(_PLACE_OF_OUTPUT)].flatten(1)

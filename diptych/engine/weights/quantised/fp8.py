@@ -7,6 +7,7 @@ With ``weight_block_size`` (DeepSeek-V3's technical report, Qwen3's FP8 folders)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
-from diptych.engine.weights.quantised.scheme import Kept, Scheme, Tensors
+from diptych.engine.weights.quantised.region import WHOLE_AXIS, Axes, Borders, columns, rows
+from diptych.engine.weights.quantised.scheme import Kept, Scheme, Tensors, matrix_size
 from kernels.packed_matrix import pack
 from kernels.scaled_matrix import SQUARE, ScaledMatrix, weights_only
 
@@ -35,6 +37,12 @@ class Fp8(Scheme):
         self._block = rectangle(config.get("weight_block_size"))
         self._static = config.get("activation_scheme") == "static"
 
+    def size(self, matrix: str, tensors: Tensors) -> tuple[int, int]:
+        return matrix_size(f"{matrix}.weight", tensors)
+
+    def borders(self, matrix: str, tensors: Tensors) -> Borders:
+        return self._block or (1, 1)
+
     def read(self, matrix: str, tensors: Tensors) -> torch.Tensor:
         return scaled(f"{matrix}.weight", *self._parts(matrix, tensors), self._block)
 
@@ -46,7 +54,21 @@ class Fp8(Scheme):
 
     def _parts(self, matrix: str, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         name = next(f"{matrix}.{name}" for name in _SCALES if tensors.has(f"{matrix}.{name}"))
-        return tensors.read(f"{matrix}.weight"), tensors.read(name)
+        return read_scaled(f"{matrix}.weight", name, tensors, self._block)
+
+
+def read_scaled(
+    weight: str, scale: str, tensors: Tensors, block: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read a matrix and its scales: one for all, for each output, or for each `block`."""
+    return tensors.read(weight, rows(), columns()), tensors.read(scale, *_scale_axes(scale, tensors, block))
+
+
+def _scale_axes(scale: str, tensors: Tensors, block: tuple[int, int] | None) -> Axes:
+    size = tensors.size(scale)
+    if block and len(size) == 2:
+        return rows(block[0]), columns(block[1])
+    return (rows() if math.prod(size) > 1 else WHOLE_AXIS,) if size else ()
 
 
 def static_scale(matrix: str, tensors: Tensors) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ less one, subtracted from whole words: a zero of 0 borrows from its neighbour.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.quantised.integer_codes import Codes, fit_blocks, unpacked
-from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+from diptych.engine.weights.quantised.region import WHOLE_AXIS, Borders, columns, rows
+from diptych.engine.weights.quantised.scheme import Scheme, Tensors, matrix_size
 
 _BITS = (2, 4, 8)
 _ZERO_LESS_ONE = {"gptq": 1, "gptq_v2": 0}
@@ -46,24 +48,52 @@ class Gptq(Scheme):
         self._ordered = bool(config.get("desc_act", False))
         self.keeps_codes = fit_blocks(bits=self._bits, group=self._group) and not self._ordered
 
+    def size(self, matrix: str, tensors: Tensors) -> tuple[int, int]:
+        inputs, outputs = matrix_size(f"{matrix}.qweight", tensors, (self._of_a_word, 1))
+        return outputs, inputs
+
+    def borders(self, matrix: str, tensors: Tensors) -> Borders:
+        words = self._of_a_word
+        if self._group <= 0 or self._is_reordered(matrix, tensors):
+            return words, words
+        return words, math.lcm(words, self._group)
+
+    @property
+    def _of_a_word(self) -> int:
+        return 32 // self._bits
+
     def read(self, matrix: str, tensors: Tensors) -> Codes:
-        codes = unpacked(tensors.read(f"{matrix}.qweight"), self._bits, dim=0).T
+        words, reordered = self._of_a_word, self._is_reordered(matrix, tensors)
+        # A column of a matrix with reordered inputs may belong to any group.
+        of_groups = columns(self._group) if self._group > 0 and not reordered else WHOLE_AXIS
+        codes = unpacked(tensors.read(f"{matrix}.qweight", columns(words), rows()), self._bits, dim=0).T
         ones = sum(self._less << place for place in range(0, 32, self._bits))
-        zeros = unpacked(tensors.read(f"{matrix}.qzeros") + ones, self._bits, dim=1).T
+        zeros = unpacked(tensors.read(f"{matrix}.qzeros", of_groups, rows(words)) + ones, self._bits, dim=1).T
         group = self._group if self._group > 0 else codes.shape[1]
         return Codes(
             codes.contiguous(),
-            tensors.read(f"{matrix}.scales").T,
+            tensors.read(f"{matrix}.scales", of_groups, rows()).T,
             zeros,
             group,
-            self._order(matrix, tensors, codes.shape[1], group),
+            self._order(matrix, tensors),
+            columns=self.size(matrix, tensors)[1] if reordered else None,
         )
 
-    def _order(self, matrix: str, tensors: Tensors, columns: int, group: int) -> torch.Tensor | None:
+    def _is_reordered(self, matrix: str, tensors: Tensors) -> bool:
+        """Return whether a column's group is not that of its place."""
+        if not self._ordered or not tensors.has(name := f"{matrix}.g_idx"):
+            return False
+        order, group = tensors.read(name), self._group
+        return group > 0 and not torch.equal(order, (torch.arange(len(order)) // group).to(order.dtype))
+
+    def _order(self, matrix: str, tensors: Tensors) -> torch.Tensor | None:
         if not tensors.has(name := f"{matrix}.g_idx"):
             return None
-        order = tensors.read(name).long()
-        if torch.equal(order, torch.arange(columns) // group):
+        order = tensors.read(name, columns()).long()
+        width = self.size(matrix, tensors)[1]
+        places = range(width) if tensors.region is None else tensors.region.columns
+        group = self._group if self._group > 0 else width
+        if torch.equal(order, torch.arange(places.start, places.stop) // group):
             return None
         if not self._ordered:
             raise BadModelFile(f"tensor {name} reorders inputs, which desc_act false denies")

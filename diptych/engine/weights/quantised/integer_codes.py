@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ class Codes:
         zeros: whole numbers in any type, shaped as scales.
         group: columns of a group; the last may have fewer.
         group_of: int64 `[columns]`, where a group's columns do not lie together.
+        columns: of the whole matrix, where `group_of` is that of some of them, with scales of all groups.
 
     Raises:
         BadModelFile: shapes that do not fit, or a group that does not exist.
@@ -34,15 +36,16 @@ class Codes:
     zeros: torch.Tensor
     group: int
     group_of: torch.Tensor | None = None
+    columns: int | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
-        groups = -(-columns // self.group)
+        groups = -(-(self.columns or columns) // self.group)
         for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
             if tuple(tensor.shape) not in ((rows, groups), (1, groups)):
                 raise BadModelFile(
-                    f"{name} are {tuple(tensor.shape)}; {rows} rows with groups of {self.group} of {columns} "
-                    f"columns have ({rows}, {groups})"
+                    f"{name} are {tuple(tensor.shape)}; {rows} rows with groups of {self.group} of "
+                    f"{self.columns or columns} columns have ({rows}, {groups})"
                 )
         order = self.group_of
         if order is not None and (order.shape != (columns,) or order.min() < 0 or order.max() >= groups):
@@ -66,6 +69,25 @@ class Codes:
             for tensor in (self.scales, self.zeros)
         )
         return replace(self, codes=self.codes[rows], scales=scales, zeros=zeros)
+
+    def cut(self, columns: slice) -> Codes:
+        """Return the chosen columns; groups that they cut through are divided."""
+        codes, (begin, _, _) = self.codes[:, columns], columns.indices(self.codes.shape[1])
+        if self.group_of is not None:
+            order, whole = self.group_of[columns], self.columns or self.codes.shape[1]
+            return replace(self, codes=codes, group_of=order, columns=whole)
+        group = math.gcd(self.group, begin)
+        first, count = begin // group, -(-codes.shape[1] // group)
+        scales, zeros = (
+            tensor.repeat_interleave(self.group // group, 1)[:, first : first + count]
+            for tensor in (self.scales, self.zeros)
+        )
+        return replace(self, codes=codes, scales=scales, zeros=zeros, group=group)
+
+    @property
+    def is_part_of_order(self) -> bool:
+        """True for some columns of a matrix whose inputs have an order of their own."""
+        return self.columns is not None and self.codes.shape[1] < self.columns
 
     def packed(self) -> PackedMatrix | None:
         """Return the same numbers as a GPU step reads them; None for groups that it does not pack."""

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from diptych.engine.weights.canonical import BadModelFile
-from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+from diptych.engine.weights.quantised.region import Borders, columns, rows
+from diptych.engine.weights.quantised.scheme import HeldTensors, Scheme, Tensors
 from kernels.quantised_linear import BlockMatrix
 
 _NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _BIAS = 127
+_BLOCK = 32
 _BYTES = 16
-"""Bytes of a block of 32 numbers."""
+"""Bytes of a block."""
 
 
 class Mxfp4(Scheme):
@@ -34,6 +36,16 @@ class Mxfp4(Scheme):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Take no more from `config`: the format has no parameters."""
 
+    def size(self, matrix: str, tensors: Tensors) -> tuple[int, int]:
+        """Return the size of the tensor that `read` gives, `[in, out]`."""
+        size = tensors.size(name := f"{matrix}_scales")
+        if len(size) != 2:
+            raise BadModelFile(f"tensor {name} is {size}, not rows of scales")
+        return size[1] * _BLOCK, size[0]
+
+    def borders(self, matrix: str, tensors: Tensors) -> Borders:
+        return _BLOCK, 1
+
     def read(self, matrix: str, tensors: Tensors) -> torch.Tensor:
         """Return the float32 numbers of one expert, `[in, out]`."""
         return numbers(*_blocks_and_scales(matrix, tensors)).T
@@ -43,10 +55,10 @@ class Mxfp4(Scheme):
         blocks, scales = _blocks_and_scales(matrix, tensors)
         codes = _codes(blocks)
         halves = codes[..., :_BYTES] | codes[..., _BYTES:] << 4
-        rows = torch.cat([scales.unsqueeze(-1), halves], dim=-1).flatten(1)
-        return BlockMatrix("mxfp4", 2 * _BYTES * scales.shape[1], rows)
+        of_rows = torch.cat([scales.unsqueeze(-1), halves], dim=-1).flatten(1)
+        return BlockMatrix("mxfp4", _BLOCK * scales.shape[1], of_rows)
 
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
+    def is_quantised(self, matrix: str, tensors: HeldTensors) -> bool:
         return tensors.has(f"{matrix}_blocks")
 
     def matrix_of(self, tensor: str) -> str | None:
@@ -55,7 +67,10 @@ class Mxfp4(Scheme):
 
 def _blocks_and_scales(matrix: str, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Read uint8 `[rows, n, 16]` and `[rows, n]`. Raises BadModelFile."""
-    blocks, scales = (tensors.read(f"{matrix}_{part}") for part in ("blocks", "scales"))
+    # Rows and columns are those of the tensor that is not quantised: `[in, out]`.
+    blocks, scales = (
+        tensors.read(f"{matrix}_{part}", columns(), rows(_BLOCK)) for part in ("blocks", "scales")
+    )
     fitting = blocks.ndim == 3 and blocks.shape[-1] == _BYTES and blocks.shape[:-1] == scales.shape
     if not fitting or {blocks.dtype, scales.dtype} != {torch.uint8}:
         raise BadModelFile(

@@ -14,7 +14,7 @@ import torch
 
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts
-from diptych.engine.weights import safetensors_folder
+from diptych.engine.weights import tensor_files
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models import expert_models, family_models
@@ -99,7 +99,7 @@ def test_a_rank_reads_and_holds_its_experts_alone(
     """Separate tensors, and those of all experts in one, of which only some rows of the file are touched."""
     opened = opened_model(case, tmp_path)
     read: list[str] = []
-    files = safetensors_folder.TensorFiles
+    files = tensor_files.TensorFiles
     before, sliced = files.read, files.read_slice
 
     def spied(self: files, name: str, expert: int | None = None) -> torch.Tensor:  # type: ignore[valid-type]

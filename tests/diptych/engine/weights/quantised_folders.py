@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diptych.engine.weights.checkpoint import read_checkpoint
+from diptych.engine.weights.quantised.region import Axis
 from kernels.quantised_linear import GROUP
 
 Tensors = dict[str, torch.Tensor]
@@ -25,6 +27,28 @@ class Quantised:
 
     parts: Tensors
     numbers: torch.Tensor
+
+
+class Held(dict[str, torch.Tensor]):
+    """Tensors of a matrix by name, read whole; implements the reader's `Tensors`."""
+
+    region = None
+
+    def has(self, name: str) -> bool:
+        return name in self
+
+    def size(self, name: str) -> tuple[int, ...]:
+        """Return the size of a tensor."""
+        return tuple(self[name].shape)
+
+    def read(
+        self, name: str, *axes: Axis | None, viewed: tuple[int, int] | None = None, as_bytes: bool = False
+    ) -> torch.Tensor:
+        """Return a tensor, in another size if that is asked for."""
+        if viewed is None:
+            return self[name]
+        flat = self[name].flatten()
+        return (flat.view(torch.uint8) if as_bytes else flat)[: math.prod(viewed)].view(viewed)
 
 
 Writer = Callable[[int, int], Quantised]

@@ -10,19 +10,7 @@ from diptych.engine.weights.canonical import BadModelFile
 from diptych.engine.weights.quantised import scheme_of
 from diptych.engine.weights.quantised.mxfp4 import numbers
 from kernels.quantised_linear import dequantise
-
-
-class Tensors:
-    """Tensors by name."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        self._tensors = tensors
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+from tests.diptych.engine.weights.quantised_folders import Held
 
 
 def random_blocks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +31,7 @@ def test_the_scheme_reads_one_expert_and_knows_its_parts() -> None:
     blocks, scales = random_blocks()
     scheme = scheme_of({"quantization_config": {"quant_method": "mxfp4"}})
     assert scheme is not None
-    tensors = Tensors(x_blocks=blocks[1], x_scales=scales[1])
+    tensors = Held({"x_blocks": blocks[1], "x_scales": scales[1]})
     assert torch.equal(torch.as_tensor(scheme.read("x", tensors)), numbers(blocks[1], scales[1]).T)
     assert scheme.is_quantised("x", tensors)
     assert not scheme.is_quantised("y", tensors)
@@ -55,7 +43,7 @@ def test_blocks_are_kept_in_the_order_of_gguf_files() -> None:
     blocks, scales = random_blocks()
     scheme = scheme_of({"quantization_config": {"quant_method": "mxfp4"}})
     assert scheme is not None
-    kept = scheme.read_blocks("x", Tensors(x_blocks=blocks[1], x_scales=scales[1]))
+    kept = scheme.read_blocks("x", Held({"x_blocks": blocks[1], "x_scales": scales[1]}))
     assert kept is not None
     assert kept.format == "mxfp4"
     assert torch.equal(dequantise(kept), numbers(blocks[1], scales[1]))
@@ -67,4 +55,4 @@ def test_blocks_without_their_scales_are_refused() -> None:
     scheme = scheme_of({"quantization_config": {"quant_method": "mxfp4"}})
     assert scheme is not None
     with pytest.raises(BadModelFile, match="a byte for each"):
-        scheme.read("x", Tensors(x_blocks=blocks[1], x_scales=scales[1, :3]))
+        scheme.read("x", Held({"x_blocks": blocks[1], "x_scales": scales[1, :3]}))

@@ -15,7 +15,7 @@ from diptych.engine.models.shape import BadModelFile, UnsupportedModel
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
 from diptych.engine.parallel.stages import Stage, deal_stages
 from diptych.engine.parallel_model import Dealing, open_parts
-from diptych.engine.weights import gguf_file, safetensors_folder
+from diptych.engine.weights import gguf_file, tensor_files
 from diptych.engine.weights.canonical import LayerWeights, Weights
 from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
 from diptych.engine.weights.gguf_header import GgufTensor
@@ -89,7 +89,7 @@ def test_a_rank_reads_no_more_than_its_cuts(tmp_path: Path, monkeypatch: pytest.
     """Whole tensors that are read are norms; all else comes in slices, whose bytes are counted."""
     folder = save(oracle_of(config_of("seed-oss")), tmp_path)
     sizes: list[int] = []
-    files = safetensors_folder.TensorFiles
+    files = tensor_files.TensorFiles
     read, read_slice = files.read, files.read_slice
 
     def spied(self: object, name: str, *rest: object) -> torch.Tensor:
@@ -131,15 +131,15 @@ def test_no_rank_of_the_bundled_model_holds_a_tenth_more_than_its_share(
 
 
 def test_a_quantised_folders_parts_are_cuts_of_the_whole(tmp_path: Path) -> None:
-    """Matrices of codes are read whole and made full numbers, of which a part is kept."""
+    """Blocks of a CPU are not cut."""
     folder = plain_folder(tmp_path)
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write(folder, quantisation, awq())
     check_parts_are_cut_from(read_checkpoint(folder, "fp32").weights, folder, 2)
     with pytest.raises(UnsupportedModel, match="dtype gguf is not computed in parts"):
         open_parts(folder, "gguf", Dealing(2))
-    opened = open_checkpoint(folder, "int8")
-    with pytest.raises(UnsupportedModel, match="that stay quantised are not read in parts"):
+    opened = open_checkpoint(folder, "gguf")
+    with pytest.raises(UnsupportedModel, match="is not read in parts in gguf"):
         read_parts(opened, deal_parts(opened.shape, 2), whole_model(opened))
 
 

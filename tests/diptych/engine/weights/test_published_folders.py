@@ -15,6 +15,7 @@ from diptych.engine.weights import BadModelFile
 from diptych.engine.weights.checkpoint import is_quantised, read_checkpoint
 from diptych.engine.weights.quantised import Codes, scheme_of
 from tests.diptych.engine.weights.quantised_folders import (
+    Held,
     Tensors,
     Writer,
     awq,
@@ -220,16 +221,6 @@ def test_bitsandbytes_states_of_size_zero_are_refused(folder: Path, change_of_st
     change(folder, every("weight.quant_state.bitsandbytes__nf4", edit))
     with pytest.raises(BadModelFile, match="not the state of a matrix"):
         read_checkpoint(folder, "fp32")
-
-
-class Held(dict[str, torch.Tensor]):
-    """Tensors in memory."""
-
-    def has(self, name: str) -> bool:
-        return name in self
-
-    def read(self, name: str) -> torch.Tensor:
-        return self[name]
 
 
 @pytest.mark.parametrize(

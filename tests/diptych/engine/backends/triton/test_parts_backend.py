@@ -38,6 +38,9 @@ from tests.diptych.engine.parallel.thread_ranks import (
     memory_of,
     whole,
 )
+from tests.diptych.engine.weights.quantised_folders import write
+from tests.diptych.engine.weights.test_quantised_folders import KINDS
+from tests.diptych.engine.weights.test_shards import plain
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -96,6 +99,22 @@ def test_experts_give_the_whole_and_every_degree_the_same_bits(
     assert (found[1] - whole(opened, text)).abs().max() < 1e-3
     for ranks in (2, 4):
         assert torch.equal(found[ranks], found[1]), ranks
+
+
+@pytest.mark.parametrize("kind", ["awq", "nf4", "llm.int8"])
+def test_a_files_codes_give_the_bits_of_one_rank_at_every_degree(kind: str, tmp_path: Path) -> None:
+    folder = plain(tmp_path)
+    write(folder, *KINDS[kind])
+    opened, text = open_checkpoint(folder, "packed"), [token % 96 for token in text_of(20)]
+    found = {}
+    for ranks in (1, 2, 4):
+        group = TritonRanks(opened, 4, ranks)
+        memory = memory_of(opened.shape, dtype=torch.bfloat16)
+        found[ranks] = group.step(memory, 0, text, len(text))
+    assert torch.equal(found[2], found[1])
+    assert torch.equal(found[4], found[1])
+    expected = whole(open_checkpoint(folder, "fp32"), text)
+    assert (found[1] - expected).norm() / expected.norm() < 0.05
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (3, 1), (2, 3)])
