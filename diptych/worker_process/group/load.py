@@ -95,11 +95,11 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
     Raises what opening the model raises.
     """
     shape = open_parts(path, "fp32", _dealing(settings)).shape
-    return not settings.remote_ranks and why_not_native(shape, "int8") is None
+    return not settings.remote_ranks and why_not_native(shape, "int8", _dealing(settings)) is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
-    return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
+    return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel, settings.all_to_all)
 
 
 def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision) -> str | None:
@@ -111,7 +111,7 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
         why = "--backend torch"
     elif settings.remote_ranks:
         why = "ranks on other hosts share no memory, in which the native step exchanges sums"
-    elif (found := why_not_native(model.shape, precision)) is not None:
+    elif (found := why_not_native(model.shape, precision, _dealing(settings))) is not None:
         why = found
     else:
         return None

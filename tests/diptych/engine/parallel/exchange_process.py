@@ -37,6 +37,31 @@ def exchange(communicator: Communicator, turns: int = 60) -> None:
             assert found is None or torch.equal(found, expected), turn
 
 
+def send_to_each(communicator: Communicator, turns: int = 30) -> None:
+    """Send every rank other rows, of some none, and check every number; sizes are told every other time."""
+    ranks, rank = communicator.ranks, communicator.rank
+    for turn in range(turns):
+        dtype = (torch.float32, torch.bfloat16, torch.int64)[turn % 3]
+        width = (1, 5, 257)[turn % 3]
+
+        def rows(source: int, target: int, turn: int = turn) -> int:
+            return 0 if (source + target + turn) % 4 == 0 else (3 * source + 5 * target + turn) % 7
+
+        def between(
+            source: int, target: int, turn: int = turn, width: int = width, dtype: torch.dtype = dtype
+        ) -> torch.Tensor:
+            shape = (rows(source, target, turn), width)
+            return (1000 * of_rank(source + 100 * target, turn, shape, torch.float32)).to(dtype)
+
+        came = communicator.all_to_all(
+            [between(rank, target) for target in range(ranks)],
+            [rows(source, rank) for source in range(ranks)] if turn % 2 else None,
+        )
+        assert len(came) == ranks
+        for source, found in enumerate(came):
+            assert torch.equal(found, between(source, rank)), (turn, source)
+
+
 def open_communicator(kind: str, rank: int, ranks: int, at: int) -> Communicator:
     torch.set_num_threads(1)
     if kind == "shared_memory":
@@ -48,4 +73,6 @@ def open_communicator(kind: str, rank: int, ranks: int, at: int) -> Communicator
 
 
 if __name__ == "__main__":
-    exchange(open_communicator(sys.argv[1], *map(int, sys.argv[2:])))
+    opened = open_communicator(sys.argv[1], *map(int, sys.argv[2:]))
+    exchange(opened)
+    send_to_each(opened)
