@@ -35,8 +35,6 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
             _tokens_in(engine.layout, blocks),
             context,
         )
-    if engine.group is not None:
-        engine.group.memories.share(pool.memory, pool.file())
     engine.runner.prepare_decode(pool.memory)
     if (plan := engine.memory.describe(settings.gpu_memory_utilization)) is not None:
         _log.info("%s", plan)
@@ -72,22 +70,37 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
     if device.type == "cpu":
         if settings.pool_chosen:
             _check_room(blocks * layout.bytes_per_block, total_memory())
-        # Where ranks of other hosts hold shares of the blocks, theirs are never written here.
-        return allocate_pool(layout, blocks, prefault=not settings.remote_ranks)
+        if engine.group is not None:
+            return engine.group.memories.allocate_pool(layout, blocks)
+        return allocate_pool(layout, blocks)
     chunks = _chunk_bytes(settings, engine)
     engine.memory.plan_graphs(graphs)
     engine.memory.plan("chunks of prompts", chunks)
     if not settings.pool_chosen:
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, chunks)
-        blocks = room // layout.bytes_per_block
-        if blocks < 1:
-            raise DeviceUnavailable(
-                f"{device} has no room for KV blocks at --gpu-memory-utilization "
-                f"{settings.gpu_memory_utilization}: {-room / 2**20:.0f} MiB are missing"
-            )
+        blocks = _blocks_with_room(settings, engine, graphs, chunks)
     gib = blocks * layout.bytes_per_block / 2**30
+    if engine.group is not None:
+        _log.info("the KV pool has %d blocks, %.1f GiB on the GPUs of all ranks", blocks, gib)
+        return engine.group.memories.allocate_pool(layout, blocks)
     _log.info("the KV pool on %s has %d blocks, %.1f GiB", device, blocks, gib)
     return allocate_device_pool(layout, blocks, device)
+
+
+def _blocks_with_room(settings: DecodeSettings, engine: LoadedEngine, graphs: int, chunks: int) -> int:
+    """Return the blocks that the GPU has room for, or the GPUs of all ranks. Raises DeviceUnavailable."""
+    utilization, layout, device = settings.gpu_memory_utilization, engine.layout, engine.model.device
+    if engine.group is not None:
+        blocks = engine.group.memories.count_blocks(layout, utilization, graphs, chunks)
+        why = "the GPU of a rank has no room for its share"
+    else:
+        room = free_pool_bytes(device, utilization, graphs, chunks)
+        blocks = room // layout.bytes_per_block
+        why = f"{-room / 2**20:.0f} MiB are missing"
+    if blocks < 1:
+        raise DeviceUnavailable(
+            f"{device} has no room for KV blocks at --gpu-memory-utilization {utilization}: {why}"
+        )
+    return blocks
 
 
 def _chunk_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:

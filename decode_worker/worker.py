@@ -18,16 +18,17 @@ from decode_worker.request_manager import Listeners
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.runtime.metrics import DecodeMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.worker_metrics import DecodeMetrics
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.device_copies import DeviceCopies, page_lock
-from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.engine_loader import load_engine, transports_of
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
@@ -61,9 +62,7 @@ class DecodeWorker:
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = make_pool(settings, engine)
-        transports = registry.transports_for(
-            settings.kv_transport, memory.memory.data.device, hosted=settings.hosted
-        )
+        transports = transports_of(settings, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(
             transports, memory.memory.data.device, settings.worker_id

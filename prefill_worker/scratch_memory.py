@@ -7,7 +7,7 @@ without room for that does not start, or, where it may compute in a decode worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,23 @@ class Memory:
     total: int | None
 
     @classmethod
-    def of(cls, device: torch.device, graphs: int = 0, steps: int = 0) -> Memory:
-        """Return the memory of `device` now; on a GPU less that of so many graphs, and bytes of steps."""
+    def of(
+        cls,
+        device: torch.device,
+        graphs: int = 0,
+        steps: int = 0,
+        on_ranks: Callable[[float, int, int], int] | None = None,
+    ) -> Memory:
+        """Return the memory of `device` now; on a GPU less that of so many graphs, and bytes of steps.
+
+        Where ranks have GPUs of their own, `on_ranks` returns what all of them have for whole blocks.
+        """
         if device.type == "cpu":
             return cls(available_memory(), total_memory())
-        room = max(0, free_pool_bytes(device, _DEVICE_SHARE, graphs, steps))
+        if on_ranks is not None:
+            room = max(0, on_ranks(_DEVICE_SHARE, graphs, steps))
+        else:
+            room = max(0, free_pool_bytes(device, _DEVICE_SHARE, graphs, steps))
         return cls(room, room)
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.runtime.metrics import PrefillMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.worker_metrics import PrefillMetrics
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore
 from diptych.worker_process.device_copies import DeviceCopies, page_lock
-from diptych.worker_process.engine_loader import load_engine
+from diptych.worker_process.engine_loader import load_engine, transports_of
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.group.rank_status import rank_statuses
@@ -65,9 +67,7 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
-        transports = registry.transports_for(
-            settings.kv_transport, engine.model.device, hosted=settings.hosted
-        )
+        transports = transports_of(settings, engine.model.device)
         device = engine.model.device
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
         device_type = device.type
@@ -80,7 +80,12 @@ class PrefillWorker:
             transports,
             engine.layout,
             engine.model.shape.max_context,
-            Memory.of(device, engine.runner.recorded_prompts, plan_steps(engine, chunk)),
+            Memory.of(
+                device,
+                engine.runner.recorded_prompts,
+                plan_steps(engine, chunk),
+                None if engine.group is None else partial(engine.group.memories.room_for, engine.layout),
+            ),
             most,
         )
         log_plan(engine, self._scratch_plan.blocks)

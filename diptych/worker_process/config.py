@@ -104,8 +104,8 @@ class WorkerSettings(RoleSettings):
     )
     all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = setting(
         "allgather_reducescatter",
-        "Exchange of ranks with --expert-parallel: sums of all rows, or each rank sends its share of the rows "
-        "to their experts and back. The same for all workers.",
+        "Exchange of ranks with --expert-parallel: sums of all rows, or each rank sends its share of the "
+        "rows to their experts and back. The same for all workers.",
         section="Parallelism",
     )
     sum_parts: Annotated[int, Field(ge=0, le=MAX_PARTS)] = setting(
@@ -119,6 +119,9 @@ class WorkerSettings(RoleSettings):
         "Processes of this worker that run on other hosts, each a `diptych rank` there: the last ones of its "
         "group.",
         section="Parallelism",
+    )
+    own_memories: bool = internal(
+        False, "Whether ranks of this host have KV memories of their own, as they have on GPUs."
     )
     rendezvous: str = setting(
         "",
@@ -221,6 +224,11 @@ class WorkerSettings(RoleSettings):
         """`--transport`, of which ranks on other hosts leave tcp."""
         return "tcp" if self.remote_ranks else self.transport
 
+    def ranks_have_memories(self, device_type: str) -> bool:
+        """Return whether each process of this worker, where it is a group, has memories of its own."""
+        size = self.tensor_parallel * self.pipeline_parallel
+        return size > 1 and (self.own_memories or device_type == "cuda")
+
     @property
     def in_parts(self) -> bool:
         """True if the model is dealt to parts or stages, whatever the number of processes."""
@@ -310,18 +318,20 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield "--expert-parallel deals experts to the parts of --tensor-parallel or --sum-parts: there is one"
     if settings.all_to_all and not settings.expert_parallel:
         yield f"--all2all-backend {settings.all2all_backend} is for --expert-parallel"
-    if settings.all_to_all and settings.backend == "native":
-        yield f"--all2all-backend {settings.all2all_backend} is computed by torch, not by --backend native"
+    if settings.all_to_all and settings.backend in ("native", "triton"):
+        yield (
+            f"--all2all-backend {settings.all2all_backend} is computed by torch, not by "
+            f"--backend {settings.backend}"
+        )
     if ranks * settings.pipeline_parallel > MAX_RANKS:
         yield f"{settings.group_flags}: more than {MAX_RANKS} processes"
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend == "triton":
-        yield f"--backend triton does not compute with {flag}: native and torch do"
-    if settings.quantization not in ("auto", "int8"):
+    if settings.quantization == "gguf":
         yield f"--quantization {settings.quantization} is not computed with {flag}"
-    if settings.kv_cache_dtype != "auto":
+    by_triton = settings.backend not in ("native", "torch")  # on a GPU; on CPUs fp8 is refused below
+    if settings.kv_cache_dtype == "int8" or (settings.kv_cache_dtype == "fp8" and not by_triton):
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
@@ -394,8 +404,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
-    if settings.in_parts:
-        yield f"{settings.group_flags}: groups compute on CPUs so far, {here}"
+    if settings.all_to_all:
+        yield f"--all2all-backend {settings.all2all_backend} is computed on CPUs only, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

@@ -70,7 +70,14 @@ async def load_engine(settings: WorkerSettings, beside: Beside = ALONE) -> Loade
     grid = Grid(settings.tensor_parallel, settings.pipeline_parallel)
     if grid.size > 1:
         name = f"{settings.program}/{settings.worker_id}"
-        group = RankGroup(grid, name, settings.log_level, other_hosts(settings))
+        group = RankGroup(
+            grid,
+            name,
+            settings.log_level,
+            other_hosts(settings),
+            own_memories=settings.ranks_have_memories(choose_device(settings.device).type),
+            share_host=settings.host,
+        )
     return await asyncio.to_thread(_load_on_stream, settings, group, beside)
 
 
@@ -146,7 +153,7 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     """
     if (why := why_not_together(settings, device.type)) is not None:
         raise ImpossibleSettings(why)
-    transports_for(settings.kv_transport, device, hosted=settings.hosted)
+    transports_of(settings, device)
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
@@ -160,6 +167,12 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     ):
         raise ImpossibleSettings("--batch-invariant does not go with a model that reads images on a GPU")
     return _Files(path, images, drafting_files(settings, path))
+
+
+def transports_of(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the transports of a worker whose blocks are on `device`. Raises UnusableTransport."""
+    apart = settings.ranks_have_memories(device.type)
+    return transports_for(settings.kv_transport, device, hosted=settings.hosted, apart=apart)
 
 
 def _target(

@@ -179,7 +179,7 @@ class HandoffClient:
         """Return the processes that send shares of blocks to a decode process; empty: blocks go whole."""
         if tcp.NAME not in self._transports or process in self._takes_whole:
             return ()
-        if not can_go_by_rank(self._layout, self._device, self._tls):
+        if not can_go_by_rank(self._layout, self._tls):
             return ()
         own = None if self._ranks is None else self._ranks.holders
         return own if own is not None else one_holder(self._layout)

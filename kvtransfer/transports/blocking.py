@@ -71,6 +71,19 @@ def _set_error(result: asyncio.Future[Any], error: BaseException) -> None:
         result.set_exception(error)
 
 
+async def finished(call: asyncio.Future[T]) -> T:
+    """Wait until a call that cannot be called back is over, also if this task is cancelled meanwhile."""
+    cancelled = False
+    while not call.done():
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return call.result()
+
+
 def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
     """Return the event after which all steps queued until now have written to `memory`; None: they have."""
     device = memory.data.device

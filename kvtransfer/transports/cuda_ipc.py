@@ -18,7 +18,7 @@ from typing import Any
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
-from kvtransfer.transports.blocking import BlockingThread
+from kvtransfer.transports.blocking import BlockingThread, finished
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
@@ -177,18 +177,11 @@ class CudaIpcChannel:
         if not still_granted(run.ref):
             return None
         self._sent += len(run.block_ids)
-        copying = asyncio.ensure_future(self._thread.run(self._copy, run))
-        cancelled = False
         # A copy that was started cannot be called back: until it is done there is no promise to stop.
-        while not copying.done():
-            try:
-                await asyncio.wait([copying])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        self._acknowledged += len(run.block_ids)
-        return copying.result()
+        try:
+            return await finished(asyncio.ensure_future(self._thread.run(self._copy, run)))
+        finally:
+            self._acknowledged += len(run.block_ids)
 
     def close(self) -> None:
         """Copy no more. Call it when no `send` runs."""

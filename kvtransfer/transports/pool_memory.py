@@ -82,6 +82,18 @@ def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device
         return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
 
 
+def allocate_share(
+    layout: KVLayout, num_blocks: int, device: torch.device, *, prefault: bool = True
+) -> PoolMemory:
+    """Allocate zeroed blocks of one rank's own, on its device, that other processes can map.
+
+    `layout` is that of the rank's share. Raises OSError, torch.OutOfMemoryError, ValueError for no blocks.
+    """
+    if device.type == "cpu":
+        return allocate_pool(layout, num_blocks, prefault=prefault)
+    return allocate_device_pool(layout, num_blocks, device)
+
+
 def expandable_segments(variables: Mapping[str, str]) -> str | None:
     """Return the allocator's settings if they ask for expandable segments, which have no CUDA IPC handle."""
     settings = next((variables[name] for name in _ALLOCATOR_VARIABLES if variables.get(name)), "")

@@ -16,21 +16,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 import xxhash
 
-from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.transports.host_blocks import DIGEST_BYTES, block_digest, host_view
+from kvtransfer.transports.held_blocks import Pieces
+from kvtransfer.transports.host_blocks import DIGEST_BYTES, block_digest
 
 HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")
 ACCEPTED = b"+"
 _SESSION = struct.Struct("<QI")
 _PAIR = struct.Struct(f"<II{DIGEST_BYTES}s")
 SESSION_TOKEN_BYTES = _SESSION.size + 32
-Pieces = Sequence[KVShare]
 
 
 def share_hash(payload: bytes | bytearray | memoryview) -> bytes:
@@ -60,26 +59,8 @@ def read_session_token(secret: bytes, token: bytes) -> tuple[int, int] | None:
     return (session, source) if hmac.compare_digest(token, session_token(secret, session, source)) else None
 
 
-# -- bytes of shares
-
-
-def read_pieces(memory: KVMemory, block: int, pieces: Pieces) -> memoryview:
-    """Return the bytes of shares of a block of host memory, one after the other."""
-    found = [piece.of(memory.data[block]).flatten() for piece in pieces]
-    numbers = found[0] if len(found) == 1 else torch.cat(found)
-    return host_view(numbers.contiguous().view(torch.uint8))
-
-
-def write_pieces(memory: KVMemory, block: int, pieces: Pieces, payload: bytearray | memoryview) -> None:
-    """Write the bytes of shares of a block of host memory. Raises RuntimeError where they are not so many."""
-    places = [piece.of(memory.data[block]) for piece in pieces]
-    numbers = torch.frombuffer(payload, dtype=memory.layout.dtype)
-    for place, part in zip(places, numbers.split([place.numel() for place in places]), strict=True):
-        place.copy_(part.view(place.shape))
-
-
 def pieces_bytes(layout: KVLayout, pieces: Pieces) -> int:
-    """Return the number of bytes of shares of a block."""
+    """Return the number of bytes of pieces of a block."""
     _, kinds, _, numbers = layout.block_shape
     return sum(len(p.layers) * kinds * len(p.heads) * numbers for p in pieces) * layout.dtype.itemsize
 

@@ -45,6 +45,8 @@ PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 PULLS_MAPPED = frozenset({cuda_ipc.NAME})
 """Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
+_BY_RANK = (tcp.NAME,)
+"""Transports between groups whose ranks have memories of their own."""
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _MAPPED = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME})
 """Transports on a GPU with which the writer itself waits for what it wrote."""
@@ -55,14 +57,23 @@ class UnusableTransport(StartupError, ValueError):
     """Transport that cannot move the blocks of such a worker."""
 
 
-def transports_for(flag: str, device: torch.device, *, hosted: bool = False) -> tuple[str, ...]:
+def transports_for(
+    flag: str, device: torch.device, *, hosted: bool = False, apart: bool = False
+) -> tuple[str, ...]:
     """Return the transports that `--transport` stands for, in order of preference, with blocks on `device`.
 
     `cuda_ipc` computes in place where both workers have the same GPU. A worker that is `hosted` beside one of
     the other role computes in place there, unless `flag` is a transport that copies; on a GPU it takes no
-    transport whose copies into the pool are ordered by a stream, of which its steps have two. Raises
-    UnusableTransport.
+    transport whose copies into the pool are ordered by a stream, of which its steps have two. One whose ranks
+    have memories of their own, `apart`, takes what goes from rank to rank. Raises UnusableTransport.
     """
+    if apart:
+        if flag not in ("auto", *_BY_RANK):
+            raise UnusableTransport(
+                f"--transport {flag} does not go between ranks with memories of their own: "
+                f"{' and '.join(_BY_RANK)} do"
+            )
+        return _BY_RANK if flag == "auto" else (flag,)
     found = _transports_between_processes(flag, device)
     if not hosted:
         return found
@@ -121,7 +132,7 @@ def _tcp_receiver(
 ) -> ReceivingTransport:
     """Make the end of the decode worker over tcp: by rank as well, where that can be."""
     whole = tcp.tcp_receiver(host, memory, hooks, tls)
-    if not can_go_by_rank(memory.layout, memory.device, tls):
+    if not can_go_by_rank(memory.layout, tls):
         return whole
     return ByRankReceiver(whole, host, memory, hooks)
 

@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-import torch
-
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_routes import Holders, kv_routes, within
 from diptych.engine.parallel.kv_shares import KVShare, whole_share
 from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.transports.base import Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.blocking import finished
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.failpoints import damage_payload, damage_place
+from kvtransfer.transports.held_blocks import read_pieces
 from kvtransfer.transports.host_blocks import DIGEST_BYTES
 from kvtransfer.transports.rank_data import (
     ACCEPTED,
@@ -31,7 +31,6 @@ from kvtransfer.transports.rank_data import (
     PushTarget,
     RankBlocks,
     joined_digest,
-    read_pieces,
     share_digest,
     share_hash,
 )
@@ -48,11 +47,11 @@ def holders_of(memory: KVMemory) -> Holders:
     return one_holder(memory.layout)
 
 
-def can_go_by_rank(layout: KVLayout, device: torch.device, tls: InternalTls | None) -> bool:
-    """Return whether each rank can send and receive its own shares of blocks: these lie in host memory, with
-    nothing beside shares of heads (a draft model's segment, a window), and sockets are plain.
+def can_go_by_rank(layout: KVLayout, tls: InternalTls | None) -> bool:
+    """Return whether each rank can send and receive its own shares of blocks: nothing is in a block beside
+    shares of heads (a draft model's segment, a window), and sockets are plain.
     """
-    return device.type == "cpu" and tls is None and layout.draft is None and layout.windows is None
+    return tls is None and layout.draft is None and layout.windows is None
 
 
 def one_holder(layout: KVLayout) -> Holders:
@@ -178,13 +177,20 @@ class ByRankChannel:
         return joined_digest([digests[pair] for pair in self._routes])
 
     async def _send_own(self, route: _OwnRoute, run: Run, index: int, block: int) -> bytes:
-        payload = read_pieces(self._memory, block, route.pieces)
+        payload = await self._read_own(route, run, block)
         digest = share_digest(run.ref, index, 0, route.target, share_hash(payload))
         ref, place = damage_place(run.ref, index)
         header = HEADER.pack(ref.slot, ref.generation, place, payload.nbytes, digest)
         await route.connection.send(header)
         await route.connection.send(damage_payload(payload))
         return digest
+
+    async def _read_own(self, route: _OwnRoute, run: Run, block: int) -> memoryview:
+        """Return the bytes of a route, without blocking the event loop for a GPU."""
+        if self._memory.device.type == "cpu":
+            return read_pieces(self._memory, block, route.pieces)
+        reading = asyncio.to_thread(read_pieces, self._memory, block, route.pieces, run.computed)
+        return await finished(asyncio.ensure_future(reading))
 
     def close(self) -> None:
         """Send no more. Call it when no `send` runs."""

@@ -26,6 +26,7 @@ from diptych.engine.parallel.kv_routes import Holders, Routes, kv_routes, within
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import KVHolder, ReceiverHooks, TransportError
 from kvtransfer.transports.data_listener import DataListener, DataSocket, SocketReceiver
+from kvtransfer.transports.held_blocks import write_pieces
 from kvtransfer.transports.rank_data import (
     ACCEPTED,
     HEADER,
@@ -38,7 +39,6 @@ from kvtransfer.transports.rank_data import (
     session_token,
     share_digest,
     share_hash,
-    write_pieces,
 )
 from kvtransfer.transports.tcp_by_rank import holders_of
 

@@ -176,6 +176,8 @@ class KVMemory:
     """The draft model's segments of the same blocks, if the layout has them."""
     spread: SpreadBlocks | None = None
     """Reader and writer of whole blocks where this process holds shares of them only; None: it holds all."""
+    origin: tuple[int, int] = (0, 0)
+    """Layer and KV head of `layout` at which `data` begins, where the memory has room for a share only."""
     _bytes: memoryview | None
     """None on a device: the host has no address of these bytes."""
 
@@ -225,6 +227,18 @@ class KVMemory:
         memory._bytes = None
         memory._lay(layout, num_blocks, flat[:size])
         return memory
+
+    def as_share_of(self, layout: KVLayout, layer: int, head: int) -> KVMemory:
+        """Return the same memory as a share of blocks of `layout`, which begins at a layer and a KV head.
+
+        `data` and `blocks` stay the share's own. Whole blocks are read and written by `spread`, which is the
+        caller's to set.
+        """
+        share = KVMemory.__new__(KVMemory)
+        share._bytes, share.draft, share.origin = None, None, (layer, head)
+        share.layout, share.num_blocks = layout, self.num_blocks
+        share.data, share.blocks = self.data, self.blocks
+        return share
 
     def _lay(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor) -> None:
         self._lay_segment(layout, flat.view(num_blocks, -1), 0)

@@ -153,6 +153,11 @@ def parts_of_rank(count: int, rank: int, ranks: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
+def repeats_keys(parts: Sequence[Part], number: int) -> bool:
+    """Return whether the part before has the same KV head."""
+    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads
+
+
 def _heads(shape: ModelShape, count: int) -> list[tuple[range, range]]:
     """Return the query and the KV heads of each part."""
     group, kv_heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import PLAIN, Precision, stored_dtype
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.dtype import PLAIN, Precision, kept_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.communicator import GroupBroken
-from diptych.engine.parallel.kv_shares import kv_shares
+from diptych.engine.parallel.kv_shares import KVShare, kv_shares
 from diptych.engine.parallel.pipeline import ALONE, Links
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.stop_word import StopWord
@@ -24,6 +25,7 @@ from diptych.engine.parallel_model import (
     load_parts,
     open_parts,
     why_not_native,
+    why_not_triton,
 )
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.settings import StartupError
@@ -33,6 +35,7 @@ from diptych.worker_process.group.native_group_backend import NativeGroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.group.same_files import files_digest
+from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from kvtransfer.transports.base import TransportError
 
 _log = logging.getLogger(__name__)
@@ -55,24 +58,27 @@ def load_in_parts(
     """
     dealing = _dealing(settings)
     model = open_parts(path, precision, dealing, settings.max_model_len)
-    why_torch = _why_torch(settings, model, precision)
+    on_gpu = device.type == "cuda" or settings.backend == "triton"
+    why_torch = _why_torch_on_gpu(model, precision) if on_gpu else _why_torch(settings, model, precision)
     # Stages of a pipeline compute in turn: each has all threads.
     order = StartRank(
         number=0,
         grid=Grid(1) if group is None else group.grid,
         model=path,
         precision=precision,
-        native=why_torch is None,
+        native=not on_gpu and why_torch is None,
         dealing=dealing,
         max_context=settings.max_model_len,
         threads=threads_of_rank(settings.threads or usable_cores(), settings.ranks_here),
         device=str(device),
         store_port=0,
         files_digest=files_digest(path) if settings.remote_ranks else b"",
+        triton=on_gpu and why_torch is None,
+        kv_cache=settings.kv_cache_dtype,
     )
     try:
         if group is None:
-            loaded = _load_own(model, order, ALONE, StopWord(), -1)
+            loaded = _load_own(model, order, ALONE, StopWord(), -1, None)
         else:
             loaded = _load_everywhere(model, order, group)
     except (GroupBroken, TransportError, OSError) as error:
@@ -80,7 +86,7 @@ def load_in_parts(
     return Model(
         model.shape,
         precision,
-        stored_dtype(precision),
+        kept_dtype(settings.kv_cache_dtype, precision),
         loaded.backend if group is None else _with_others(loaded, group),
         loaded.name,
         device,
@@ -95,7 +101,8 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
     Raises what opening the model raises.
     """
     shape = open_parts(path, "fp32", _dealing(settings)).shape
-    return not settings.remote_ranks and why_not_native(shape, "int8", _dealing(settings)) is None
+    apart = settings.remote_ranks or settings.own_memories
+    return not apart and why_not_native(shape, "int8", _dealing(settings)) is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
@@ -111,6 +118,8 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
         why = "--backend torch"
     elif settings.remote_ranks:
         why = "ranks on other hosts share no memory, in which the native step exchanges sums"
+    elif settings.own_memories:
+        why = "each rank has memories of its own, and the native step has whole blocks"
     elif (found := why_not_native(model.shape, precision, _dealing(settings))) is not None:
         why = found
     else:
@@ -122,11 +131,30 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
     return why
 
 
-def _with_others(loaded: LoadedParts, group: RankGroup) -> GroupBackend | NativeGroupBackend:
+def _why_torch_on_gpu(model: OpenParts, precision: Precision) -> str | None:
+    """Return None where the Triton step computes, or else why torch does, in words.
+
+    Raises UnsupportedModel where torch does not either.
+    """
+    why = why_not_triton(model.shape, precision)
+    if why is not None and precision not in PLAIN:
+        raise UnsupportedModel(f"dtype {precision}: {why}")
+    if why is not None:
+        _log.warning("torch computes, which is slower: %s", why)
+    return why
+
+
+def _with_others(
+    loaded: LoadedParts, group: RankGroup
+) -> GroupBackend | NativeGroupBackend | TritonGroupBackend:
     """Return the backend of rank 0, whose steps all ranks compute."""
-    if isinstance(loaded.backend, PartsBackend):
-        return GroupBackend(loaded.backend, group)
-    return NativeGroupBackend(loaded.backend, group)
+    match loaded.backend:
+        case PartsBackend():
+            return GroupBackend(loaded.backend, group)
+        case TritonPartsBackend():
+            return TritonGroupBackend(loaded.backend, group)
+        case _:
+            return NativeGroupBackend(loaded.backend, group)
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:
@@ -135,17 +163,26 @@ def threads_of_rank(threads: int, ranks: int) -> int:
 
 
 def _load_own(
-    model: OpenParts, order: StartRank, links: Links, stop_word: StopWord, sums: int
+    model: OpenParts, order: StartRank, links: Links, stop_word: StopWord, sums: int, held: KVShare | None
 ) -> LoadedParts:
-    """Load what this process computes."""
+    """Load what this process computes; its memories have room for `held` of each block, None: for all."""
     if order.native:
         return load_native_parts(model, order.precision, links, sums, order.threads)
-    return load_parts(model, links, stop_word, order.threads, order.device)
+    return load_parts(
+        model,
+        links,
+        stop_word,
+        order.threads,
+        order.device,
+        held=held,
+        triton=order.triton,
+        kv_cache=order.kv_cache,
+    )
 
 
 def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:
     links = group.join(order, kv_shares(model.parts, model.stages, group.grid))
-    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0))
+    loaded = _load_own(model, order, links, group.stop_word, group.sums_of(0), group.memories.held)
     group.weight_bytes = sizes = [loaded.weight_bytes, *group.wait_loaded()]
     _log.info(
         "%d ranks in %d stages of %d parts, MiB of weights in each: %s",

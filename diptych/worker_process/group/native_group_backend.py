@@ -89,7 +89,7 @@ class NativeGroupBackend:
         launched = self._compute(
             sequences, b"\x01" * len(rows), lambda: self._own.launch(sequences, rows, abort)
         )
-        return None if launched is None else _GroupStep(launched, self._group)
+        return None if launched is None else GroupStep(launched, self._group)
 
     def _compute(
         self, sequences: Sequence[SequenceStep], greedy: bytes, compute: Callable[[], _Result]
@@ -103,7 +103,7 @@ class NativeGroupBackend:
             self._group.fail(error)
 
 
-class _GroupStep:
+class GroupStep:
     """A launched step of all ranks; see `diptych.engine.batch.Launched`."""
 
     def __init__(self, own: Launched, group: RankGroup) -> None:

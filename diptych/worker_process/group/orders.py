@@ -1,12 +1,14 @@
 """Orders of rank 0 to another rank, over two pipes.
 
-plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share;
-         between them PlaceAdapter and DropAdapter, which are not answered
+plans    StepPlan; where torch computes, and in a step of the Triton backend that is not recorded, answered
+         with an empty message when the rank has written its share. Recordings are answered so when made;
+         PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         LoadAdapter and DropMemory, of which all but the last are answered with None, or with RankFailed
+         CountBlocks, LoadAdapter and DropMemory, of which all but the last are answered: with None,
+         CountBlocks with a number, or with RankFailed
 
-A rank on another host has a memory of its own. Between plans it gets WriteShare, PlaceShare and CopyBlock,
-and carries them out in this order; it answers none. Two more connections are:
+A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
+CopyBlock, and carries them out in this order; it answers none. Two more connections are:
 
 blocks   ReadShare, answered with the digest of the bytes and the bytes
 shares   ListenForShares, OpenPushes and PushShare, each answered with Answered when it is done, whatever
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.engine.dtype import Precision
+from diptych.engine.dtype import KVCacheDtype, Precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.parallel.gloo_communicator import LOOPBACK
 from diptych.engine.parallel.stages import Grid
@@ -28,7 +30,11 @@ from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel_model import Dealing
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Welcome
-from kvtransfer.transports.rank_data import Pieces, PushTarget
+from kvtransfer.transports.held_blocks import Pieces
+from kvtransfer.transports.rank_data import PushTarget
+
+CONNECTIONS = ("plans", "control", "blocks", "shares")
+"""Kinds of the connections to a rank of this host; the last two are for one with memories of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,17 @@ class StartRank:
     across_hosts: bool = False
     """True if some ranks are on another host: no memory is common to all."""
     holder: int = 0
-    """Number of this process among those of the group that have a memory of their own."""
+    """Number of this process among those of the group that have memories of their own; 0: it maps those of
+    rank 0.
+    """
+    share_host: str = LOOPBACK
+    """Address at which such a process takes shares of blocks."""
     files_digest: bytes = b""
     """Digest of the model's files (same_files.py) that a rank of another host must have as well."""
+    triton: bool = False
+    """True where the Triton step computes."""
+    kv_cache: KVCacheDtype = "auto"
+    """Numbers of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +145,49 @@ class DropAdapter:
 
 
 @dataclass(frozen=True)
+class PlanDecode:
+    """Order to take the buffers of recorded decode steps of up to `max_batch` rows."""
+
+    max_batch: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PrepareDecode:
+    """Order to record decode steps over memory `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RecordPrompts:
+    """Order to record prompt steps of up to `most_tokens` tokens over memories of `layout`."""
+
+    layout: KVLayout
+    most_tokens: int
+
+
+@dataclass(frozen=True)
+class CountBlocks:
+    """Question for the blocks that this rank's GPU has room for, of which it holds its share.
+
+    The other fields are those of `diptych.engine.device.free_pool_bytes`.
+    """
+
+    layout: KVLayout
+    utilization: float
+    recordings: int
+    temporaries: int
+
+
+@dataclass(frozen=True)
 class WriteShare:
     """Bytes of this rank's share of a block, which a handoff brought."""
 
     number: int
     block: int
     digest: bytes
-    payload: bytes
+    payload: bytearray
 
 
 @dataclass(frozen=True)
@@ -232,8 +282,9 @@ class Answered:
     result: Any
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | DropMemory | LoadAdapter
+Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
+Recording = PlanDecode | PrepareDecode | RecordPrompts
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
-Planned = StepPlan | AdapterOrder | BlockOrder
+Planned = StepPlan | Recording | AdapterOrder | BlockOrder
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare

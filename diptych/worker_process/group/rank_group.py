@@ -10,6 +10,8 @@ seen by its pidfd on the event loop, which goes on while a step waits for number
 
 Ranks on other hosts join before the start orders (rendezvous.py), and have the last numbers. Both ends see
 the end of a connection, or within seconds that the other host does not answer any more.
+
+Ranks of this host map the memories of rank 0, or on GPUs have their own, as those of other hosts have.
 """
 
 from __future__ import annotations
@@ -42,9 +44,18 @@ from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.group.orders import AdapterOrder, Planned, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.orders import (
+    CONNECTIONS,
+    AdapterOrder,
+    Planned,
+    RankFailed,
+    RankReady,
+    Recording,
+    StartRank,
+)
+from diptych.worker_process.group.rank_devices import rank_devices
 from diptych.worker_process.group.remote_rank import RemoteRank
-from diptych.worker_process.group.rendezvous import Rendezvous
+from diptych.worker_process.group.rendezvous import Ends, Joined, Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.transports.base import Welcome
@@ -59,12 +70,11 @@ class RankCannotStart(StartupError):
     """A rank that could not load its share of the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    plans: Connection[Any, Any]
-    control: Connection[Any, Any]
+class _MappingRank:
+    """A rank of this host that maps the memories of rank 0."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.plans, self.control = ends["plans"], ends["control"]
 
     def send_plan(self, planned: Planned) -> None:
         """Send what the rank does next. Raises OSError."""
@@ -83,14 +93,27 @@ class RankGroup:
     """Ranks 1 and up of a group, seen from rank 0."""
 
     def __init__(
-        self, grid: Grid, log_name: str, log_level: str, other_hosts: OtherHosts | None = None
+        self,
+        grid: Grid,
+        log_name: str,
+        log_level: str,
+        other_hosts: OtherHosts | None = None,
+        *,
+        own_memories: bool = False,
+        share_host: str = LOOPBACK,
     ) -> None:
         """Start the processes of `grid` that run on this host. Call it on the event loop, in the main thread:
         the kernel's signal at the death of a parent follows the thread that started the child.
+
+        Args:
+            own_memories: whether each has memories of its own, and rank 0 its own share alone.
+            share_host: address at which they take shares of blocks then.
         """
         self.grid, self.size = grid, grid.size
-        self._other_hosts = other_hosts
+        self._other_hosts, self._own_memories, self._share_host = other_hosts, own_memories, share_host
         self._remote: list[RemoteRank] = []
+        self._lives: list[Connection[Any, Any]] = []
+        """Connections whose end is that of a rank of another host; collected, they would end here."""
         self.holders: Holders | None = None
         """See `WriterRanks.holders`; known once all ranks have joined."""
         self.weight_bytes: Sequence[int] = [0] * grid.size
@@ -106,17 +129,16 @@ class RankGroup:
         """Pipe whose only writing end this process holds: its closing ends the ranks."""
         here = grid.size - (0 if other_hosts is None else other_hosts.count)
         names = [f"{log_name}/rank-{number}" for number in range(1, here)]
-        self._ranks = [self._start(number, name, log_level) for number, name in enumerate(names, start=1)]
-        self.memories = SharedMemories([(rank.process.pid, rank.control) for rank in self._ranks])
         self._loop = asyncio.get_running_loop()
-        for rank in self._ranks:
-            died = partial(self._on_death, rank.number, f"pid {rank.process.pid}")
-            self._loop.add_reader(os.pidfd_open(rank.process.pid), died)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks = [self._start(number, name, log_level) for number, name in enumerate(names, start=1)]
+        mapping = [] if own_memories else zip(self.pids, (rank.control for rank in self._ranks), strict=True)
+        self.memories = SharedMemories(list(mapping))
 
     @property
     def pids(self) -> Sequence[int]:
         """Process ids of the other ranks of this host, in order."""
-        return [rank.process.pid for rank in self._ranks]
+        return [process.pid for process in self._processes]
 
     @property
     def remote(self) -> Sequence[RemoteRank]:
@@ -137,13 +159,12 @@ class RankGroup:
         order = replace(order, store_port=port)
         if host is not None:
             order = replace(order, store_host=host, host=host, across_hosts=True)
-            self._await_hosts(shares)
+            self._await_hosts()
+        self._know_holders(shares, torch.device(order.device))
+        here = len(self._ranks) + 1
+        devices = rank_devices(order.device, [LOOPBACK] * here + [rank.host for rank in self._remote])
         for number, rank in enumerate(self._others, start=1):
-            if isinstance(rank, RemoteRank):
-                holder = number - len(self._ranks)
-                rank.control.send(replace(order, number=number, host=rank.host, holder=holder))
-            else:
-                rank.control.send(replace(order, number=number))
+            rank.control.send(self._order_for(replace(order, number=number, device=devices[number]), rank))
         return join_group(
             0,
             self.grid,
@@ -153,23 +174,44 @@ class RankGroup:
             host,
         )
 
-    def _await_hosts(self, shares: Sequence[KVShare]) -> None:
+    def _order_for(self, order: StartRank, rank: _MappingRank | RemoteRank) -> StartRank:
+        """Return the order for a rank that has memories of its own, or not, here or elsewhere."""
+        if isinstance(rank, _MappingRank):
+            return order
+        order = replace(order, holder=self._holder_ranks.index(rank) + 1)
+        if rank in self._remote:
+            return replace(order, host=rank.host, share_host=rank.host)
+        return replace(order, share_host=self._share_host)
+
+    @property
+    def _holder_ranks(self) -> list[RemoteRank]:
+        return [rank for rank in self._others if isinstance(rank, RemoteRank)]
+
+    def _know_holders(self, shares: Sequence[KVShare], device: torch.device) -> None:
+        """Note who holds which shares of blocks, where not all processes have one memory."""
+        if not (ranks := self._holder_ranks):
+            return
+        here = len(shares) - len(ranks)
+        self.holders = (tuple(shares[:here]), *((share,) for share in shares[here:]))
+        others = list(zip(ranks, shares[here:], strict=True))
+        self.memories.add_holders(
+            [rank.control for rank in ranks],
+            lambda memory, number: SpreadShares(memory, number, shares[:here], others),
+            shares[0] if self._own_memories else None,
+            device,
+        )
+
+    def _await_hosts(self) -> None:
         """Wait until all ranks of other hosts have joined. Raises GroupBroken."""
         if self._other_hosts is None:
             return
         meeting, count = self._other_hosts.rendezvous, self._other_hosts.count
         _log.info("waiting for %d ranks of other hosts at %s:%d", count, meeting.host, meeting.port)
-        self._remote = [RemoteRank(joined, self.fail) for joined in meeting.accept(count)]
-        here = len(self._ranks) + 1
-        self.holders = (tuple(shares[:here]), *((share,) for share in shares[here:]))
-        others = list(zip(self._remote, shares[here:], strict=True))
-        self.memories.add_hosts(
-            [rank.control for rank in self._remote],
-            lambda memory, number: SpreadShares(memory, number, shares[:here], others),
-        )
-        for number, rank in enumerate(self._remote, start=here):
-            died = partial(self._on_death, number, f"pid {rank.pid} on {rank.host}")
-            self._loop.call_soon_threadsafe(self._loop.add_reader, rank.life.fileno(), died)
+        for number, joined in enumerate(meeting.accept(count), start=len(self._ranks) + 1):
+            self._remote.append(RemoteRank(joined, self.fail))
+            self._lives.append(joined.ends["life"])
+            died = partial(self._on_death, number, f"pid {joined.pid} on {joined.host}")
+            self._loop.call_soon_threadsafe(self._loop.add_reader, joined.ends["life"].fileno(), died)
 
     def wait_loaded(self) -> list[int]:
         """Wait until every rank has its weights; return their bytes. Raises RankCannotStart, GroupBroken."""
@@ -193,8 +235,8 @@ class RankGroup:
 
     # -- steps
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Have the other ranks compute their share of a step. Raises OSError."""
+    def begin_step(self, plan: StepPlan | Recording) -> None:
+        """Have the other ranks compute their share of a step, or make a recording. Raises OSError."""
         for rank in self._others:
             rank.send_plan(plan)
 
@@ -221,7 +263,7 @@ class RankGroup:
         leave(_DIED)
 
     @property
-    def _others(self) -> list[_Rank | RemoteRank]:
+    def _others(self) -> list[_MappingRank | RemoteRank]:
         return [*self._ranks, *self._remote]
 
     def _on_death(self, number: int, process: str) -> None:
@@ -232,14 +274,19 @@ class RankGroup:
         """Return the files of the exchanges that a process takes part in, in the order in which it joins."""
         return [fd for way, fd in self._exchanges if number in way.members]
 
-    def _start(self, number: int, name: str, log_level: str) -> _Rank:
-        ends = [socket.socketpair(), socket.socketpair()]
-        theirs = [their.fileno() for _, their in ends]
+    def _start(self, number: int, name: str, log_level: str) -> _MappingRank | RemoteRank:
+        pairs = {kind: socket.socketpair() for kind in CONNECTIONS}
+        theirs = [their.fileno() for _, their in pairs.values()]
         command = [*module_command(RANK_MODULE), name, log_level]
         fds = (*theirs, self._stop_fd, self._death, self._sums[self.grid.place(number)[0]])
         fds = (*fds, *self._exchange_fds(number))
         process = subprocess.Popen([*command, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL)
-        for _, their in ends:
+        for _, their in pairs.values():
             their.close()
-        plans, control = (Connection(our.detach()) for our, _ in ends)
-        return _Rank(number, process, plans, control)
+        ends: Ends = {kind: Connection(our.detach()) for kind, (our, _) in pairs.items()}
+        died = partial(self._on_death, number, f"pid {process.pid}")
+        self._loop.add_reader(os.pidfd_open(process.pid), died)
+        self._processes.append(process)
+        if self._own_memories:
+            return RemoteRank(Joined(LOOPBACK, process.pid, ends), self.fail)
+        return _MappingRank(ends)

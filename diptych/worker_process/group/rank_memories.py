@@ -9,6 +9,9 @@ from multiprocessing.reduction import recv_handle
 from os import close
 from typing import Any
 
+import torch
+
+from diptych.engine.device import free_pool_bytes
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.log_format import OneLineFormatter
@@ -16,6 +19,7 @@ from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import (
     AllocateShare,
+    CountBlocks,
     DropMemory,
     LoadAdapter,
     MapFile,
@@ -24,10 +28,10 @@ from diptych.worker_process.group.orders import (
     RegisterPool,
 )
 from diptych.worker_process.group.rank_adapters import RankAdapters
-from kvtransfer.transports.base import TransportError, host_id
+from kvtransfer.transports.base import CPU, TransportError, host_id
 from kvtransfer.transports.fd_passing import register_blocking
 from kvtransfer.transports.memory_mapping import HostMapping
-from kvtransfer.transports.pool_memory import map_pool
+from kvtransfer.transports.pool_memory import allocate_share, map_pool
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class Memories:
     Args:
         adapters: what loads the adapters that rank 0 sends over the same connection.
         share: this rank's share of each block, where it has memories of its own.
+        device: device of these.
         prefault: whether mapped blocks take their pages at once.
     """
 
@@ -54,12 +59,15 @@ class Memories:
         control: Connection[Any, Any],
         adapters: RankAdapters,
         share: KVShare | None = None,
+        device: torch.device = CPU,
         *,
         prefault: bool = True,
     ) -> None:
-        self._control, self._share, self._prefault = control, share, prefault
+        self._control, self._share, self._device, self._prefault = control, share, device, prefault
         self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
+        self._files: dict[int, int | None] = {}
+        """Files of this rank's own memories; None on a GPU."""
 
     def serve(self) -> None:
         """Carry out orders until rank 0 is gone, which ends the process."""
@@ -67,7 +75,7 @@ class Memories:
             while True:
                 order: Order = self._control.recv()
                 if isinstance(order, DropMemory):
-                    self.mapped.pop(order.number, None)
+                    self._drop(order.number)
                 elif isinstance(order, LoadAdapter):
                     self._control.send(self._adapters.load(order))
                 else:
@@ -78,7 +86,12 @@ class Memories:
             _log.exception("this rank fails, and the group with it")  # else rank 0 would wait for an answer
             leave(1)
 
-    def _carry_out(self, order: Order) -> RankFailed | None:
+    def _drop(self, number: int) -> None:
+        self.mapped.pop(number, None)
+        if (fd := self._files.pop(number, None)) is not None:
+            close(fd)
+
+    def _carry_out(self, order: Order) -> int | RankFailed | None:
         try:
             match order:
                 case MapFile(number, layout, num_blocks):
@@ -86,12 +99,21 @@ class Memories:
                     self.mapped[number] = map_pool(fd, layout, num_blocks, prefault=self._prefault)
                     close(fd)
                 case AllocateShare(number, layout, num_blocks) if self._share is not None:
-                    self.mapped[number] = KVMemory(self._share.narrow(layout), num_blocks)
+                    made = allocate_share(self._share.narrow(layout), num_blocks, self._device)
+                    self.mapped[number], self._files[number] = made.memory, made.fd
+                case CountBlocks(layout, utilization, recordings, temporaries) if self._share is not None:
+                    room = free_pool_bytes(self._device, utilization, recordings, temporaries)
+                    return room // self._share.narrow(layout).bytes_per_block
                 case RegisterPool(number, welcome):
                     self.mapped[number] = register_blocking(
                         welcome,
                         lambda pool: HostMapping(host_id()).map(pool, welcome.layout, welcome.num_blocks),
                     )
-        except (OSError, ValueError, TransportError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            TransportError,
+        ) as error:  # RuntimeError: no memory of a GPU
             return RankFailed(str(error))
         return None

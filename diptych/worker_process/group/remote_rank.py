@@ -1,4 +1,4 @@
-"""A rank on another host, as rank 0 has it: its connections, and what goes over them."""
+"""A rank with memories of its own, on this host or another, as rank 0 has it: its connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from diptych.worker_process.group.queued_sender import QueuedSender
 from diptych.worker_process.group.rendezvous import Joined
 from diptych.worker_process.group.share_link import ShareLink
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.transports.rank_data import Pieces, PushTarget, share_hash
+from kvtransfer.transports.held_blocks import Pieces
+from kvtransfer.transports.rank_data import PushTarget, share_hash
 
 _DIGEST_BYTES = 16
 
@@ -35,15 +36,14 @@ class DamagedShare(RuntimeError):
 class RemoteRank:
     """Connections to one rank. Any thread may call; an error ends the process, as the group is over then.
 
-    What the rank does next is sent by a thread, so that neither the event loop nor a step waits for a network
-    that stalls: within seconds the group is over (rendezvous.py).
+    What the rank does next is sent by a thread, so that neither the event loop nor a step waits for a process
+    that is stopped, or a network that stalls: within seconds the group is over (rendezvous.py).
     """
 
     def __init__(self, joined: Joined, fail: Callable[[BaseException], NoReturn]) -> None:
         self.host, self.pid = joined.host, joined.pid
         self.control: Connection[Any, Any] = joined.ends["control"]
         self.plans: Connection[Any, Any] = joined.ends["plans"]
-        self.life: Connection[Any, Any] = joined.ends["life"]
         self._blocks: Connection[Any, Any] = joined.ends["blocks"]
         self.shares = ShareLink(joined.ends["shares"], f"shares-{joined.pid}", fail)
         self.fail = fail
@@ -57,7 +57,7 @@ class RemoteRank:
             self._writes += isinstance(planned, BlockOrder)
             self._planned.send(planned)
 
-    def write_share(self, number: int, block: int, payload: bytes) -> None:
+    def write_share(self, number: int, block: int, payload: bytearray) -> None:
         """Have the rank write its share of a block, after the steps so far and before those that follow."""
         self.send_plan(WriteShare(number, block, share_hash(payload), payload))
 

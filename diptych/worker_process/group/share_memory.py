@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker_process.group.orders import BlockOrder, CopyBlock, PlaceShare, ReadShare
 from diptych.worker_process.group.share_arrivals import ShareArrivals
-from kvtransfer.transports.rank_data import share_hash, write_pieces
+from kvtransfer.transports.blocking import queued_work
+from kvtransfer.transports.held_blocks import write_pieces
+from kvtransfer.transports.host_blocks import read_block, write_block
+from kvtransfer.transports.rank_data import share_hash
 
 
 class ShareMemory:
@@ -20,15 +25,20 @@ class ShareMemory:
         """Take the memories by number, each of this rank's share of blocks."""
         self._memories = memories
         self._carried_out = 0
+        self._queued: torch.cuda.Event | None = None
+        """Event after which a GPU has done the last of them."""
         self._changed = threading.Condition()
         self.arrivals: ShareArrivals | None = None
         """Keeper of shares that other workers sent."""
 
     def memory(self, number: int, after: int = 0) -> KVMemory:
-        """Return a memory once so many writes and copies were carried out."""
+        """Return a memory once so many writes and copies were carried out, by a GPU as well."""
         with self._changed:
             while self._carried_out < after:
                 self._changed.wait()
+            queued = self._queued
+        if queued is not None:
+            queued.synchronize()
         return self._memories[number]
 
     def carry_out(self, order: BlockOrder) -> None:
@@ -43,8 +53,9 @@ class ShareMemory:
         elif share_hash(order.payload) != order.digest:
             raise ValueError(f"the share of block {order.block} was damaged on its way")
         else:
-            memory.block_bytes(order.block)[:] = order.payload
+            write_block(memory, order.block, memoryview(order.payload))
         with self._changed:
+            self._queued = queued_work(memory)
             self._carried_out += 1
             self._changed.notify_all()
 
@@ -52,6 +63,6 @@ class ShareMemory:
         """Answer questions for shares until rank 0 is gone. Raises EOFError, OSError."""
         while True:
             asked: ReadShare = blocks.recv()
-            payload = self.memory(asked.number, asked.after).block_bytes(asked.block)
+            payload = read_block(self.memory(asked.number, asked.after), asked.block)
             blocks.send_bytes(share_hash(payload))
             blocks.send_bytes(payload)

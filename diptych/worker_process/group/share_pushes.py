@@ -18,11 +18,11 @@ from diptych.worker_process.group.share_arrivals import receive_into
 from diptych.worker_process.group.share_memory import ShareMemory
 from kvtransfer.transports.data_listener import REGISTRATION_S
 from kvtransfer.transports.failpoints import damage_payload, damage_place
+from kvtransfer.transports.held_blocks import read_pieces
 from kvtransfer.transports.rank_data import (
     ACCEPTED,
     HEADER,
     PushTarget,
-    read_pieces,
     share_digest,
     share_hash,
 )

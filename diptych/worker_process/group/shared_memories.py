@@ -1,6 +1,7 @@
 """The KV memories of a group, by the number that plans name them with.
 
-Ranks of this host map them. A rank of another host allocates its share of each (spread_blocks.py).
+Ranks of this host map them. A rank with memories of its own, on a GPU or another host, allocates its share of
+each (spread_blocks.py). On GPUs rank 0 has room for its own share alone, too.
 """
 
 from __future__ import annotations
@@ -15,74 +16,115 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
+import torch
+
+from diptych.engine.device import free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory, SpreadBlocks
 from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group.orders import (
     AllocateShare,
+    CountBlocks,
     DropMemory,
     MapFile,
     Order,
     RankFailed,
     RegisterPool,
 )
-from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.pool_memory import allocate_pool
+from kvtransfer.transports.base import CPU, TransportError, Welcome
+from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool, allocate_share
 
 
 class SharedMemories:
-    """Memories of rank 0 that the other ranks have mapped, until rank 0 drops them. Any thread may call."""
+    """Memories of rank 0 that the other ranks have, too, until rank 0 drops them. Any thread may call."""
 
     def __init__(self, controls: Sequence[tuple[int, Connection[Any, Any]]]) -> None:
-        """Take pid and control pipe of each other rank of this host."""
-        self._local = len(controls)
+        """Take pid and control pipe of each other rank that maps what rank 0 has."""
+        self._mapping = len(controls)
         self._controls = list(controls)
         self._spread: Callable[[KVMemory, int], SpreadBlocks] | None = None
+        self._held: KVShare | None = None
+        self._device = CPU
         self._lock = threading.Lock()
         self._numbers: weakref.WeakKeyDictionary[KVMemory, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
         self._dropped: deque[int] = deque()
 
-    def add_hosts(
+    def add_holders(
         self,
         controls: Sequence[Connection[Any, Any]],
         spread: Callable[[KVMemory, int], SpreadBlocks],
+        held: KVShare | None,
+        device: torch.device,
     ) -> None:
-        """Take the control connections of ranks of other hosts, before any memory is made.
+        """Take the control connections of ranks with memories of their own, before any memory is made.
 
-        `spread` returns what reads and writes whole blocks of a memory, of which it gets the number.
+        Args:
+            spread: returns what reads and writes whole blocks of a memory, of which it gets the number.
+            held: share of each block that rank 0 has; None: all that ranks of this host have.
+            device: device of rank 0's memories.
         """
         self._controls += [(0, control) for control in controls]
-        self._spread = spread
+        self._spread, self._held, self._device = spread, held, device
+
+    @property
+    def held(self) -> KVShare | None:
+        """Share of each block that rank 0's memories have room for; None: whole blocks."""
+        return self._held
 
     def number_of(self, memory: KVMemory) -> int:
         """Return the number of a memory. Raises KeyError for one that is not shared."""
         return self._numbers[memory]
 
     def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
-        """Allocate zeroed blocks that all ranks map. Raises OSError, GroupBroken."""
-        made = allocate_pool(layout, num_blocks, prefault=self._spread is None)
-        try:
-            self.share(made.memory, made.file())
-        finally:
-            os.close(made.file())  # the mappings keep the memory
+        """Allocate zeroed blocks that all ranks have. Raises OSError, GroupBroken, torch.OutOfMemoryError."""
+        made = self.allocate_pool(layout, num_blocks)
+        if made.fd is not None:
+            os.close(made.fd)  # the mappings keep the memory
         return made.memory
 
-    def share(self, memory: KVMemory, fd: int) -> None:
-        """Have the ranks map `memory`, the blocks of the file `fd`, or allocate their shares of it.
-
-        Raises GroupBroken.
-        """
+    def allocate_pool(self, layout: KVLayout, num_blocks: int) -> PoolMemory:
+        """Allocate zeroed blocks that all ranks have, and other processes can map. Raises as `allocate`."""
+        if self._held is None:
+            pool = allocate_pool(layout, num_blocks, prefault=self._spread is None)
+        else:
+            own = allocate_share(self._held.narrow(layout), num_blocks, self._device)
+            begin = self._held.layers.start, self._held.heads.start
+            pool = PoolMemory(own.memory.as_share_of(layout, *begin), own.fd)
 
         def order(number: int, at: int) -> None:
             pid, control = self._controls[at]
-            if at >= self._local:
-                control.send(AllocateShare(number, memory.layout, memory.num_blocks))
+            if at >= self._mapping:
+                control.send(AllocateShare(number, layout, num_blocks))
                 return
-            control.send(MapFile(number, memory.layout, memory.num_blocks))
-            send_handle(control, fd, pid)
+            control.send(MapFile(number, layout, num_blocks))
+            send_handle(control, pool.file(), pid)
 
-        if why := self._map_everywhere(memory, order):
+        if why := self._map_everywhere(pool.memory, order):
             raise GroupBroken(why)
+        return pool
+
+    def count_blocks(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
+        """Return the blocks of which every rank's GPU has room for the rank's share: one book counts for all.
+
+        The last three are as for `diptych.engine.device.free_pool_bytes`. Raises GroupBroken.
+        """
+        assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
+        with self._lock:
+            for _, control in self._controls:
+                control.send(CountBlocks(layout, utilization, recordings, temporaries))
+            room = free_pool_bytes(self._device, utilization, recordings, temporaries)
+            answers: list[int | RankFailed] = [control.recv() for _, control in self._controls]
+        counts = [room // self._held.narrow(layout).bytes_per_block]
+        for answer in answers:
+            if isinstance(answer, RankFailed):
+                raise GroupBroken(answer.why)
+            counts.append(answer)
+        return min(counts)
+
+    def room_for(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
+        """Return the bytes of the blocks that `count_blocks` returns. Raises GroupBroken."""
+        return self.count_blocks(layout, utilization, recordings, temporaries) * layout.bytes_per_block
 
     def register(self, memory: KVMemory, welcomes: Sequence[Welcome]) -> None:
         """Have each rank register with a decode worker by its own welcome, and map the pool that is `memory`.
@@ -93,6 +135,8 @@ class SharedMemories:
         def order(number: int, at: int) -> None:
             self._controls[at][1].send(RegisterPool(number, welcomes[at]))
 
+        if self._mapping < len(self._controls):
+            raise TransportError("ranks of this worker have memories of their own, and map no whole blocks")
         if len(welcomes) != len(self._controls):
             raise TransportError("the decode worker does not let every rank of this worker register")
         if why := self._map_everywhere(memory, order):

@@ -24,15 +24,17 @@ from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group.orders import ClosePushes, DropShare, EndSession
 from diptych.worker_process.group.remote_rank import RemoteRank
 from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.transports.held_blocks import Pieces, copy_pieces, read_pieces, write_pieces
 from kvtransfer.transports.host_blocks import host_view
-from kvtransfer.transports.rank_data import Pieces, PushTarget, RankEvent
+from kvtransfer.transports.rank_data import PushTarget, RankEvent
 
 
 class SpreadShares:
     """The shares of one memory's blocks; see `SpreadBlocks`.
 
     Args:
-        memory: rank 0's, in which all processes of its host write their shares of whole blocks.
+        memory: rank 0's: of whole blocks, in which all processes of its host write their shares, or with room
+            for rank 0's share alone.
         number: the memory's number in plans.
         own: shares that are in `memory`.
         others: ranks with memories of their own, and their shares.
@@ -45,7 +47,9 @@ class SpreadShares:
         own: Sequence[KVShare],
         others: Sequence[tuple[RemoteRank, KVShare]],
     ) -> None:
-        self._data, self._shape, self._dtype = memory.data, memory.layout.block_shape, memory.layout.dtype
+        # The same bytes: the memory itself, which has this object, is dropped when nothing else has it.
+        self._memory = memory.as_share_of(memory.layout, *memory.origin)
+        self._shape, self._dtype = memory.layout.block_shape, memory.layout.dtype
         self._number, self._own, self._others = number, own, others
         self._ranks = [rank for rank, _ in others]
         self.holders: Holders = (tuple(own), *((share,) for _, share in others))
@@ -55,25 +59,26 @@ class SpreadShares:
         """See `SpreadBlocks.gather_block`. Ends the process where a rank does not answer."""
         whole = torch.zeros(self._shape, dtype=self._dtype)
         for share in self._own:
-            share.of(whole).copy_(share.of(self._data[block]))
+            self._put(whole, share, read_pieces(self._memory, block, [share]))
         for rank, share in self._others:
-            target = share.of(whole)
-            payload = rank.read_share(self._number, block)
-            target.copy_(torch.frombuffer(payload, dtype=self._dtype).view(target.shape))
+            self._put(whole, share, rank.read_share(self._number, block))
         return _bytes_of(whole)
+
+    def _put(self, whole: torch.Tensor, share: KVShare, payload: bytearray | memoryview) -> None:
+        place = share.of(whole)
+        place.copy_(torch.frombuffer(payload, dtype=self._dtype).view(place.shape))
 
     def scatter_block(self, block: int, payload: memoryview) -> None:
         """See `SpreadBlocks.scatter_block`."""
         whole = torch.frombuffer(payload, dtype=self._dtype).view(self._shape)
         for share in self._own:
-            share.of(self._data[block]).copy_(share.of(whole))
+            write_pieces(self._memory, block, [share], _bytes_of(share.of(whole)))
         for rank, share in self._others:
-            rank.write_share(self._number, block, bytes(_bytes_of(share.of(whole))))
+            rank.write_share(self._number, block, bytearray(_bytes_of(share.of(whole))))
 
     def copy_block(self, src: int, dst: int) -> None:
         """See `SpreadBlocks.copy_block`."""
-        for share in self._own:
-            share.of(self._data[dst]).copy_(share.of(self._data[src]))
+        copy_pieces(self._memory, src, dst, self._own)
         for rank, _ in self._others:
             rank.copy_block(self._number, src, dst)
 

@@ -70,10 +70,9 @@ def settings(role: type[WorkerSettings], **given: Any) -> WorkerSettings:
     [
         {"kv_tier": "ram:1g"},
         {"kv_cache_dtype": "int8"},
-        {"quantization": "fp8"},
-        {"backend": "triton"},
+        {"quantization": "gguf"},
         {"batch_invariant": True},
-        {"device": "cuda"},
+        {"kv_cache_dtype": "fp8", "device": "cpu", "backend": "torch"},
     ],
     ids=lambda flags: next(iter(flags)),
 )
@@ -84,8 +83,19 @@ def test_flags_that_do_not_go_with_a_group(
     with pytest.raises((ValueError, BadSettings)) as caught:
         settings(role, **group, **refused)
     assert named in str(caught.value)
-    assert flag in str(caught.value) or "groups compute on CPUs" in str(caught.value)
+    assert flag in str(caught.value)
     settings(role, **group)  # the control: the group alone is well
+
+
+@EACH
+@ROLES
+@pytest.mark.parametrize("allowed", [{}, {"backend": "triton"}, {"kv_cache_dtype": "fp8"}])
+def test_flags_that_go_with_a_group_on_gpus(
+    role: type[WorkerSettings], group: dict[str, Any], named: str, allowed: dict[str, Any]
+) -> None:
+    assert settings(role, device="cuda", **group, **allowed).group_flags == named
+    with pytest.raises((ValueError, BadSettings), match="--backend native computes on CPUs"):
+        settings(role, device="cuda", **group, backend="native")
 
 
 @EACH
@@ -154,7 +164,7 @@ def test_every_documented_feature_works_or_is_refused_by_name(
     with pytest.raises(BadSettings) as caught:
         role.read_argv(given)
     why = str(caught.value.faults[0])
-    assert flags.split()[0] in why or "--all2all-backend" in why or "groups compute on CPUs" in why
+    assert flags.split()[0] in why or "--all2all-backend" in why
 
 
 def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
@@ -165,7 +175,6 @@ def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
         "quantization",
         "backend",
         "batch-invariant",
-        "device",
         "transport",
     ):
         assert f"--{flag}" in refused

@@ -20,6 +20,7 @@ from diptych.worker_process.group.share_arrivals import ShareArrivals
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import tcp, tcp_by_rank
 from kvtransfer.transports.base import KVHolder, ReceiverHooks, Run, TransportError, Welcome
+from kvtransfer.transports.host_blocks import read_block, write_block
 from kvtransfer.transports.rank_data import HEADER, ArrivedShare, RankEvent, SessionBroke, session_token
 from kvtransfer.transports.tcp_by_rank import ByRankChannel
 from kvtransfer.transports.tcp_receiver_by_rank import ByRankReceiver
@@ -57,15 +58,20 @@ class Group:
 
     def shares(self, block: int) -> Iterator[tuple[KVShare, torch.Tensor]]:
         """Yield each share of a block with what its holder has of it."""
+        alone = self.memory.data[0].shape != self.memory.layout.block_shape
         for share in self.holders[0]:
-            yield share, share.of(self.memory.data[block])
+            yield share, self.memory.data[block] if alone else share.of(self.memory.data[block])
         for (share,), rank in zip(self.holders[1:], self.ranks, strict=True):
             yield share, rank.memory.data[block]
 
 
 @contextlib.contextmanager
-def group(holders: Holders, layout: KVLayout) -> Iterator[Group]:
+def group(holders: Holders, layout: KVLayout, *, own: bool = False) -> Iterator[Group]:
+    """Make a group; with `own`, rank 0's memory has room for its share alone."""
     memory = KVMemory(layout, 6)
+    if own and len(holders) > 1:
+        (held,) = holders[0]
+        memory = KVMemory(held.narrow(layout), 6).as_share_of(layout, held.layers.start, held.heads.start)
     if len(holders) == 1:
         yield Group(memory, holders, ())
         return
@@ -121,8 +127,11 @@ async def connect() -> AsyncIterator[Connect]:
     with contextlib.ExitStack() as groups:
         made: list[Pair] = []
 
-        async def connect(source: Holders, target: Holders, layout: KVLayout = LAYOUT) -> Pair:
-            pair = Pair(*(groups.enter_context(group(holders, layout)) for holders in (source, target)))
+        async def connect(
+            source: Holders, target: Holders, layout: KVLayout = LAYOUT, *, own: bool = False
+        ) -> Pair:
+            made_groups = [group(holders, layout, own=own) for holders in (source, target)]
+            pair = Pair(*map(groups.enter_context, made_groups))
             made.append(pair)
             await pair.connect()
             return pair
@@ -191,6 +200,32 @@ async def test_the_pool_has_the_prefills_keys_and_values_cut_by_index(
     if layout.num_kv_heads > 1:
         assert not cut(pair, list(whole.values()), shift=1), "the control: heads off by one"
     assert pair.corrupt == pair.dead == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(ONE, TWO), (TWO, ONE), (TWO, FOUR), (FOUR, TWO), (THREE, ONE), (STAGES, TWO), (TWO, STAGES)],
+    ids=["1-2", "2-1", "2-4", "4-2", "3-1", "2x2-2", "2-2x2"],
+)
+async def test_a_rank_0_with_its_share_alone_has_the_same_bytes(
+    connect: Connect, source: Holders, target: Holders
+) -> None:
+    """As on GPUs: also whole blocks are gathered, copied and scattered by index."""
+    pair = await connect(source, target, own=True)
+    whole = filled(pair.source)
+    digests = await pair.send()
+    await until(lambda: len(pair.arrived) == 3)
+    await all_arrived(pair)
+    assert [pair.arrived[index] for index in range(3)] == digests
+    assert cut(pair, list(whole.values()))
+    assert not cut(pair, list(whole.values()), shift=1), "the control: heads off by one"
+    for side, blocks in ((pair.source, (1, 2, 4)), (pair.target, BLOCKS)):
+        side.memory.copy_block(blocks[0], blocks[1])
+        found = bytes(await asyncio.to_thread(read_block, side.memory, blocks[1]))
+        assert found == bits(whole[1])
+        write_block(side.memory, blocks[1], memoryview(bytearray(bits(whole[2]))))
+        found = bytes(await asyncio.to_thread(read_block, side.memory, blocks[1]))
+        assert found == bits(whole[2])
 
 
 async def test_what_a_rank_claims_wrongly_is_no_block(connect: Connect) -> None:

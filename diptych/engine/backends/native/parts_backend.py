@@ -121,20 +121,21 @@ class NativePartsBackend:
             return None
         return self._step.launch(sequences, rows, abort)
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> None:
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
         """Begin this rank's share of a step of rank 0's, after those that were begun before.
 
         `greedy` has a byte for each row of logits, 1 where its likeliest token is wanted. Returns while the
-        step is computed, once the one before the last is; in a pipeline when it is over. Raises NativeError,
-        GroupBroken.
+        step is computed, once the one before the last is; in a pipeline when it is over. False: rank 0 waits
+        for no word of its end. Raises NativeError, GroupBroken.
         """
         if not self._is_whole:
             self._forward_stage(sequences, None)
-            return
+            return False
         beyond = positions_of(sequences) > self._step.positions
         while len(self._followed) >= (1 if beyond else _MOST_LAUNCHED):
             self._followed.popleft().collect()
         self._followed.append(self._step.follow(sequences, greedy))
+        return False
 
     def _forward_stage(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """Compute this stage's layers; return the logits on the group's first process."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.row_shares import RowShares, share_rows
+from kernels.sum_parts import sum_parts
 
 LEAST_SAVED_BYTES = 256 << 10
 """Bytes that a rank need not get, from which a sum is made in two steps: some 0.2 ms of a 10 Gbit/s network,
@@ -39,7 +40,7 @@ class PartSums:
         if self._saved_bytes(own_PTH[0]) >= LEAST_SAVED_BYTES:
             shares = self.shares(own_PTH.shape[1])
             return self.gather_rows(self._of_rows(own_PTH, shares), shares)
-        return _added(self._communicator.all_gather(own_PTH).flatten(0, 1))
+        return sum_parts(self._communicator.all_gather(own_PTH).flatten(0, 1))
 
     def of_own_rows(self, outputs: Iterable[torch.Tensor], shares: RowShares) -> torch.Tensor:
         """Return the sum of all parts' outputs in this rank's share of the rows."""
@@ -57,16 +58,9 @@ class PartSums:
         mine = len(shares.of_ranks[self._communicator.rank])
         sent = [own_PTH[:, rows.start : rows.stop].flatten(0, 1) for rows in shares.of_ranks]
         came = self._communicator.all_to_all(sent, [own * mine] * len(sent))
-        return _added(torch.cat(came).view(self._parts, mine, width))
+        return sum_parts(torch.cat(came).view(self._parts, mine, width))
 
     def _saved_bytes(self, output: torch.Tensor) -> int:
         """Return the bytes that a rank gets less in two steps than in one."""
         ranks, parts = self._communicator.ranks, self._parts
         return output.nbytes * (ranks - 1) * (parts - parts // ranks - 1) // ranks
-
-
-def _added(every_PTH: torch.Tensor) -> torch.Tensor:
-    total_TH = every_PTH[0].float()
-    for output in every_PTH[1:]:
-        total_TH = total_TH + output
-    return total_TH.to(every_PTH.dtype)

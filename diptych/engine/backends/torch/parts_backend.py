@@ -54,7 +54,7 @@ class PartsBackend:
         """
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
-        self._leads, self._layers = links.leads, stage.layers
+        self._leads, self._is_alone, self._layers = links.leads, links.is_alone, stage.layers
         self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, links, stage)
@@ -91,6 +91,8 @@ class PartsBackend:
         The words are read between layers to end a step that no sequence wants any more. Else a sequence that
         is aborted is written to the end of the step, and its rows are NaN.
         """
+        if self._is_alone:
+            self._stop_word.reset()  # in a group rank 0 does, before it sends the plan
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups = group_rows(sequences)
@@ -119,6 +121,13 @@ class PartsBackend:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
+
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
+        """Compute this rank's share of a step of rank 0's, and return True: rank 0 waits for a word that it
+        is over. Raises GroupBroken.
+        """
+        self.forward(sequences, None)
+        return True
 
     def _view(self, group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
         """Return a group with a view of the stage's layers and of these KV heads of all blocks."""

@@ -24,7 +24,7 @@ from diptych.engine.backends.torch.expert_rows import ExpertRows
 from diptych.engine.backends.torch.fused_layer import FusedLayer
 from diptych.engine.backends.torch.part_sums import PartSums
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import Weights
@@ -54,7 +54,7 @@ class PartsDecoder:
         self._sums = PartSums(self._communicator, len(parts))
         self._experts = self._expert_rows(parts, dealt) if self.own[0].sends_rows else {}
         self._own_keys = torch.tensor(
-            [not _repeats_keys(parts, number) for number in numbers], device=self._device
+            [not repeats_keys(parts, number) for number in numbers], device=self._device
         )
 
     def forward(
@@ -239,8 +239,3 @@ class PartsDecoder:
         return torch.cat(
             [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
         )
-
-
-def _repeats_keys(parts: Sequence[Part], number: int) -> bool:
-    """Return whether the part before has the same KV head."""
-    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads

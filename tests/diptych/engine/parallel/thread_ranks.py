@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
 
 BLOCK = 16
+BY_TORCH = partial(PartsBackend, threads=1)
+"""Maker of the torch backend of a rank."""
 
 
 class Meeting:
@@ -36,12 +39,12 @@ class Meeting:
 class ThreadCommunicator:
     """End of a group that one thread holds."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, rank: int, on_device: bool = False) -> None:
+        self._meeting, self.on_device = meeting, on_device
         self.rank, self.ranks = rank, len(meeting.left)
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        self._meeting.left[self.rank] = own
+        self._meeting.left[self.rank] = own.clone()  # as others may read it while its owner goes on
         self._meeting.barrier.wait()
         everything = torch.stack(self._meeting.left)
         self._meeting.barrier.wait()
@@ -54,7 +57,7 @@ class ThreadCommunicator:
     def all_to_all(
         self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        self._meeting.left[self.rank] = own
+        self._meeting.left[self.rank] = [one.clone() for one in own]
         self._meeting.barrier.wait()
         came = [of_rank[self.rank] for of_rank in self._meeting.left]
         self._meeting.barrier.wait()
@@ -77,9 +80,12 @@ class ThreadGroup:
         dealt: Sequence[Part] | None = None,
         dealt_stages: Sequence[Stage] | None = None,
         held: Sequence[KVShare | None] | None = None,
+        make: Callable[..., Any] = BY_TORCH,
+        on_device: bool = False,
     ) -> None:
         """Deal a model; `dealt` and `dealt_stages` are others than those that weights are read for, for
-        controls. `held` are the shares of blocks in memories of each rank's own.
+        controls. `held` are the shares of blocks in memories of each rank's own, `make` makes a backend, and
+        `on_device` is what communicators say of themselves.
         """
         self.shape: ModelShape = opened.shape
         self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts, all_to_all=all_to_all)
@@ -92,21 +98,20 @@ class ThreadGroup:
         self.weight_bytes = []
         for number in range(grid.size):
             ends = [
-                (way, ThreadCommunicator(meetings[way], way.members.index(number)))
+                (way, ThreadCommunicator(meetings[way], way.members.index(number), on_device))
                 for way in own_ways(number, grid)
             ]
             stage, rank = grid.place(number)
             own = [self.right[one] for one in parts_of_rank(parts, rank, ranks)]
             weights = read_parts(opened, own, right_stages[stage])
             self.weight_bytes.append(weight_bytes(weights))
-            backend = PartsBackend(
+            backend = make(
                 opened.shape,
                 self.parts,
                 weights,
                 links_of(number, ends),
                 used_stages[stage],
                 stop_word=self.stop_word,
-                threads=1,
                 held=None if held is None else held[number],
             )
             self.backends.append(backend)

@@ -1,0 +1,103 @@
+"""Groups on one host whose ranks have KV memories of their own, as on GPUs: the tokens of one process.
+
+Memories are of the host here, and torch computes. What only a GPU has is not tried.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DeepseekV3Config
+
+from diptych.client import Client
+from tests.end_to_end import tiny_model
+from tests.end_to_end.rank_processes import GREEDY, Degrees, alone, answer, processes, resumed, serving
+from tests.end_to_end.stack import Stack
+from tests.end_to_end.test_expert_parallel import LATENT
+from tests.end_to_end.test_rank_hosts import ODD, ONE_KV_HEAD, PROMPTS, TOKENS
+
+pytestmark = pytest.mark.timeout(900)
+_BLOCKS = 96
+_ROW_BYTES = 16 * 16 * 4
+"""One head's keys, or values, of one layer's block: head_dim times tokens, in fp32."""
+
+
+def own(tensor: int, pipeline: int = 1, **more: Any) -> Degrees:
+    return {"tensor-parallel": tensor, "pipeline-parallel": pipeline, "own-memories": True, **more}
+
+
+def pool_bytes(pid: int) -> int:
+    """Return the bytes of the KV pool that a process maps."""
+    found = 0
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:diptych-kv" in line and (ends := re.match(r"(\w+)-(\w+) ", line)):
+            found += int(ends[2], 16) - int(ends[1], 16)
+    return found
+
+
+def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> None:
+    """Uneven heads; blocks are copied between two choices, and a killed rank is the end of its group."""
+    model = tiny_model.write(tmp_path, **ODD)
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    with serving(model, own(2), own(2), "tcp", backend="torch") as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        assert "transport tcp between 2 ranks there and those here" in stack.log.read_text()
+        held = [pool_bytes(pid) for pid in processes(stack, "decode")]
+        assert held == [_BLOCKS * 2 * 2 * heads * _ROW_BYTES for heads in (1, 2)]
+        with Client(stack.address, retries=0) as client:
+            found = client.generate(PROMPTS[1], max_tokens=TOKENS, n=2, timeout_s=300, **GREEDY)
+        assert [list(choice.token_ids) for choice in found.choices] == [expected[1]] * 2
+        before = processes(stack, "decode")
+        assert resumed(stack, PROMPTS[2], TOKENS, 1) == expected[2]
+        stack.wait_idle(120)
+        assert not {*before} & {*processes(stack, "decode")}
+
+
+def check(stack: Stack, expected: list[list[int]]) -> None:
+    assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+    assert resumed(stack, PROMPTS[2], TOKENS, 0) == expected[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [ODD, ONE_KV_HEAD], ids=["odd", "one-kv-head"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "parts"),
+    [
+        (own(1), own(2), 2),
+        (own(2), own(1), 2),
+        (own(2), own(6), 6),
+        (own(6), own(2), 6),
+        (own(3), own(1), 3),
+        (own(2, 2), own(2), 2),
+        (own(1, 2), own(2, 2), 2),
+    ],
+    ids=["1-2", "2-1", "2-6", "6-2", "3-1", "2x2-2", "1x2-2x2"],
+)
+def test_any_degree_to_any_other_is_one_process(
+    tmp_path: Path, prefill: Degrees, decode: Degrees, parts: int, sizes: dict[str, int]
+) -> None:
+    model = tiny_model.write(tmp_path, **sizes)
+    expected = alone(model, parts, PROMPTS, TOKENS, backend="torch")
+    with serving(model, prefill, decode, "tcp", backend="torch") as stack:
+        check(stack, expected)
+
+
+@pytest.mark.full
+def test_four_ranks_and_two_are_one_process(tmp_path: Path) -> None:
+    """As many KV heads as ranks."""
+    model = tiny_model.write(tmp_path, num_key_value_heads=4)
+    expected = alone(model, 4, PROMPTS, TOKENS, backend="torch")
+    for prefill, decode in ((own(2), own(4)), (own(4), own(2))):
+        with serving(model, prefill, decode, "tcp", backend="torch") as stack:
+            check(stack, expected)
+
+
+@pytest.mark.full
+def test_latents_are_held_by_every_rank(tmp_path: Path) -> None:
+    model = tiny_model.write(tmp_path, config_class=DeepseekV3Config, **LATENT)
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    with serving(model, own(2), own(2), "tcp", backend="torch") as stack:
+        check(stack, expected)
