@@ -16,7 +16,7 @@ from diptych.engine.adapters import part_adapter
 from diptych.engine.adapters.adapter import Adapter, Delta
 from diptych.engine.adapters.part_adapter import part_adapters
 from diptych.engine.adapters.reader import read_adapter
-from diptych.engine.backends.native.share import supports_in_parts
+from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.parallel.parts import deal_parts
@@ -112,7 +112,7 @@ def test_two_adapters_and_the_base_in_one_batch_are_merged_weights_at_every_degr
     name: str, make: Callable[..., Any], tmp_path: Path
 ) -> None:
     case = Case(name, tmp_path)
-    if make is natively and (why := supports_in_parts(case.opened.shape)) is not None:
+    if make is natively and (why := supports(case.opened.shape)) is not None:
         pytest.skip(f"torch computes it: {why}")
     parts, degrees = (6, (2, 3, 6)) if case.opened.shape.num_heads >= 6 else (2, (2,))
     alone = case.logits(make(case.opened, parts, 1))
