@@ -79,6 +79,8 @@ class Dealing:
     stages: int = 1
     whole_experts: bool = False
     """Parts have whole experts, in place of a share of each."""
+    all_to_all: bool = False
+    """Rows are sent to their experts, in place of sums to all rows."""
 
 
 def open_parts(
@@ -94,16 +96,24 @@ def open_parts(
     opened = replace(opened, shape=lower_context(opened.shape, max_context))
     # All that it depends on is in the handshake: the model, the precision and the number of parts.
     unit = CUT_UNIT if precision in ON_GPU_QUANTISED else 1
-    parts = deal_parts(opened.shape, dealing.parts, whole_experts=dealing.whole_experts, unit=unit)
+    parts = deal_parts(
+        opened.shape,
+        dealing.parts,
+        whole_experts=dealing.whole_experts,
+        all_to_all=dealing.all_to_all,
+        unit=unit,
+    )
     return OpenParts(opened, parts, deal_stages(opened.shape, dealing.stages))
 
 
-def why_not_native(shape: ModelShape, precision: Precision) -> str | None:
+def why_not_native(shape: ModelShape, precision: Precision, dealing: Dealing = Dealing(1)) -> str | None:
     """Return None if the native step computes a model in parts, here, or else why not, in words."""
     # Imported here: it loads the native library, which the torch backend does not need.
     from diptych.engine.backends.native.supports import supports
     from kernels.cpu import library
 
+    if dealing.all_to_all:
+        return "the native step sends no rows to experts of other ranks"
     if precision not in _NATIVE:
         return f"the native step does not compute {precision} in parts"
     if (why := supports(shape)) is not None:

@@ -102,6 +102,12 @@ class WorkerSettings(RoleSettings):
         "workers.",
         section="Parallelism",
     )
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = setting(
+        "allgather_reducescatter",
+        "Exchange of ranks with --expert-parallel: sums of all rows, or each rank sends its share of the "
+        "rows to their experts and back. The same for all workers.",
+        section="Parallelism",
+    )
     sum_parts: Annotated[int, Field(ge=0, le=MAX_PARTS)] = setting(
         0,
         "Parts in which products are added, the same for all workers and a multiple of each one's "
@@ -201,6 +207,11 @@ class WorkerSettings(RoleSettings):
     def parts(self) -> int:
         """Parts in which this worker adds products."""
         return self.sum_parts or self.tensor_parallel
+
+    @property
+    def all_to_all(self) -> bool:
+        """True if rows are sent to the experts of other ranks."""
+        return self.all2all_backend == "all_to_all"
 
     @property
     def ranks_here(self) -> int:
@@ -305,6 +316,13 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--sum-parts {parts} is no multiple of --tensor-parallel {ranks}"
     if settings.expert_parallel and parts == 1:
         yield "--expert-parallel deals experts to the parts of --tensor-parallel or --sum-parts: there is one"
+    if settings.all_to_all and not settings.expert_parallel:
+        yield f"--all2all-backend {settings.all2all_backend} is for --expert-parallel"
+    if settings.all_to_all and settings.backend in ("native", "triton"):
+        yield (
+            f"--all2all-backend {settings.all2all_backend} is computed by torch, not by "
+            f"--backend {settings.backend}"
+        )
     if ranks * settings.pipeline_parallel > MAX_RANKS:
         yield f"{settings.group_flags}: more than {MAX_RANKS} processes"
     if not settings.in_parts:
@@ -386,6 +404,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
+    if settings.all_to_all:
+        yield f"--all2all-backend {settings.all2all_backend} is computed on CPUs only, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

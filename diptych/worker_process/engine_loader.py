@@ -107,6 +107,7 @@ def _load(settings: WorkerSettings, group: RankGroup | None, beside: Beside) -> 
         dtype,
         parts=settings.parts,
         whole_experts=settings.expert_parallel,
+        all_to_all=settings.all_to_all,
         group=group,
         images=files.images.spec if files.images is not None and settings.takes_images else None,
         encoder=_encoder(settings, files, model, dtype),

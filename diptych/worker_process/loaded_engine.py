@@ -44,6 +44,8 @@ class LoadedEngine:
     """Parts in which products are added."""
     whole_experts: bool = False
     """Parts have whole experts: products of experts are added in another order."""
+    all_to_all: bool = False
+    """Rows are sent to their experts: these are added in yet another order."""
     group: RankGroup | None = None
     """The other processes of this worker that compute; None where it is alone."""
     images: ImageSpec | None = None
@@ -151,6 +153,7 @@ class LoadedEngine:
             tensor_parallel=1 if self.group is None else self.group.size,
             sum_parts=self.parts,
             expert_parallel=self.whole_experts,
+            expert_all_to_all=self.all_to_all,
             draft_digest=next((one.digest for one in (self.draft, self.eagle) if one is not None), ""),
         )
 

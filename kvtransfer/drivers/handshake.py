@@ -57,7 +57,8 @@ class Fingerprint:
     """Parts in which products are added: other parts are other bits."""
     expert_parallel: bool = False
     """Parts have whole experts: their products are added in another order."""
-
+    expert_all_to_all: bool = False
+    """Rows are sent to their experts: these are added in order of their numbers, whatever their parts."""
     draft_digest: str = ""
     """Digest of the draft model, whose keys and values are a second segment of each block; empty without."""
 
@@ -71,7 +72,9 @@ class Fingerprint:
         """Name of all by which gateways keep caches apart beside model, types and block size."""
         if self.sum_parts == 1:
             return self.kv_layout
-        return f"{self.kv_layout}+parts-{self.sum_parts}" + ("-experts" if self.expert_parallel else "")
+        experts = "-experts" if self.expert_parallel else ""
+        rows = "-all-to-all" if self.expert_all_to_all else ""
+        return f"{self.kv_layout}+parts-{self.sum_parts}{experts}{rows}"
 
     def to_proto(self) -> handoff_pb2.Fingerprint:
         """Return the message for a hello or welcome."""

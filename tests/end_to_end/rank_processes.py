@@ -58,12 +58,14 @@ def alone(
     tokens: int,
     *,
     whole_experts: bool = False,
+    all_to_all: bool = False,
     precision: Precision = "fp32",
     backend: str = "auto",
 ) -> list[list[int]]:
     """Return the greedy answers of one process that computes all parts itself, with a group's backend."""
-    opened = open_parts(model, precision, Dealing(parts, whole_experts=whole_experts))
-    if backend == "torch" or why_not_native(opened.shape, precision) is not None:
+    dealing = Dealing(parts, whole_experts=whole_experts, all_to_all=all_to_all)
+    opened = open_parts(model, precision, dealing)
+    if backend == "torch" or why_not_native(opened.shape, precision, dealing) is not None:
         loaded = load_parts(opened, ALONE, StopWord(), 1)
     else:
         loaded = load_native_parts(opened, precision, ALONE, -1, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+import torch
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig
 
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
@@ -34,11 +36,35 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
+SHARED: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 2,
+}
 
 
-def degrees(tensor: int, pipeline: int = 1, *, experts: bool = False) -> Degrees:
+ALL_TO_ALL: dict[str, bool | str] = {"expert-parallel": True, "all2all-backend": "all_to_all"}
+
+
+def degrees(tensor: int, pipeline: int = 1, *, experts: bool = False, all_to_all: bool = False) -> Degrees:
     chosen = {"tensor-parallel": tensor, "pipeline-parallel": pipeline}
+    if all_to_all:
+        return {**chosen, **ALL_TO_ALL}
     return {**chosen, "expert-parallel": True} if experts else chosen
+
+
+def greedy(model: Path, prompt: Sequence[int]) -> list[int]:
+    """Return transformers' greedy tokens."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            logits = tiny_model.oracle(model)(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def listed(stack: Stack) -> list[pb.WorkerInfo]:
@@ -48,16 +74,39 @@ def listed(stack: Stack) -> list[pb.WorkerInfo]:
         return list(stub.ListWorkers(pb.ListWorkersRequest(), timeout=10).workers)
 
 
-def test_two_stages_of_two_ranks_to_one_process_are_one_process(tmp_path: Path) -> None:
-    """Experts dealt whole, computed by the native step where it was built."""
+@pytest.mark.parametrize("sent", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_two_stages_of_two_ranks_to_one_process_are_one_process(tmp_path: Path, sent: bool) -> None:
+    """Experts dealt whole, computed by the native step where it was built; or rows sent to them by torch."""
     model = tiny_model.write(tmp_path, config_class=MixtralConfig, **EXPERTS)
-    expected = alone(model, 2, PROMPTS, TOKENS, whole_experts=True)
-    with serving(model, degrees(2, 2, experts=True), degrees(1, experts=True)) as stack:
+    expected = alone(model, 2, PROMPTS, TOKENS, whole_experts=True, all_to_all=sent)
+    assert expected == [greedy(model, prompt) for prompt in PROMPTS]
+    chosen = {"experts": True, "all_to_all": sent}
+    with serving(model, degrees(2, 2, **chosen), degrees(1, **chosen)) as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
         (load,) = [worker.load for worker in listed(stack) if worker.role == pb.WORKER_ROLE_PREFILL]
         assert [rank.pid for rank in load.ranks] == processes(stack, "prefill")
         assert load.stages == 2
         assert all(rank.weight_bytes for rank in load.ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [(MixtralConfig, EXPERTS), (DeepseekV3Config, LATENT), (Qwen2MoeConfig, SHARED)],
+    ids=["mixtral", "deepseek", "qwen2"],
+)
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 2)])
+def test_rows_sent_to_experts_of_any_degree_are_transformers_tokens(
+    tmp_path: Path, family: type[Any], sizes: dict[str, Any], prefill: int, decode: int
+) -> None:
+    """Dense layers before, a shared expert with and without a gate, and latents; a stream outlives a rank."""
+    model = tiny_model.write(tmp_path, config_class=family, **sizes)
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    both = degrees(prefill, all_to_all=True), degrees(decode, all_to_all=True)
+    with serving(model, *both) as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        assert resumed(stack, PROMPTS[1], TOKENS, victim=decode - 1) == expected[1]
+        stack.wait_idle(120)
 
 
 @pytest.mark.full

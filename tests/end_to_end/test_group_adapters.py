@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from diptych.client import CallFailed, Client
 from diptych.v1 import admin_pb2 as admin
@@ -17,6 +19,7 @@ from tests.end_to_end import tiny_model
 from tests.end_to_end.rank_hosts import serving_across_hosts
 from tests.end_to_end.rank_processes import Degrees, processes, resumed, serving
 from tests.end_to_end.test_adapters import MODEL, SERVED, A, Adapted, B, ids_of
+from tests.end_to_end.tiny_system import Served
 
 TOKENS = 24
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
@@ -77,6 +80,34 @@ def change_adapters(served: Adapted) -> None:
         assert ids_of(answer) == served.greedy(A, LAST)
 
 
+def check_other_features(served: Adapted) -> None:
+    """Grammars with an adapter and without, beams and log-probabilities: rank 0 has the logits for them."""
+    with Client(served.stack.address, model=MODEL, retries=0) as client:
+        for name in SERVED:
+            found = client.generate(LAST, lora=name if name != MODEL else "", regex="[ab]{6}", max_tokens=9)
+            assert re.fullmatch("[ab]{6}", found.text), name
+    asked = Served(served.stack, served.folder, MODEL)
+    prompt = torch.tensor([LAST])
+    with torch.inference_mode():
+        beams = served.oracle(MODEL).generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=3,
+            do_sample=False,
+            max_new_tokens=8,
+            pad_token_id=0,
+            eos_token_id=asked.ends,
+        )
+    [answer] = asked.ask([LAST], sampling={"beam_width": 3}, stopping={"max_tokens": 8})
+    assert ids_of(answer) == beams[0, len(LAST) :].tolist()
+    [answer] = asked.ask(
+        [LAST], sampling={"temperature": 0}, stopping={"max_tokens": 4}, response={"logprobs": 1}
+    )
+    scores = tiny_model.log_softmax(served.folder, [*LAST, *ids_of(answer)])
+    for place, one in enumerate(answer.outputs[0].logprobs, start=len(LAST) - 1):
+        assert one.logprob == pytest.approx(float(scores[place].max()), abs=1e-4)
+
+
 def check_resumed(served: Adapted, victim: int) -> None:
     served.stack.wait_idle(120)
     expected = served.greedy(A, PROMPTS[2], TOKENS)
@@ -88,6 +119,7 @@ def test_two_adapters_and_the_base_from_one_process_to_two_ranks_and_after_a_ran
 ) -> None:
     with adapted(tmp_path, degrees(1), degrees(2)) as served:
         check_all(served)
+        check_other_features(served)
         before = processes(served.stack, "decode")
         check_resumed(served, victim=1)
         assert not {*before} & {*processes(served.stack, "decode")}

@@ -1,4 +1,4 @@
-"""The exchange between the ranks of a group: two verbs, which every rank calls in the same order.
+"""The exchange between the ranks of a group: three verbs, which every rank calls in the same order.
 
 Nothing is added up on the way. A library's all-reduce adds in an order of its own, which changes with the
 number of ranks; here every rank gets all numbers and adds them in the order of the parts.
@@ -6,6 +6,7 @@ number of ranks; here every rank gets all numbers and adds them in the order of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +39,16 @@ class Communicator(Protocol):
         """Return the same on rank 0, None on the others. Raises GroupBroken."""
         ...
 
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return what every rank has for this one: `[rows, ...]` each. `own` has a tensor for each rank.
+
+        All are of one type and differ in their first size alone. `rows` are the sizes that come, where they
+        are known: else they are exchanged first, where that is needed. Raises GroupBroken.
+        """
+        ...
+
 
 class Alone:
     """The group of one rank."""
@@ -53,3 +64,16 @@ class Alone:
     def gather(self, own: torch.Tensor) -> torch.Tensor | None:
         """Return `own` with an axis of ranks."""
         return own.unsqueeze(0)
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return `own`."""
+        return list(own)
+
+
+def rows_to_come(communicator: Communicator, own: Sequence[torch.Tensor]) -> list[int]:
+    """Return the rows that each rank has for this one in an `all_to_all`. Raises GroupBroken."""
+    counts = torch.tensor([len(one) for one in own], dtype=torch.int64, device=own[0].device)
+    coming: list[int] = communicator.all_gather(counts)[:, communicator.rank].tolist()
+    return coming

@@ -6,6 +6,8 @@ all that was queued before them: nothing of it can be recorded, and every exchan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from diptych.engine.parallel.communicator import Communicator
@@ -28,6 +30,13 @@ class HostCopies:
         """See `Communicator.gather`."""
         everything = self._inner.gather(self._on_host(own))
         return None if everything is None else everything.to(self._device)
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """See `Communicator.all_to_all`."""
+        came = self._inner.all_to_all([self._on_host(one) for one in own], rows)
+        return [one.to(self._device) for one in came]
 
     def _on_host(self, own: torch.Tensor) -> torch.Tensor:
         """Return a tensor in pinned memory, once all is computed that it depends on."""

@@ -5,6 +5,7 @@ Written against torch's documentation. No machine with two GPUs was at hand: it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
-from diptych.engine.parallel.communicator import GroupBroken
+from diptych.engine.parallel.communicator import GroupBroken, rows_to_come
 from diptych.engine.parallel.gloo_communicator import BUILD_S
 from diptych.engine.parallel.torch_groups import first_line
 
@@ -58,3 +59,17 @@ class NcclCommunicator:
         """See `Communicator.gather`."""
         everything = self.all_gather(own)  # NCCL has no gather of its own
         return everything if self.rank == 0 else None
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """See `Communicator.all_to_all`. The host waits for the sizes where they are not known."""
+        rows = rows_to_come(self, own) if rows is None else rows
+        sent = torch.cat(list(own)).contiguous()
+        came = sent.new_empty((sum(rows), *sent.shape[1:]))
+        counts, options = [len(one) for one in own], c10d.AllToAllOptions()
+        try:
+            self._group.alltoall_base(came, sent, list(rows), counts, options).wait()
+        except RuntimeError as error:
+            raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error
+        return list(came.split(list(rows)))

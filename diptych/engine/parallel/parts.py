@@ -28,6 +28,8 @@ class Part:
     """Inner numbers of each expert that is here."""
     shared_inner: range = range(0)
     """Inner numbers of the expert that every token passes."""
+    sends_rows: bool = False
+    """Rows are sent to their experts, and this part goes on with its share of them (all-to-all)."""
 
     @property
     def is_first(self) -> bool:
@@ -55,19 +57,25 @@ class Part:
 
 
 def deal_parts(
-    shape: ModelShape, count: int, *, whole_experts: bool = False, unit: int = 1
+    shape: ModelShape,
+    count: int,
+    *,
+    whole_experts: bool = False,
+    all_to_all: bool = False,
+    unit: int = 1,
 ) -> tuple[Part, ...]:
     """Deal a model to `count` parts, as evenly as whole KV heads allow.
 
     With more parts than KV heads, several parts share a KV head and divide its query heads. Experts are dealt
-    whole, or each one's inner numbers as those of a dense feed-forward are. These are dealt in multiples of
-    `unit` (`fair_unit`), at which matrices that stay quantised are cut.
+    whole, or each one's inner numbers as those of a dense feed-forward are. Where rows are sent to whole
+    experts, `all_to_all`, every part has the whole expert of every token for its rows. Inner numbers are
+    dealt in multiples of `unit` (`fair_unit`), at which matrices that stay quantised are cut.
 
     Raises UnsupportedModel for a model that has too little for so many parts, or no experts to deal.
     """
     if whole_experts and shape.experts is None:
         raise UnsupportedModel("--expert-parallel: the model has no experts")
-    for size, what in _dealt_sizes(shape, whole_experts):
+    for size, what in _dealt_sizes(shape, whole_experts, all_to_all):
         if count > size:
             raise UnsupportedModel(f"--sum-parts {count}: the model has {size} {what}")
     heads = _heads(shape, count)
@@ -78,13 +86,13 @@ def deal_parts(
             *heads[index],
             inner[index],
             vocab[index],
-            **_dealt_experts(shape, count, index, whole_experts, unit),
+            **_dealt_experts(shape, count, index, whole_experts, all_to_all, unit),
         )
         for index in range(count)
     )
 
 
-def _dealt_sizes(shape: ModelShape, whole_experts: bool) -> Iterator[tuple[int, str]]:
+def _dealt_sizes(shape: ModelShape, whole_experts: bool, all_to_all: bool) -> Iterator[tuple[int, str]]:
     """Yield the numbers of all that is dealt, and their names."""
     yield shape.num_heads, "query heads"
     if not all(layer.experts for layer in shape.layers):
@@ -95,11 +103,13 @@ def _dealt_sizes(shape: ModelShape, whole_experts: bool) -> Iterator[tuple[int, 
         yield experts.num_experts, "experts"
     else:
         yield experts.intermediate_size, "inner numbers of an expert"
-    if experts.shared_size:
+    if experts.shared_size and not all_to_all:
         yield experts.shared_size, "inner numbers of the shared expert"
 
 
-def _dealt_experts(shape: ModelShape, count: int, index: int, whole: bool, unit: int) -> dict[str, Any]:
+def _dealt_experts(
+    shape: ModelShape, count: int, index: int, whole: bool, all_to_all: bool, unit: int
+) -> dict[str, Any]:
     """Return the fields of part `index` that say what it has of experts."""
     if (experts := shape.experts) is None:
         return {}
@@ -107,7 +117,8 @@ def _dealt_experts(shape: ModelShape, count: int, index: int, whole: bool, unit:
     return {
         "experts": deal(experts.num_experts, count)[index] if whole else None,
         "expert_inner": range(size) if whole else deal(size, count, unit)[index],
-        "shared_inner": deal(shared, count, unit)[index],
+        "shared_inner": range(shared) if all_to_all else deal(shared, count, unit)[index],
+        "sends_rows": all_to_all,
     }
 
 

@@ -13,6 +13,7 @@ Written against torch's documentation. No machine with two GPUs was at hand: it 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class PeerMemoryCommunicator:
         """See `Communicator.gather`."""
         everything = self.all_gather(own)
         return everything if self.rank == 0 else None
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """See `Communicator.all_to_all`: rows go by the communicator below."""
+        return self._inner.all_to_all(own, rows)
 
 
 def over_peer_memory(inner: Communicator, store: c10d.Store, name: str, device: torch.device) -> Communicator:

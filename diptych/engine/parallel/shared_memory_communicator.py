@@ -16,6 +16,7 @@ import mmap
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,37 @@ class SharedMemoryCommunicator:
         everything = own.new_empty((self.ranks, *own.shape)) if self.rank == 0 else None
         self._exchange(own, everything)
         return everything
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """See `Communicator.all_to_all`. A rank's slot has where each one's bytes end, and then the bytes."""
+        numbers = [one.contiguous().view(-1).view(torch.uint8) for one in own]
+        ends = torch.tensor([one.numel() for one in numbers]).cumsum(0)
+        head = 8 * self.ranks
+        ours = torch.cat([ends.view(torch.uint8), *numbers])
+        theirs: list[torch.Tensor] = []
+        places: list[tuple[int, int]] = []
+        begin, most = 0, head
+        while begin < most:
+            end = begin + self._slot_bytes
+            slots = self._slots[self._exchanges % 2]
+            part = ours[begin:end]
+            slots[self.rank, : len(part)].copy_(part)
+            self._exchanges += 1
+            self._arrive()
+            if begin == 0:
+                table = slots[:, :head].contiguous().view(torch.int64).tolist()
+                before = [0 if self.rank == 0 else of_rank[self.rank - 1] for of_rank in table]
+                places = [(head + at, head + of[self.rank]) for at, of in zip(before, table, strict=True)]
+                theirs = [ours.new_empty(stop - start) for start, stop in places]
+                most = head + max(of_rank[-1] for of_rank in table)
+            for rank, (start, stop) in enumerate(places):
+                low, high = max(start, begin), min(stop, end)
+                if low < high:
+                    theirs[rank][low - start : high - start] = slots[rank, low - begin : high - begin]
+            begin = end
+        return [one.view(own[0].dtype).view(-1, *own[0].shape[1:]) for one in theirs]
 
     def _exchange(self, own: torch.Tensor, everything: torch.Tensor | None) -> None:
         ours = own.contiguous().view(-1).view(torch.uint8)

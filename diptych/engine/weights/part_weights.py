@@ -4,7 +4,7 @@ By rows    q, k, v and their biases (heads), gate and up (inner numbers), embed 
 By columns o (heads), down (inner numbers)
 By number  experts, where they are dealt whole
 Whole      norms, routers and what makes latents, which every part needs; biases of o and down, which the
-           first part alone adds
+           first part alone adds; the expert of every token, where rows are sent to their experts
 
 The vocabulary is cut as well: the embedding is a fifth of the bundled model, and one exchange of hidden rows
 a step costs less than to hold it in every rank. The embedding is read by the first stage of a pipeline, the
@@ -42,7 +42,7 @@ def cut_of(name: str, part: Part, shape: ModelShape) -> Cut:
     if owner.startswith("experts"):
         return WHOLE if part.experts is not None else _of_inner(field, part.expert_inner)
     if owner == "shared":
-        return _of_inner(field, part.shared_inner)
+        return WHOLE if part.sends_rows else _of_inner(field, part.shared_inner)
     if field in _INNER_ROWS or field == "down":
         return _of_inner(field, part.inner)
     if shape.latent is not None:

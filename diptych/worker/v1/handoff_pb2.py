@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.worker.v1 import work_pb2 as diptych_dot_worker_dot_v1_dot_work__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64iptych/worker/v1/handoff.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\x98\x02\n\x0b\x46ingerprint\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x10\n\x08kv_dtype\x18\x03 \x01(\t\x12\x11\n\tkv_layout\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x14\n\x0chash_version\x18\t \x01(\r\x12\x17\n\x0ftensor_parallel\x18\n \x01(\r\x12\x14\n\x0c\x64raft_digest\x18\x0c \x01(\t\x12\x11\n\tsum_parts\x18\r \x01(\r\x12\x17\n\x0f\x65xpert_parallel\x18\x30 \x01(\x08\"U\n\x07GrantId\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\xc0\x02\n\x19HandoffServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.HandoffHelloH\x00\x12*\n\x03\x61sk\x18\x02 \x01(\x0b\x32\x1b.diptych.worker.v1.GrantAskH\x00\x12+\n\x06pushed\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.PushedH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.diptych.worker.v1.CommitH\x00\x12-\n\x07stopped\x18\x05 \x01(\x0b\x32\x1a.diptych.worker.v1.StoppedH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x42\t\n\x07message\"\xd1\x02\n\x1aHandoffServiceLinkResponse\x12\x34\n\x07welcome\x18\x01 \x01(\x0b\x32!.diptych.worker.v1.HandoffWelcomeH\x00\x12)\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diptych.worker.v1.GrantH\x00\x12\x30\n\x06\x64\x65nied\x18\x03 \x01(\x0b\x32\x1e.diptych.worker.v1.GrantDeniedH\x00\x12)\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x18.diptych.worker.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x05 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x37\n\tforgotten\x18\x06 \x01(\x0b\x32\".diptych.worker.v1.PrefixForgottenH\x00\x42\t\n\x07message\"\xb8\x01\n\x08KVHolder\x12\x31\n\x06shares\x18\x01 \x03(\x0b\x32!.diptych.worker.v1.KVHolder.Share\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x1aW\n\x05Share\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\"\x85\x02\n\x0cHandoffHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.diptych.worker.v1.Fingerprint\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\trank_pids\x18\x14 \x03(\r\x12-\n\x07holders\x18\x84\x02 \x03(\x0b\x32\x1b.diptych.worker.v1.KVHolder\x12\x14\n\x0c\x63hunk_tokens\x18G \x01(\r\"\xcd\x02\n\x0eHandoffWelcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x33\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1e.diptych.worker.v1.Fingerprint\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rpull_endpoint\x18\x08 \x01(\t\x12\x12\n\npull_token\x18\t \x01(\x0c\x12\x11\n\tforgotten\x18\n \x01(\x04\x12\x14\n\x0b\x62lock_bytes\x18\xdc\x01 \x01(\x04\x12-\n\x07holders\x18\x85\x02 \x03(\x0b\x32\x1b.diptych.worker.v1.KVHolder\x12\x13\n\x0brank_tokens\x18\x14 \x03(\x0c\"4\n\x08GrantAsk\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\"q\n\x05Grant\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0bwindow_pins\x18\x46 \x03(\r\"d\n\x0bGrantDenied\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1a.diptych.worker.v1.Failure\"m\n\x06Pushed\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\"\xbf\x01\n\x06\x43ommit\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12,\n\x05times\x18\x04 \x01(\x0b\x32\x1d.diptych.worker.v1.PhaseTimes\x12\x35\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x1f.diptych.worker.v1.SampledTokenJ\x04\x08\x03\x10\x04R\x0b\x66irst_token\"2\n\x05\x41\x62ort\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\"a\n\x07Stopped\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1a.diptych.worker.v1.Failure\".\n\x0fPrefixForgotten\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x32y\n\x0eHandoffService\x12g\n\x04Link\x12,.diptych.worker.v1.HandoffServiceLinkRequest\x1a-.diptych.worker.v1.HandoffServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64iptych/worker/v1/handoff.proto\x12\x11\x64iptych.worker.v1\x1a\x1c\x64iptych/worker/v1/work.proto\"\xb4\x02\n\x0b\x46ingerprint\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x10\n\x08kv_dtype\x18\x03 \x01(\t\x12\x11\n\tkv_layout\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x14\n\x0chash_version\x18\t \x01(\r\x12\x17\n\x0ftensor_parallel\x18\n \x01(\r\x12\x14\n\x0c\x64raft_digest\x18\x0c \x01(\t\x12\x11\n\tsum_parts\x18\r \x01(\r\x12\x17\n\x0f\x65xpert_parallel\x18\x30 \x01(\x08\x12\x1a\n\x11\x65xpert_all_to_all\x18\xac\x02 \x01(\x08\"U\n\x07GrantId\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\xc0\x02\n\x19HandoffServiceLinkRequest\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.diptych.worker.v1.HandoffHelloH\x00\x12*\n\x03\x61sk\x18\x02 \x01(\x0b\x32\x1b.diptych.worker.v1.GrantAskH\x00\x12+\n\x06pushed\x18\x03 \x01(\x0b\x32\x19.diptych.worker.v1.PushedH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.diptych.worker.v1.CommitH\x00\x12-\n\x07stopped\x18\x05 \x01(\x0b\x32\x1a.diptych.worker.v1.StoppedH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x42\t\n\x07message\"\xd1\x02\n\x1aHandoffServiceLinkResponse\x12\x34\n\x07welcome\x18\x01 \x01(\x0b\x32!.diptych.worker.v1.HandoffWelcomeH\x00\x12)\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diptych.worker.v1.GrantH\x00\x12\x30\n\x06\x64\x65nied\x18\x03 \x01(\x0b\x32\x1e.diptych.worker.v1.GrantDeniedH\x00\x12)\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x18.diptych.worker.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x05 \x01(\x0b\x32\x1c.diptych.worker.v1.HeartbeatH\x00\x12\x37\n\tforgotten\x18\x06 \x01(\x0b\x32\".diptych.worker.v1.PrefixForgottenH\x00\x42\t\n\x07message\"\xb8\x01\n\x08KVHolder\x12\x31\n\x06shares\x18\x01 \x03(\x0b\x32!.diptych.worker.v1.KVHolder.Share\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x1aW\n\x05Share\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\"\x85\x02\n\x0cHandoffHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.diptych.worker.v1.Fingerprint\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x11\n\trank_pids\x18\x14 \x03(\r\x12-\n\x07holders\x18\x84\x02 \x03(\x0b\x32\x1b.diptych.worker.v1.KVHolder\x12\x14\n\x0c\x63hunk_tokens\x18G \x01(\r\"\xcd\x02\n\x0eHandoffWelcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x33\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1e.diptych.worker.v1.Fingerprint\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rpull_endpoint\x18\x08 \x01(\t\x12\x12\n\npull_token\x18\t \x01(\x0c\x12\x11\n\tforgotten\x18\n \x01(\x04\x12\x14\n\x0b\x62lock_bytes\x18\xdc\x01 \x01(\x04\x12-\n\x07holders\x18\x85\x02 \x03(\x0b\x32\x1b.diptych.worker.v1.KVHolder\x12\x13\n\x0brank_tokens\x18\x14 \x03(\x0c\"4\n\x08GrantAsk\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\"q\n\x05Grant\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0bwindow_pins\x18\x46 \x03(\r\"d\n\x0bGrantDenied\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1a.diptych.worker.v1.Failure\"m\n\x06Pushed\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\"\xbf\x01\n\x06\x43ommit\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12,\n\x05times\x18\x04 \x01(\x0b\x32\x1d.diptych.worker.v1.PhaseTimes\x12\x35\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x1f.diptych.worker.v1.SampledTokenJ\x04\x08\x03\x10\x04R\x0b\x66irst_token\"2\n\x05\x41\x62ort\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\"a\n\x07Stopped\x12)\n\x05grant\x18\x01 \x01(\x0b\x32\x1a.diptych.worker.v1.GrantId\x12+\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1a.diptych.worker.v1.Failure\".\n\x0fPrefixForgotten\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x32y\n\x0eHandoffService\x12g\n\x04Link\x12,.diptych.worker.v1.HandoffServiceLinkRequest\x1a-.diptych.worker.v1.HandoffServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,37 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.worker.v1.handoff_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FINGERPRINT']._serialized_start=85
-  _globals['_FINGERPRINT']._serialized_end=365
-  _globals['_GRANTID']._serialized_start=367
-  _globals['_GRANTID']._serialized_end=452
-  _globals['_HANDOFFSERVICELINKREQUEST']._serialized_start=455
-  _globals['_HANDOFFSERVICELINKREQUEST']._serialized_end=775
-  _globals['_HANDOFFSERVICELINKRESPONSE']._serialized_start=778
-  _globals['_HANDOFFSERVICELINKRESPONSE']._serialized_end=1115
-  _globals['_KVHOLDER']._serialized_start=1118
-  _globals['_KVHOLDER']._serialized_end=1302
-  _globals['_KVHOLDER_SHARE']._serialized_start=1215
-  _globals['_KVHOLDER_SHARE']._serialized_end=1302
-  _globals['_HANDOFFHELLO']._serialized_start=1305
-  _globals['_HANDOFFHELLO']._serialized_end=1566
-  _globals['_HANDOFFWELCOME']._serialized_start=1569
-  _globals['_HANDOFFWELCOME']._serialized_end=1902
-  _globals['_GRANTASK']._serialized_start=1904
-  _globals['_GRANTASK']._serialized_end=1956
-  _globals['_GRANT']._serialized_start=1958
-  _globals['_GRANT']._serialized_end=2071
-  _globals['_GRANTDENIED']._serialized_start=2073
-  _globals['_GRANTDENIED']._serialized_end=2173
-  _globals['_PUSHED']._serialized_start=2175
-  _globals['_PUSHED']._serialized_end=2284
-  _globals['_COMMIT']._serialized_start=2287
-  _globals['_COMMIT']._serialized_end=2478
-  _globals['_ABORT']._serialized_start=2480
-  _globals['_ABORT']._serialized_end=2530
-  _globals['_STOPPED']._serialized_start=2532
-  _globals['_STOPPED']._serialized_end=2629
-  _globals['_PREFIXFORGOTTEN']._serialized_start=2631
-  _globals['_PREFIXFORGOTTEN']._serialized_end=2677
-  _globals['_HANDOFFSERVICE']._serialized_start=2679
-  _globals['_HANDOFFSERVICE']._serialized_end=2800
+  _globals['_FINGERPRINT']._serialized_end=393
+  _globals['_GRANTID']._serialized_start=395
+  _globals['_GRANTID']._serialized_end=480
+  _globals['_HANDOFFSERVICELINKREQUEST']._serialized_start=483
+  _globals['_HANDOFFSERVICELINKREQUEST']._serialized_end=803
+  _globals['_HANDOFFSERVICELINKRESPONSE']._serialized_start=806
+  _globals['_HANDOFFSERVICELINKRESPONSE']._serialized_end=1143
+  _globals['_KVHOLDER']._serialized_start=1146
+  _globals['_KVHOLDER']._serialized_end=1330
+  _globals['_KVHOLDER_SHARE']._serialized_start=1243
+  _globals['_KVHOLDER_SHARE']._serialized_end=1330
+  _globals['_HANDOFFHELLO']._serialized_start=1333
+  _globals['_HANDOFFHELLO']._serialized_end=1594
+  _globals['_HANDOFFWELCOME']._serialized_start=1597
+  _globals['_HANDOFFWELCOME']._serialized_end=1930
+  _globals['_GRANTASK']._serialized_start=1932
+  _globals['_GRANTASK']._serialized_end=1984
+  _globals['_GRANT']._serialized_start=1986
+  _globals['_GRANT']._serialized_end=2099
+  _globals['_GRANTDENIED']._serialized_start=2101
+  _globals['_GRANTDENIED']._serialized_end=2201
+  _globals['_PUSHED']._serialized_start=2203
+  _globals['_PUSHED']._serialized_end=2312
+  _globals['_COMMIT']._serialized_start=2315
+  _globals['_COMMIT']._serialized_end=2506
+  _globals['_ABORT']._serialized_start=2508
+  _globals['_ABORT']._serialized_end=2558
+  _globals['_STOPPED']._serialized_start=2560
+  _globals['_STOPPED']._serialized_end=2657
+  _globals['_PREFIXFORGOTTEN']._serialized_start=2659
+  _globals['_PREFIXFORGOTTEN']._serialized_end=2705
+  _globals['_HANDOFFSERVICE']._serialized_start=2707
+  _globals['_HANDOFFSERVICE']._serialized_end=2828
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel", "draft_digest", "sum_parts", "expert_parallel")
+    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel", "draft_digest", "sum_parts", "expert_parallel", "expert_all_to_all")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Fingerprint(_message.Message):
     DRAFT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ALL_TO_ALL_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     dtype: str
     kv_dtype: str
@@ -35,7 +36,8 @@ class Fingerprint(_message.Message):
     draft_digest: str
     sum_parts: int
     expert_parallel: bool
-    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., sum_parts: _Optional[int] = ..., expert_parallel: _Optional[bool] = ...) -> None: ...
+    expert_all_to_all: bool
+    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., sum_parts: _Optional[int] = ..., expert_parallel: _Optional[bool] = ..., expert_all_to_all: _Optional[bool] = ...) -> None: ...
 
 class GrantId(_message.Message):
     __slots__ = ("id", "slot", "generation")

@@ -102,11 +102,11 @@ def computes_natively(settings: WorkerSettings, path: Path) -> bool:
     """
     shape = open_parts(path, "fp32", _dealing(settings)).shape
     apart = settings.remote_ranks or settings.own_memories
-    return not apart and why_not_native(shape, "int8") is None
+    return not apart and why_not_native(shape, "int8", _dealing(settings)) is None
 
 
 def _dealing(settings: WorkerSettings) -> Dealing:
-    return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel)
+    return Dealing(settings.parts, settings.pipeline_parallel, settings.expert_parallel, settings.all_to_all)
 
 
 def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision) -> str | None:
@@ -120,7 +120,7 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
         why = "ranks on other hosts share no memory, in which the native step exchanges sums"
     elif settings.own_memories:
         why = "each rank has memories of its own, and the native step has whole blocks"
-    elif (found := why_not_native(model.shape, precision)) is not None:
+    elif (found := why_not_native(model.shape, precision, _dealing(settings))) is not None:
         why = found
     else:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.diptych.worker_process.both_workers import WINDOWED
 from tests.end_to_end import tiny_model
 from tests.end_to_end.test_expert_parallel import LATENT
 
+DOCUMENT = Path(__file__).parents[3] / "docs/parallel.md"
 GROUPS: list[dict[str, Any]] = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"sum_parts": 2}]
 NAMES = ["--tensor-parallel 2", "--pipeline-parallel 2", "--sum-parts 2"]
 ROLES = pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
@@ -133,3 +135,49 @@ def test_adapters_of_attention_over_latents(tmp_path: Path, caplog: pytest.LogCa
     assert "no LoRA adapters: adapters of attention over latents" in caplog.text
     with pytest.raises(AdapterNotLoaded, match="adapters of attention over latents"):
         asyncio.run(store.load(b"digest", tmp_path))
+
+
+def documented() -> list[tuple[str, str, str]]:
+    """Return the table of features in docs/parallel.md: feature, flags, what becomes of it in a group."""
+    text = DOCUMENT.read_text().split("\n## Features\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [tuple(cell.strip().strip("`") for cell in row) for row in rows[2:]]  # type: ignore[misc]
+
+
+WITH_FLAGS = [row for row in documented() if row[1]]
+"""Rows that settings alone decide."""
+
+
+@pytest.mark.parametrize(("feature", "flags", "fate"), WITH_FLAGS, ids=[row[0] for row in WITH_FLAGS])
+def test_every_documented_feature_works_or_is_refused_by_name(
+    feature: str, flags: str, fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
+        monkeypatch.delenv(name)
+    role = PrefillSettings if "--pull-prefixes" in flags else DecodeSettings
+    given = [*flags.split(), "--tensor-parallel", "2"]
+    if "--remote-ranks" in flags:
+        given += ["--rendezvous", "127.0.0.1:7001", "--rank-key-file", "/key"]
+    if not fate.startswith("refused") or fate.startswith("refused at the load"):
+        role.read_argv(given)
+        return
+    with pytest.raises(BadSettings) as caught:
+        role.read_argv(given)
+    why = str(caught.value.faults[0])
+    assert flags.split()[0] in why or "--all2all-backend" in why
+
+
+def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
+    refused = " ".join(flags for _, flags, fate in WITH_FLAGS if fate.startswith("refused"))
+    for flag in (
+        "kv-tier",
+        "kv-cache-dtype",
+        "quantization",
+        "backend",
+        "batch-invariant",
+        "transport",
+    ):
+        assert f"--{flag}" in refused
+    load = " ".join(feature for feature, flags, fate in documented() if not flags and "refused" in fate)
+    for kind in ("Medusa", "EAGLE", "MTP", "images", "latents", "both phases"):
+        assert kind in load

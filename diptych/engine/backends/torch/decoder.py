@@ -258,6 +258,10 @@ class Decoder:
         out = self._linear(activated, layer.down, layer.down_bias)
         return out if adapters is None else adapters.add(index, ("down",), activated, out, out.shape[1:])
 
+    def experts_of(self, index: int) -> ExpertFeedForward | None:
+        """Return the experts of layer `index`; None where its feed-forward is dense."""
+        return self._experts[index]
+
     def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
         latent = self.shape.latent
         return None if latent is None else LatentAttention(self.shape, latent, layer, self._linear)

@@ -16,7 +16,7 @@ an expert has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -71,14 +71,33 @@ class ExpertFeedForward:
         sum_TH = torch.zeros(x_TH.shape, device=x_TH.device)
         for number in filter(self._experts.__contains__, experts_TK.unique().tolist()):
             rows, places = torch.where(experts_TK == number)
-            out = self._compute(self._experts[number], x_TH[rows]).float()
+            out = self.compute(number, x_TH[rows]).float()
             sum_TH[rows] += out * weights_TK[rows, places].unsqueeze(1)
-        if self._shared is not None:
-            shared = self._compute(self._shared, x_TH).float()
-            if self._shared_router is not None:
-                shared *= torch.sigmoid(functional.linear(x_TH.float(), self._shared_router))
+        if (shared := self.shared(x_TH)) is not None:
             sum_TH += shared
         return sum_TH.to(x_TH.dtype)
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """Numbers of the experts that are here."""
+        return self._experts.keys()
+
+    def compute(self, number: int, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output of one expert that is here, `[T, H]`."""
+        return self._compute(self._experts[number], x_TH)
+
+    def shared(self, x_TH: torch.Tensor) -> torch.Tensor | None:
+        """Return the output of the shared expert in float32, `[T, H]`; None where there is none."""
+        if self._shared is None:
+            return None
+        shared = self._compute(self._shared, x_TH).float()
+        if self._shared_router is not None:
+            shared *= torch.sigmoid(functional.linear(x_TH.float(), self._shared_router))
+        return shared
+
+    def share_shared(self, other: ExpertFeedForward) -> None:
+        """Let the shared expert, which both have whole, be held once."""
+        self._shared = other._shared
 
     def route(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each row, ascending, and their weights: `[T, K]` both."""

@@ -4,10 +4,9 @@ Names carry shapes as in decoder.py, and P is the number of all parts. Every pro
 at every degree, and what the parts give is added in their order, in float32. So the same parts give the same
 bits on one rank and on many.
 
-Experts need no exchange of their own. All ranks of a stage have all hidden rows, because attention adds the
-parts of all heads, and need all sums after the experts for the next attention. So each row is already where
-its experts are, and what leaves a rank is its parts' sums, `[T, H]` each. To send rows to their experts and
-back all-to-all, `K` outputs a row, pays where attention is dealt by sequences and a rank has some rows only.
+All ranks of a stage have all hidden rows before attention, whose heads are dealt. Before experts, too, unless
+rows are sent to them: then a rank goes on after attention with its share of the rows alone (expert_rows.py),
+until all gather them again.
 
 A rank of a pipeline has the layers of its stage. Numbers of layers are the stage's here, except for `wanted`.
 """
@@ -21,12 +20,14 @@ from torch.nn import functional
 
 from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Projected
+from diptych.engine.backends.torch.expert_rows import ExpertRows
+from diptych.engine.backends.torch.fused_layer import FusedLayer
+from diptych.engine.backends.torch.part_sums import PartSums
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import Weights
-from kernels.sum_parts import sum_parts
 
 
 class PartsDecoder:
@@ -50,6 +51,8 @@ class PartsDecoder:
         spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
         self._widths = [len(span) for span in spans]
         self._vocab_ends = torch.tensor([span.stop for span in spans], device=self._device)
+        self._sums = PartSums(self._communicator, len(parts))
+        self._experts = self._expert_rows(parts, dealt) if self.own[0].sends_rows else {}
         self._own_keys = torch.tensor(
             [not repeats_keys(parts, number) for number in numbers], device=self._device
         )
@@ -110,14 +113,54 @@ class PartsDecoder:
                 decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, change)
                 for decoder, attend, change in zip(self.decoders, attends, changes, strict=True)
             )
-        x_TH = x_TH + lead.added(self._sum(outputs), layer.attention_out_norm)
+        if (experts := self._experts.get(index)) is not None:
+            return self._through_experts(layer, experts, x_TH, normed, outputs)
+        x_TH = x_TH + lead.added(self._sums.of_all_rows(outputs), layer.attention_out_norm)
         if not self._shape.parallel_residual:
             normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
-        fed = self._sum(
+        fed = self._sums.of_all_rows(
             decoder.feed_forward(index, decoder.layers[index], normed, change)
             for decoder, change in zip(self.decoders, changes, strict=True)
         )
         return x_TH + lead.added(fed, layer.feed_forward_out_norm)
+
+    def _through_experts(
+        self,
+        layer: FusedLayer,
+        experts: ExpertRows,
+        x_TH: torch.Tensor,
+        normed: torch.Tensor,
+        outputs: Iterable[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the residual stream behind a layer whose rows are sent to their experts.
+
+        From the sum of attention on each rank goes on with its share of the rows.
+        """
+        lead, rank = self.decoders[0], self._communicator.rank
+        shares = self._sums.shares(len(x_TH))
+        mine = slice(shares.of_ranks[rank].start, shares.of_ranks[rank].stop)
+        attended = self._sums.of_own_rows(outputs, shares)
+        x_TH, normed = x_TH[mine] + lead.added(attended, layer.attention_out_norm), normed[mine]
+        if not self._shape.parallel_residual:
+            normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
+        fed = experts(normed, shares.own_parts(rank))
+        x_TH = x_TH + lead.added(fed, layer.feed_forward_out_norm)
+        return self._sums.gather_rows(x_TH, shares)
+
+    def _expert_rows(self, parts: Sequence[Part], dealt: Sequence[range]) -> dict[int, ExpertRows]:
+        """Return the experts of each layer that has some; `dealt` are the parts of each rank."""
+        spans = []
+        for of in dealt:
+            first, last = parts[of[0]].experts, parts[of[-1]].experts
+            assert first is not None
+            assert last is not None
+            spans.append(range(first.start, last.stop))
+        made = {}
+        for index in range(len(self.decoders[0].layers)):
+            own = [experts for one in self.decoders if (experts := one.experts_of(index)) is not None]
+            if own:
+                made[index] = ExpertRows(self._communicator, own, spans)
+        return made
 
     def _attention_normed_together(
         self,
@@ -185,12 +228,6 @@ class PartsDecoder:
         holders = torch.bucketize(tokens, self._vocab_ends, right=True)
         x_TH = self._communicator.all_gather(own_TH)[holders, torch.arange(len(tokens), device=tokens.device)]
         return self.decoders[0].scaled(x_TH)
-
-    def _sum(self, outputs: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all parts' outputs `[T, H]`, added in the order of the parts."""
-        own_PTH = torch.stack(list(outputs))
-        every_PTH = self._communicator.all_gather(own_PTH).flatten(0, 1)
-        return sum_parts(every_PTH)
 
     def _all_logits(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of all ranks' vocabulary on the stage's first rank."""

@@ -44,6 +44,31 @@ def exchange(communicator: Communicator, turns: int = 60, device: str = "cpu") -
             assert found is None or torch.equal(found, expected), turn
 
 
+def send_to_each(communicator: Communicator, turns: int = 30) -> None:
+    """Send every rank other rows, of some none, and check every number; sizes are told every other time."""
+    ranks, rank = communicator.ranks, communicator.rank
+    for turn in range(turns):
+        dtype = (torch.float32, torch.bfloat16, torch.int64)[turn % 3]
+        width = (1, 5, 257)[turn % 3]
+
+        def rows(source: int, target: int, turn: int = turn) -> int:
+            return 0 if (source + target + turn) % 4 == 0 else (3 * source + 5 * target + turn) % 7
+
+        def between(
+            source: int, target: int, turn: int = turn, width: int = width, dtype: torch.dtype = dtype
+        ) -> torch.Tensor:
+            shape = (rows(source, target, turn), width)
+            return (1000 * of_rank(source + 100 * target, turn, shape, torch.float32)).to(dtype)
+
+        came = communicator.all_to_all(
+            [between(rank, target) for target in range(ranks)],
+            [rows(source, rank) for source in range(ranks)] if turn % 2 else None,
+        )
+        assert len(came) == ranks
+        for source, found in enumerate(came):
+            assert torch.equal(found, between(source, rank)), (turn, source)
+
+
 def exchange_in_graph(communicator: Communicator, device: str) -> None:
     """Gather within a CUDA graph, several times in one, and check the numbers of every replay."""
     ranks, shape, times = range(communicator.ranks), (3, 257), 5
@@ -88,6 +113,8 @@ def main(kind: str, rank: int, ranks: int, at: int) -> None:
     device = "cpu" if kind in ("shared_memory", "gloo") else "cuda:0" if kind == "host" else f"cuda:{rank}"
     communicator = open_communicator(kind, rank, ranks, at, device)
     exchange(communicator, device=device)
+    if device == "cpu":
+        send_to_each(communicator)
     if communicator.on_device:
         exchange_in_graph(communicator, device)
 

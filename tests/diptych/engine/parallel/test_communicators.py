@@ -15,7 +15,7 @@ import torch
 from diptych.engine.parallel import shared_memory_communicator
 from diptych.engine.parallel.communicator import Alone, GroupBroken
 from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator, exchange_file
-from tests.diptych.engine.parallel.exchange_process import SLOT_BYTES, exchange
+from tests.diptych.engine.parallel.exchange_process import SLOT_BYTES, exchange, send_to_each
 
 PROCESS = "tests.diptych.engine.parallel.exchange_process"
 
@@ -49,6 +49,7 @@ def test_every_rank_gets_the_numbers_of_all(kind: str, ranks: int) -> None:
 
 def test_one_rank_gets_its_own_numbers() -> None:
     exchange(Alone())
+    send_to_each(Alone())
 
 
 def test_counters_wrap() -> None:

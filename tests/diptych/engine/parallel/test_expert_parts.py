@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.engine.backends.torch import expert_rows, part_sums
+from diptych.engine.backends.torch.experts import ExpertFeedForward
+from diptych.engine.backends.torch.part_sums import PartSums
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.weights import tensor_files
@@ -24,6 +27,9 @@ EXACT = 1e-3
 """Largest difference of a logit in float32."""
 SAMPLE = frozenset({"mixtral", "olmoe", "gpt_oss", "deepseek_v3"})
 TEXT = 50
+WHOLE, SLICED = {"whole_experts": True}, {"whole_experts": False}
+SENT = {"whole_experts": True, "all_to_all": True}
+right_places = expert_rows._places
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,18 +45,18 @@ def text_of(opened: OpenCheckpoint) -> list[int]:
     return torch.randint(0, vocab, (TEXT,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-@pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
+@pytest.mark.parametrize("dealing", [WHOLE, SLICED, SENT], ids=["whole", "sliced", "all-to-all"])
 @pytest.mark.parametrize(
     "case",
     [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in sorted(expert_models.CONFIGS)],
 )
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
-    case: str, whole_experts: bool, tmp_path: Path
+    case: str, dealing: dict[str, bool], tmp_path: Path
 ) -> None:
     """Four parts: more than the two KV heads, and ten experts that they do not divide."""
     opened = opened_model(case, tmp_path)
     text = text_of(opened)
-    groups = {ranks: ThreadGroup(opened, 4, ranks, whole_experts=whole_experts) for ranks in (1, 2, 4)}
+    groups = {ranks: ThreadGroup(opened, 4, ranks, **dealing) for ranks in (1, 2, 4)}
     found = {}
     for ranks, group in groups.items():
         memory = group.memory()
@@ -59,6 +65,77 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     for ranks in (2, 4):
         assert torch.equal(found[ranks][0], found[1][0]), ranks
         assert torch.equal(found[ranks][1], found[1][1]), ranks
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_rows_that_are_sent_go_on_from_fewer_rows_than_parts(case: str, tmp_path: Path) -> None:
+    """Decode steps of one row: three of four ranks have none. Dense layers, a shared expert and latents."""
+    opened = opened_model(case, tmp_path)
+    text = text_of(opened)
+    found = {}
+    for ranks in (1, 2, 4):
+        group = ThreadGroup(opened, 4, ranks, **SENT)
+        memory = group.memory()
+        group.step(memory, 0, text[:-1])
+        found[ranks] = group.decode(memory, text, 6)
+    assert found[2][0] == found[4][0] == found[1][0]
+    assert torch.equal(found[2][1], found[1][1])
+    assert torch.equal(found[4][1], found[1][1])
+
+
+@pytest.mark.parametrize("wrong", ["numbers", "order"])
+def test_rows_that_go_to_other_experts_or_come_back_in_another_order_give_other_logits(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controls of all-to-all."""
+    opened = opened_model("mixtral", tmp_path)
+    text = text_of(opened)
+    right = ThreadGroup(opened, 2, 2, **SENT)
+    expected = right.step(right.memory(), 0, text, len(text))
+    assert (expected - whole(opened, text)).abs().max() < EXACT
+    if wrong == "numbers":
+        compute = ExpertFeedForward.compute
+        monkeypatch.setattr(
+            ExpertFeedForward,
+            "compute",
+            lambda self, number, x: compute(self, min(number + 1, max(self.numbers)), x),
+        )
+    else:
+        monkeypatch.setattr(expert_rows, "_places", lambda here: right_places(here).flip(0))
+    group = ThreadGroup(opened, 2, 2, **SENT)
+    assert (group.step(group.memory(), 0, text, len(text)) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_sums_in_two_steps_have_the_bits_of_one(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = opened_model(case, tmp_path)
+    text = text_of(opened)
+    alone = ThreadGroup(opened, 4, 1, whole_experts=True)
+    expected = alone.step(alone.memory(), 0, text, len(text))
+    gathered = []
+    gather = PartSums.gather_rows
+    monkeypatch.setattr(part_sums, "LEAST_SAVED_BYTES", 1)
+    monkeypatch.setattr(
+        PartSums, "gather_rows", lambda self, *given: gathered.append(1) or gather(self, *given)
+    )
+    for ranks in (2, 4):
+        gathered.clear()
+        group = ThreadGroup(opened, 4, ranks, whole_experts=True)
+        assert torch.equal(group.step(group.memory(), 0, text, len(text)), expected), ranks
+        assert len(gathered) == 2 * opened.shape.num_layers * ranks
+
+
+def test_the_expert_of_every_token_is_held_once_where_rows_are_sent(tmp_path: Path) -> None:
+    opened = opened_model("deepseek_v3", tmp_path)
+    group = ThreadGroup(opened, 4, 2, **SENT)
+    for backend in group.backends:
+        first, second = (one.experts_of(opened.shape.num_layers - 1) for one in backend._decoder.decoders)
+        assert first is not None
+        assert second is not None
+        assert first._shared is not None
+        assert first._shared is second._shared
 
 
 def test_a_norm_over_all_heads_counts_shared_keys_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Meeting:
     """Tensors that the threads of a group leave for one another."""
 
     def __init__(self, ranks: int) -> None:
-        self.left: list[torch.Tensor | None] = [None] * ranks
+        self.left: list[Any] = [None] * ranks
         self.barrier = threading.Barrier(ranks, timeout=60)
 
 
@@ -46,13 +46,23 @@ class ThreadCommunicator:
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         self._meeting.left[self.rank] = own.clone()  # as others may read it while its owner goes on
         self._meeting.barrier.wait()
-        everything = torch.stack([one for one in self._meeting.left if one is not None])
+        everything = torch.stack(self._meeting.left)
         self._meeting.barrier.wait()
         return everything
 
     def gather(self, own: torch.Tensor) -> torch.Tensor | None:
         everything = self.all_gather(own)
         return everything if self.rank == 0 else None
+
+    def all_to_all(
+        self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        self._meeting.left[self.rank] = [one.clone() for one in own]
+        self._meeting.barrier.wait()
+        came = [of_rank[self.rank] for of_rank in self._meeting.left]
+        self._meeting.barrier.wait()
+        assert rows is None or [len(one) for one in came] == list(rows)
+        return came
 
 
 class ThreadGroup:
@@ -66,6 +76,7 @@ class ThreadGroup:
         *,
         stages: int = 1,
         whole_experts: bool = False,
+        all_to_all: bool = False,
         dealt: Sequence[Part] | None = None,
         dealt_stages: Sequence[Stage] | None = None,
         held: Sequence[KVShare | None] | None = None,
@@ -77,7 +88,7 @@ class ThreadGroup:
         `on_device` is what communicators say of themselves.
         """
         self.shape: ModelShape = opened.shape
-        self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts)
+        self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts, all_to_all=all_to_all)
         self.parts = self.right if dealt is None else tuple(dealt)
         right_stages = deal_stages(opened.shape, stages)
         used_stages = right_stages if dealt_stages is None else dealt_stages
