@@ -85,12 +85,14 @@ def _convert(
     sk0, sk1, sk2, sk3, sk4, sv0, sv1, sv2, sv3, sv4, tk0, tk1, tk2, tk3, tk4, tv0, tv1, tv2, tv3, tv4,
     source_head, target_head, SOURCE_SIZE: tl.constexpr, TARGET_SIZE: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIGEST: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     """Convert one tile of TOKENS tokens of one head of one layer's keys or values.
 
     `source_*` and `target_*` are `[blocks, layers, kv_heads, lanes, head_dim]` with strides `sk0` to `tv4` in
     elements, their tables `[n]`; `digests` and `binding` are int64, one for every UNIT tokens. SOURCE_SIZE
-    and TARGET_SIZE are tokens a block; grid `[tiles, layers * 2 * HEADS]`.
+    and TARGET_SIZE are tokens a block; without STORE the source is only read; grid `[tiles, layers * 2 *
+    HEADS]`.
     """
     # Of all layers, their keys and values (a plane each), and the heads of these.
     head = tl.program_id(1) % HEADS
@@ -110,7 +112,8 @@ def _convert(
             tk0, tk1, tk2, tk3, tk4, TARGET_SIZE, D_PAD,
         )  # fmt: skip
         bits = tl.load(origin, mask=both, other=0)
-        tl.store(place, bits, mask=both)
+        if STORE:
+            tl.store(place, bits, mask=both)
         if DIGEST:
             _add_digest(bits, digests, binding, at, real, plane * HEADS + head, UNIT, D, D_PAD, TOKENS)
     else:
@@ -123,7 +126,8 @@ def _convert(
             tv0, tv1, tv2, tv3, tv4, TARGET_SIZE, D_PAD,
         )  # fmt: skip
         bits = tl.load(origin, mask=both, other=0)
-        tl.store(place, bits, mask=both)
+        if STORE:
+            tl.store(place, bits, mask=both)
         if DIGEST:
             _add_digest(bits, digests, binding, at, real, plane * HEADS + head, UNIT, D, D_PAD, TOKENS)
 
@@ -149,6 +153,38 @@ def convert_blocks(
     check(source, source_ids, target, target_ids, heads, tokens)
     if (digests is None) != (binding is None):
         raise ValueError("a digest needs a binding, and a binding is for a digest")
+    _launch(source, source_ids, target, target_ids, heads, tokens, digests, binding, store=True)
+
+
+def digest_blocks(
+    view: KVView,
+    ids: torch.Tensor,
+    heads: range,
+    tokens: int,
+    *,
+    digests: torch.Tensor,
+    binding: torch.Tensor,
+) -> None:
+    """Leave in `digests` (int64 `[n]`) what `convert_blocks` leaves there of the KV heads `heads` of a
+    sequence whose blocks in `view` are `ids [n]`, as they are now. Nothing is written beside.
+    """
+    own = HeadRange(heads.start, heads.start, len(heads))
+    check(view, ids, view, ids, own, tokens)
+    _launch(view, ids, view, ids, own, tokens, digests, binding, store=False)
+
+
+def _launch(
+    source: KVView,
+    source_ids: torch.Tensor,
+    target: KVView,
+    target_ids: torch.Tensor,
+    heads: HeadRange,
+    tokens: int,
+    digests: torch.Tensor | None,
+    binding: torch.Tensor | None,
+    *,
+    store: bool,
+) -> None:
     if digests is not None:
         digests.zero_()
     if tokens == 0 or heads.count == 0:
@@ -165,7 +201,7 @@ def convert_blocks(
         *(stride for part in parts for stride in part.stride()),
         heads.source, heads.target, source.block_size, target.block_size,
         HEADS=heads.count, D=head_dim, D_PAD=power_of_two(head_dim), UNIT=target.block_size,
-        TOKENS=tile, DIGEST=digests is not None, num_warps=4,
+        TOKENS=tile, DIGEST=digests is not None, STORE=store, num_warps=4,
     )  # fmt: skip
 
 

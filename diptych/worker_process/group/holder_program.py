@@ -21,11 +21,13 @@ from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel_model import LoadedParts
 from diptych.runtime.process import leave
+from diptych.worker_process.group.mapping_service import MappingService
 from diptych.worker_process.group.orders import Planned, StartRank
 from diptych.worker_process.group.rank_memories import Memories
 from diptych.worker_process.group.rendezvous import Ends
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
+from kvtransfer.transports.registry import mapping_for
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ def serve_holder(
 ) -> NoReturn:
     """Serve rank 0's connections by kind, and compute until rank 0 is gone, which ends the process."""
     own = ShareMemory(memories.mapped)
-    shares = ShareService(ends["shares"], order.share_host, order.holder, own)
+    mappings = MappingService(order.holder, own, memories.pool, mapping_for(memories.device))
+    shares = ShareService(ends["shares"], order.share_host, order.holder, own, mappings)
     planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
     begin("memories", memories.serve)
     begin("blocks", lambda: own.answer(ends["blocks"]))
