@@ -320,8 +320,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.batch_invariant:
         yield f"--batch-invariant is not promised with {flag}"
-    if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
-        yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
+    if ranks * settings.pipeline_parallel > 1 and settings.transport in ("nccl", "gloo"):
+        yield f"--transport {settings.transport} does not go with {flag}: shared_memory, cuda_ipc and tcp do"
 
 
 def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:

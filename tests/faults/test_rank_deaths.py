@@ -34,8 +34,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[("shared_memory", TENSOR), ("tcp", TENSOR), ("shared_memory", STAGES), ("tcp", OWN)],
-    ids=["shared_memory", "tcp", "stages", "own memories"],
+    params=[
+        ("shared_memory", TENSOR),
+        ("tcp", TENSOR),
+        ("shared_memory", STAGES),
+        ("tcp", OWN),
+        ("auto", OWN),
+    ],
+    ids=["shared_memory", "tcp", "stages", "own-tcp", "own-mapped"],
 )
 def groups(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, odd: Path

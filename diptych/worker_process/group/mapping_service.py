@@ -62,6 +62,14 @@ class MappingService:
         """Send answers and events by `send`, from now on."""
         self._send = send
 
+    def close(self) -> None:
+        """Offer nothing more, and unmap what is mapped."""
+        for channel in self._channels.values():
+            channel.put(None)
+        if self._loop is not None and self._offer is not None:
+            asyncio.run_coroutine_threadsafe(self._offer.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
     def carry_out(self, order: MappingOrder) -> None:
         """Begin what an order wants; its answer follows."""
         match order:
@@ -95,6 +103,7 @@ class MappingService:
             return
         self._send(Answered(order.request, self._offer.endpoint))
         self._loop.run_forever()
+        self._loop.close()
 
     def _on_loop(self, order: NoteSource | FenceWriter | CheckShares) -> None:
         if self._offer is None:
