@@ -196,9 +196,9 @@ class IpcByRankReceiver:
         number, source = event.source.incarnation, int(event.source.worker_id)
         known = self._writers.get(number)
         if isinstance(event, SourceMapped):
-            if known is not None:
+            if known is not None:  # else it is dead, and the source hears nothing more
                 known.live.add((source, holder))
-            self._note(holder, source_name(number, source))
+                self._note(holder, source_name(number, source))
             return
         assert isinstance(event, SourceDied)
         if known is None:
@@ -213,7 +213,7 @@ class IpcByRankReceiver:
         if holder:
             self._others.note_source(holder, source)
         else:
-            asyncio.get_running_loop().call_soon(self._offer.note, source)
+            self._offer.note(source)
 
     # -- checks
 
