@@ -18,11 +18,12 @@ from decode_worker.request_manager import Listeners
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.runtime.metrics import DecodeMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.worker_metrics import DecodeMetrics
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore

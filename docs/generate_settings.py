@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from decode_worker.config import DecodeSettings
-from diptych.cli.app import GRPC_PORT, HTTP_PORT
 from diptych.cli.stack_options import option_rows
 from diptych.runtime.cli_flags import SettingRow, setting_rows
 from gateway.config import GatewaySettings
 from gateway.frontends.openai.openapi import build_openapi
+from gateway.ports import GRPC_PORT, HTTP_PORT
 from prefill_worker.config import PrefillSettings
 
 CONFIGURATION = """# Configuration

@@ -53,8 +53,8 @@ from typing import ClassVar
 import grpc
 
 from diptych.runtime.errors import REJECTIONS, DiptychError, Internal, QueueFull
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.heap_trim import HeapTrim
-from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
 from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb

@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diptych.runtime.settings import BUNDLED_MODEL, Port, ProgramSettings, internal, setting
-from diptych.runtime.tls import TlsFiles, require_readable
-from gateway.access.access_log import check_path
+from diptych.runtime.tls import TlsFiles
 from gateway.access.jwt_rules import JwtRules
-from gateway.access.key_file import read_key_file
 from gateway.adapters.adapter import parse_lora
-from gateway.images.url_rules import UrlRules
 from gateway.model.aliases import ModelAlias, parse_aliases
 from gateway.model.named_models import NamedModel, parse_models
-from gateway.model.small_requests import parse_small_requests
-from gateway.model.template_file import read_template
+from gateway.ports import GRPC_PORT, HTTP_PORT, admin_port_beside, port_clash
 from gateway.session.retry_policy import WORKER_WAIT_S
-
-GRPC_PORT = 50051
-HTTP_PORT = 8000
-_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-
-
-def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
-    """Return the admin port: the chosen one, else the public one + 1; 0 (any free one) where that is any, or
-    the last.
-    """
-    if chosen is not None:
-        return chosen
-    return grpc_port + 1 if 0 < grpc_port < 65535 else 0
-
-
-def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | None:
-    """Return why these cannot be the ports of one gateway, or None: one of them would get no call.
-
-    A gateway shares its ports with its successor, so that it could share one with itself as well, and no
-    error would tell.
-    """
-    admin = admin_port_beside(grpc_port, admin_port)
-    admin_flag = (
-        "--admin-port"
-        if admin_port is not None
-        else "the admin port (the gRPC port + 1 unless --admin-port says)"
-    )
-    ports = (("--grpc-port", grpc_port), ("--http-port", http_port), (admin_flag, admin))
-    for (flag, port), (other, its) in itertools.combinations(ports, 2):
-        if port == its != 0:
-            return f"{flag} and {other} are both {port}: each needs a port of its own"
-    return None
-
-
-def listed(text: str) -> tuple[str, ...]:
-    """Return the items of a list that is separated by commas or blanks."""
-    return tuple(text.replace(",", " ").split())
+from gateway.setting_types import (
+    Adapters,
+    ImageHosts,
+    KeyFile,
+    LogPath,
+    Models,
+    ModelSplit,
+    Origins,
+    ReadableFile,
+    ServerUrl,
+    SmallRequests,
+    TemplateFile,
+)
 
 
 class GatewaySettings(ProgramSettings):
@@ -65,7 +35,7 @@ class GatewaySettings(ProgramSettings):
 
     program: ClassVar[str] = "gateway"
 
-    model: Annotated[str, Field(min_length=1)] = setting(
+    model: Models = setting(
         BUNDLED_MODEL,
         "GGUF file or Hugging Face folder, 'bundled' for the packaged model; or NAME=PATH, repeated for each "
         "of several.",
@@ -92,13 +62,13 @@ class GatewaySettings(ProgramSettings):
         section="Network",
         serving=False,
     )
-    api_keys_file: Path | None = setting(
+    api_keys_file: KeyFile | None = setting(
         None,
         "API keys, as `diptych key new` writes them; without the file no key is required.",
         section="Security",
         serving=False,
     )
-    access_log: str | None = setting(
+    access_log: LogPath | None = setting(
         None,
         "File that gets a line of JSON for each call, of operators too; - is standard output.",
         section="Logging",
@@ -127,7 +97,7 @@ class GatewaySettings(ProgramSettings):
         min_length=1,
         max_length=128,
     )
-    tls_cert: Path | None = setting(
+    tls_cert: ReadableFile | None = setting(
         None,
         "PEM certificate chain of the gRPC, HTTP and admin ports; it is read again when renewed.",
         section="Security",
@@ -142,7 +112,7 @@ class GatewaySettings(ProgramSettings):
         section="Security",
         serving=False,
     )
-    cors_allow_origin: str = setting(
+    cors_allow_origin: Origins = setting(
         "",
         "Origins whose pages may call the HTTP API from a browser, separated by commas; * is any.",
         section="Network",
@@ -154,18 +124,18 @@ class GatewaySettings(ProgramSettings):
         "the one that was asked for. --model-name comes before them.",
         section="Model",
     )
-    model_split: str = setting(
+    model_split: ModelSplit = setting(
         "",
         "Name that stands for models by weight, as NAME=MODEL:90,MODEL:10, or NAME=MODEL; may be repeated.",
         section="Model",
     )
-    small_requests: str = setting(
+    small_requests: SmallRequests = setting(
         "",
         "Requests for a name with few bytes of prompt that a smaller model answers, as NAME=MODEL:BYTES; may "
         "be repeated.",
         section="Model",
     )
-    fallback_url: str | None = setting(
+    fallback_url: ServerUrl | None = setting(
         None,
         "OpenAI-compatible server, such as https://api.example.org/v1, that completions and chats go to over "
         "HTTP when no worker can take them; answers say so in a header.",
@@ -178,12 +148,12 @@ class GatewaySettings(ProgramSettings):
     fallback_key_file: Path | None = setting(
         None, "File with the API key of --fallback-url.", section="Fallback", serving=False
     )
-    chat_template: Path | None = setting(
+    chat_template: TemplateFile | None = setting(
         None,
         "File with the chat template, in Jinja, in place of the model's own ones.",
         section="Model",
     )
-    lora: str = setting(
+    lora: Adapters = setting(
         "",
         "LoRA adapter to serve, as NAME=PATH; may be repeated. More can be loaded while the gateway serves.",
         section="LoRA",
@@ -253,7 +223,7 @@ class GatewaySettings(ProgramSettings):
         "MiB of running requests' images that the gateway holds: their pixels, and files that it fetched.",
         section="Images",
     )
-    allow_image_urls: str = setting(
+    allow_image_urls: ImageHosts = setting(
         "",
         "Hosts whose images are fetched for callers, separated by commas or blanks: NAME, *.NAME for all "
         "below it, each with :PORT, or *; private addresses never. Default: none.",
@@ -340,80 +310,6 @@ class GatewaySettings(ProgramSettings):
         section="Logging",
         serving=False,
     )
-
-    @field_validator("cors_allow_origin")
-    @classmethod
-    def _origins_are_origins(cls, value: str) -> str:
-        for origin in listed(value):
-            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
-                raise ValueError("must be * or origins such as https://example.org, without a path")
-        return value
-
-    @field_validator("lora")
-    @classmethod
-    def _adapters_are_named(cls, value: str) -> str:
-        for one in filter(None, value.split(",")):
-            parse_lora(one)
-        return value
-
-    @field_validator("model")
-    @classmethod
-    def _models_are_named(cls, value: str) -> str:
-        parse_models(value)
-        return value
-
-    @field_validator("model_split")
-    @classmethod
-    def _shares_are_given(cls, value: str) -> str:
-        parse_aliases(value)
-        return value
-
-    @field_validator("fallback_url")
-    @classmethod
-    def _fallback_is_a_server(cls, value: str | None) -> str | None:
-        if value is not None and not (_ORIGIN.match(value) and value.startswith(("http://", "https://"))):
-            raise ValueError("must be an http or https URL, such as https://api.example.org/v1")
-        return value
-
-    @field_validator("allow_image_urls")
-    @classmethod
-    def _image_hosts_are_rules(cls, value: str) -> str:
-        UrlRules(listed(value))
-        return value
-
-    @field_validator("small_requests")
-    @classmethod
-    def _small_requests_are_rules(cls, value: str) -> str:
-        parse_small_requests(value)
-        return value
-
-    @field_validator("api_keys_file")
-    @classmethod
-    def _keys_can_be_read(cls, path: Path | None) -> Path | None:
-        if path is not None:
-            read_key_file(path)
-        return path
-
-    @field_validator("access_log")
-    @classmethod
-    def _log_can_be_written(cls, path: str | None) -> str | None:
-        if path is not None:
-            check_path(path)
-        return path
-
-    @field_validator("chat_template")
-    @classmethod
-    def _template_can_be_read(cls, path: Path | None) -> Path | None:
-        if path is not None:
-            read_template(path)
-        return path
-
-    @field_validator("tls_cert")
-    @classmethod
-    def _certificate_can_be_read(cls, path: Path | None) -> Path | None:
-        if path is not None:
-            require_readable(path)
-        return path
 
     @field_validator("tls_key")
     @classmethod

@@ -32,7 +32,7 @@ from diptych.runtime.errors import (
     NoReadyWorker,
 )
 from diptych.runtime.failpoints import reach
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.adapters.registry import AdapterRegistry

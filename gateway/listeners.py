@@ -10,15 +10,15 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.bind_address import is_loopback
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.http_edge import HttpEdge
-from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from diptych.runtime.settings import StartupError
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
 from gateway.call import Calls
-from gateway.config import GatewaySettings, listed
+from gateway.config import GatewaySettings
 from gateway.frontends.admin.servicer import AdminServicer, Operations
 from gateway.frontends.batches.service import Batches, BatchSettings
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
@@ -30,6 +30,7 @@ from gateway.frontends.openai.fallback import Fallback
 from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.frontends.status.routes import StatusRoutes
 from gateway.served_models.router import ModelRouter
+from gateway.setting_types import listed
 
 SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
 

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.discovery.worker_file import WorkerFileReader
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.heap_trim import HeapTrim
-from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.otlp_export import MetricExport, start_metric_export
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health
@@ -27,7 +28,7 @@ from gateway.access.shared_quota.leases import QuotaLeases
 from gateway.access.shared_quota.store import PoolStore
 from gateway.adapter_service import read_configured
 from gateway.call import Calls
-from gateway.config import GatewaySettings, listed
+from gateway.config import GatewaySettings
 from gateway.frontends.admin.servicer import Identity, Operations, started_now
 from gateway.images.fetcher import ImageFetcher
 from gateway.images.memory import HeldMemory
@@ -45,6 +46,7 @@ from gateway.served_models.router import ModelRouter
 from gateway.served_models.service import ModelService
 from gateway.served_models.shared import SharedModels
 from gateway.session.live_requests import LiveRequests
+from gateway.setting_types import listed
 from gateway.slow_readers import ReaderLimits, UnreadOutput, create_reader_series
 from gateway.tokenizer_pool import TokenizerPool
 

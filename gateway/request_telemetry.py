@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.runtime.errors import Cancelled, DeadlineExceeded
-from diptych.runtime.metrics import PROVIDER, GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import PROVIDER
 from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.types import TEXT_ROLES, Cause, FinishReason, Role

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from diptych.runtime.errors import DiptychError, SlowReader
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.heap_trim import HeapTrim
-from diptych.runtime.metrics import GatewayMetrics
 from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.types import TokenLogprob
 from gateway.call import Call

@@ -2,8 +2,9 @@
 
 Another block size, another order of axes, another part of the KV heads. A memory is seen through `KVView`:
 strided tensors whose axes have one meaning whatever lies where, so that a layout is its strides, and
-converting is index arithmetic. Its digest is that of kernels/copy_blocks.py with the logical place of each
-number for its address: both ends find the same, however each arranges its blocks.
+converting is index arithmetic. Its digest is over logical places, so that both ends find the same, however
+each arranges its blocks: a token's numbers of one head are summed, each times an odd number of its column,
+and the sum is mixed with the place and the binding as a word of kernels/copy_blocks.py is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.copy_blocks import GOLDEN, mixed, signed
+from kernels.copy_blocks import FIRST, GOLDEN, mixed, signed
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Whole numbers as wide as the numbers of a cache: bits are moved, whatever they mean."""
@@ -115,12 +116,20 @@ def logical_digests(
     )  # [tokens, layers, 2, heads, dims]
     at = torch.arange(tokens, device=ids.device)
     planes = torch.arange(parts[0, ..., 0].numel(), device=ids.device).view(parts.shape[1:4])
-    dims = torch.arange(parts.shape[-1], device=ids.device)
-    lanes = (at % unit).view(-1, 1, 1, 1, 1)
-    places = (planes[None, ..., None] * unit + lanes) * parts.shape[-1] + dims + 1
-    bound = binding[at // unit].view(-1, 1, 1, 1, 1)
-    found = mixed(parts.long() ^ (bound + places * signed(GOLDEN))).flatten(1).sum(dim=1)
+    sums = ((parts.long() & ((1 << 8 * parts.element_size()) - 1)) * _weights(parts)).sum(-1)
+    places = planes[None] * unit + (at % unit).view(-1, 1, 1, 1) + 1
+    bound = binding[at // unit].view(-1, 1, 1, 1)
+    found = mixed(sums ^ (bound + places * signed(GOLDEN))).flatten(1).sum(dim=1)
     return torch.zeros_like(binding).index_add_(0, at // unit, found)
+
+
+def _weights(numbers: torch.Tensor) -> torch.Tensor:
+    """Return int64 `[columns]`: what each column of `numbers [..., columns]` is multiplied by.
+
+    They are odd: a number that changed changes the sum, whatever it was.
+    """
+    keyed = (torch.arange(numbers.shape[-1], device=numbers.device) + 1) * signed(GOLDEN)
+    return ((keyed ^ ((keyed >> 32) & 0xFFFFFFFF)) * signed(FIRST)) | 1
 
 
 def check(

@@ -133,6 +133,12 @@ def scaled_linear(x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | No
     return product_of_rounded(values, scales, weight, bias)
 
 
+def unrounded_linear(x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return float32 `[T, rows]`: `x [T, columns]`, as it is, times the transpose of `weight`, and `bias`."""
+    out = functional.linear(x.float(), dequantise(weight))
+    return out if bias is None else out + bias.float()
+
+
 def product_of_rounded(
     values: torch.Tensor, scales: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -11,11 +11,12 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.vision.embedding_cache import EmbeddingCache
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.runtime.metrics import PrefillMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.worker_metrics import PrefillMetrics
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.adapter_calls import AdapterCalls
 from diptych.worker_process.adapter_store import AdapterStore

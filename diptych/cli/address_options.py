@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from gateway.config import GRPC_PORT, admin_port_beside
+from gateway.ports import GRPC_PORT, admin_port_beside
 
 ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
 Text = TypeVar("Text", str, list[str], None)

@@ -12,7 +12,7 @@ from diptych.client.credentials import Access, Metadata
 from diptych.client.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
-from gateway.config import GRPC_PORT, admin_port_beside
+from gateway.ports import GRPC_PORT, admin_port_beside
 
 _TIMEOUT_S = 10.0
 FILE_WIDTH = 200  # for grep: one worker, one line

@@ -11,10 +11,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from diptych.cli.address_options import ADMIN_PORT, AdminAddress, target, utf8
+from diptych.cli.address_options import ADMIN_PORT, target, utf8
 from diptych.cli.api_key_command import key
 from diptych.cli.certificates_command import certificates
+from diptych.cli.lora_command import lora
 from diptych.cli.model_command import model as model_group
+from diptych.cli.operate_command import drain, flush, restart, role, top, workers
 from diptych.cli.plan_command import plan
 from diptych.cli.stack import MODULES
 from diptych.cli.stack_command import StackCommand
@@ -23,7 +25,7 @@ from diptych.cli.units_command import units
 from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings_sources import join_lists
-from gateway.config import GRPC_PORT, HTTP_PORT
+from gateway.ports import GRPC_PORT, HTTP_PORT
 
 app = typer.Typer(
     name="diptych",
@@ -33,7 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-WorkerRole = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 _SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
 app.add_typer(key, rich_help_panel=_OPERATE)
@@ -255,135 +256,9 @@ def generate(
     raise typer.Exit(ask(address, question, stream=stream, timings=timings))
 
 
-@app.command(rich_help_panel=_OPERATE)
-def workers(
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-    as_json: Annotated[bool, typer.Option("--json", help="Print each worker as a line of JSON.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Go on: a line for each worker that comes, changes or goes.")
-    ] = False,
-) -> None:
-    """List the workers of a running gateway: which are usable, why not, and how loaded they are."""
-    from diptych.cli.worker_lines import show_workers
-
-    raise typer.Exit(show_workers(address, as_json=as_json, watch=watch))
-
-
-@app.command(rich_help_panel=_OPERATE)
-def top(
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-    interval: Annotated[float, typer.Option(help="Seconds between two samples.", min=0.1, max=3600)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one sample and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
-) -> None:
-    """Show a gateway's load as it changes: workers, phases, streams, KV blocks in use, tenants."""
-    from diptych.cli.top_command import top as show
-
-    raise typer.Exit(show(address, interval, once=once, as_lines=as_json))
-
-
-@app.command(rich_help_panel=_OPERATE)
-def drain(
-    worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
-    grace: Annotated[
-        float | None,
-        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
-    ] = None,
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-) -> None:
-    """Let a worker take nothing new, finish or hand back what it runs, and exit."""
-    from diptych.cli.admin_commands import drain_worker
-
-    raise typer.Exit(drain_worker(address, worker_id, grace))
-
-
-@app.command(rich_help_panel=_OPERATE)
-def role(
-    worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
-    becomes: Annotated[WorkerRole, typer.Argument(metavar="prefill|decode", help="Its new role.")],
-    grace: Annotated[
-        float | None,
-        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
-    ] = None,
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-) -> None:
-    """Let a worker finish or hand back what it runs, and start again in the other role under a new id."""
-    from diptych.cli.admin_commands import change_role
-
-    raise typer.Exit(change_role(address, worker_id, becomes, grace))
-
-
-@app.command(rich_help_panel=_OPERATE)
-def restart(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="As `decode-0`, `gateway`; none: every process.")
-    ] = None,
-    grpc_port: Annotated[int, typer.Option(help="Public port of the system.")] = GRPC_PORT,
-) -> None:
-    """Replace processes of a running `diptych up` one after the other, without refusing a request."""
-    from diptych.cli.admin_commands import restart_processes
-
-    raise typer.Exit(restart_processes(grpc_port, names or []))
-
-
-@app.command(rich_help_panel=_OPERATE)
-def flush(
-    worker_id: Annotated[str, typer.Argument(help="Empty: every worker.")] = "",
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-) -> None:
-    """Let workers forget the cached prefixes that no running request holds."""
-    from diptych.cli.admin_commands import flush_prefix_cache
-
-    raise typer.Exit(flush_prefix_cache(address, worker_id))
-
-
-lora = typer.Typer(name="lora", no_args_is_help=True, add_completion=False)
+for operate in (workers, top, drain, role, restart, flush):
+    app.command(rich_help_panel=_OPERATE)(operate)
 app.add_typer(lora, rich_help_panel=_OPERATE)
-
-
-@lora.callback()
-def _lora() -> None:
-    """Load, unload and list the LoRA adapters of a running system."""
-
-
-@lora.command("load")
-def lora_load(
-    name: Annotated[str, typer.Argument(callback=utf8, help="What requests have as `model`.")],
-    path: Annotated[
-        Path, typer.Argument(help="PEFT folder or GGUF file, at the same place on every worker's host.")
-    ],
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Serve it in place of another content of this name.")
-    ] = False,
-    model: Annotated[
-        str, typer.Option(callback=utf8, help="Model that it is for; needed where several are served.")
-    ] = "",
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-) -> None:
-    """Serve a LoRA adapter, once every worker has loaded it."""
-    from diptych.cli.adapter_commands import load_adapter
-
-    raise typer.Exit(load_adapter(address, name, path, replace=replace, model=model))
-
-
-@lora.command("unload")
-def lora_unload(
-    name: Annotated[str, typer.Argument(callback=utf8, help="As `diptych lora list` names it.")],
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its requests.")] = 300.0,
-    address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
-) -> None:
-    """Refuse new requests for an adapter, let the running ones end, and free its memory."""
-    from diptych.cli.adapter_commands import unload_adapter
-
-    raise typer.Exit(unload_adapter(address, name, timeout))
-
-
-@lora.command("list")
-def lora_list(address: AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
-    """List the adapters: digest, rank, requests, and the workers that have them."""
-    from diptych.cli.adapter_commands import list_adapters
-
-    raise typer.Exit(list_adapters(address))
 
 
 @app.command(rich_help_panel=_USE)

@@ -31,8 +31,9 @@ from diptych.runtime.settings import ProgramSettings, StartupError
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import RoleSettings
 from gateway.adapter_service import read_configured
-from gateway.config import GatewaySettings, admin_port_beside, port_clash
+from gateway.config import GatewaySettings
 from gateway.model.named_models import NamedModel, parse_models
+from gateway.ports import admin_port_beside, port_clash
 from kvtransfer.transports.prefault import available_memory
 from prefill_worker.config import PrefillSettings
 from prefill_worker.encoder.config import EncodeSettings

@@ -15,8 +15,8 @@ from diptych.runtime.bind_address import is_loopback
 from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from diptych.runtime.role_change import ROLES as WORKER_ROLES
-from gateway.config import admin_port_beside
 from gateway.model.named_models import NamedModel
+from gateway.ports import admin_port_beside
 
 _HEALTH_TIMEOUT_S = 5.0
 MODULES = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from diptych.engine.backends.triton.products.make import INPUT_ROUNDING, rounds_inputs
 from diptych.engine.backends.triton.products.scaled_mm import has_fp8
 from diptych.engine.backends.triton.supports import supports
 from diptych.engine.weights import ExpertWeights, Matrix, Weights
@@ -44,8 +45,9 @@ def describe_matrices(weights: Weights, device: torch.device) -> str:
 def _kind(matrix: Matrix, device: torch.device) -> str:
     if isinstance(matrix, ScaledMatrix):
         name = _KINDS["fp8" if matrix.values.dtype == FP8 else "int8"]
-        if name == "FP8" and not has_fp8(device):
-            return f"{name}, inputs not rounded: this card has no FP8"
+        if not rounds_inputs(matrix.values.dtype, device):
+            off = name != "FP8" or has_fp8(device)
+            return f"{name}, inputs not rounded: {f'{INPUT_ROUNDING}=off' if off else 'this card has no FP8'}"
         scales = "squares of 128" if matrix.squares else "a scale for each output"
         return f"{name} and inputs too, {scales}{'' if matrix.static is None else ', inputs by a fixed one'}"
     if isinstance(matrix, PackedMatrix):

@@ -27,10 +27,18 @@ async def end_task(task: "asyncio.Task[Any] | None") -> None:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Return what `work` returns. A caller that is cancelled meanwhile waits for its end first."""
+    """Return what `work` returns. A caller that is cancelled meanwhile, however often, waits for its end
+    first.
+    """
     running = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.gather(running, return_exceptions=True)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait((running,))  # which does not cancel what it waits for
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return running.result()
+    if not running.cancelled():
+        running.exception()  # it is seen
+    raise cancelled

@@ -22,8 +22,8 @@ from diptych.engine.kv.tiers.s3 import FAILURES, S3Place, S3Store, credentials_o
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.tiers.tier import Tier
 from diptych.runtime.kv_tier_specs import DISK, RAM, REDIS, S3, TierSpec
-from diptych.runtime.metrics import WorkerMetrics
 from diptych.runtime.settings import StartupError
+from diptych.runtime.worker_metrics import WorkerMetrics
 from kvtransfer.drivers.handshake import Fingerprint
 
 SHARED = (DISK, REDIS, S3)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.records import Role
-from diptych.runtime.metrics import StepMetrics
 from diptych.runtime.rpc_streams.stream import LinkService
+from diptych.runtime.worker_metrics import StepMetrics
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.gateway_link import GatewayLinks
 from diptych.worker_process.step_watchdog import StepWatchdog

@@ -19,7 +19,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from diptych.runtime.discovery import store
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.task_cancellation import end_task
 from gateway.admission.fair_share_lines import (
     LEASE_S,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from gateway.attempt.types import Role
 from gateway.metrics.adapters import AdapterMetrics, VllmLoraMetrics
 from gateway.metrics.models import ModelMetrics

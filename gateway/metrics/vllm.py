@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from gateway.attempt.types import Cause, FinishReason
 from gateway.worker_pool.registry import Worker
 

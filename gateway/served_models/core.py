@@ -18,7 +18,7 @@ from diptych.runtime.discovery.quota_table import QuotaTableStore
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.runtime.discovery.role_lease import RoleLease
 from diptych.runtime.errors import UnknownModel
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import Caller
 from gateway.adapter_service import AdapterService

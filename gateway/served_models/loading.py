@@ -9,7 +9,7 @@ from typing import NamedTuple
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import fetched_model
 from diptych.runtime.settings import StartupError
-from gateway.config import GatewaySettings, listed
+from gateway.config import GatewaySettings
 from gateway.images.decoder import ImageDecoder
 from gateway.images.fetcher import ImageFetcher
 from gateway.images.intake import ImageIntake, ImageLimits
@@ -17,6 +17,7 @@ from gateway.images.memory import HeldMemory
 from gateway.model.named_models import NamedModel
 from gateway.model.served_model import ServedModel
 from gateway.model.template_file import read_template
+from gateway.setting_types import listed
 
 _log = logging.getLogger(__name__)
 

@@ -54,6 +54,8 @@ class FailedWorkers:
     def __init__(self) -> None:
         self._losses: list[_Loss] = []  # by time; dead, unless they come back
         self._suspects: dict[str, _Suspect] = {}
+        self.suspected_at = -math.inf
+        """Time at which a suspect was last named: others may have been lost then, too."""
 
     @property
     def deaths(self) -> int:
@@ -94,6 +96,8 @@ class FailedWorkers:
         Args:
             since: when it got the attempt.
         """
+        if at < math.inf:
+            self.suspected_at = max(self.suspected_at, at)
         known = self._suspects.get(worker_id)
         if known is None or known.until <= at + within_s:
             self._suspects[worker_id] = _Suspect(since, at, at + within_s)

@@ -342,6 +342,7 @@ class RequestDriver:
             after_loss=self.state.attempts > self.state.refused + wanted.remote,
             remote=wanted.remote,
             suspects=self.state.limits.failed_workers.suspects,
+            suspected_at=self.state.limits.failed_workers.suspected_at,
             images_end=0 if self.job.request.images is None else self.job.request.images.end,
         )
         placement = self._workers.place_attempt(request, self.job, wanted.token_ids)

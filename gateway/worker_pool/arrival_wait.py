@@ -31,7 +31,8 @@ class ArrivalWait:
         self._started_at = clock()
         self._complete_until = -math.inf
         self._was_complete = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        """Requests in the order of arrival, in which they go on."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -69,8 +70,8 @@ class ArrivalWait:
         if seconds <= 0:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
+        self._waiting[waiting] = None
         try:
             await asyncio.wait({waiting}, timeout=seconds)
         finally:
-            self._waiting.discard(waiting)
+            self._waiting.pop(waiting, None)

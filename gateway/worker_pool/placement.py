@@ -109,6 +109,8 @@ class AttemptPlacer:
         if request.images_end:
             encoders = self._encoders(request)
             prefill = [w for w in prefill if reads_images(w.record, encoders)]
+            if all_prefill and not prefill and self._awaits_encoders(request):
+                return NoProof()
         hits = PromptHits(self._prefixes, [*prefill, *decode], job, token_ids)
         proven = self._proven(prefill), self._proven(decode)
         route = self._choose_pair(request, *proven, hits)
@@ -134,10 +136,18 @@ class AttemptPlacer:
         )
 
     def _encoders(self, request: RouteRequest) -> list[EncoderCandidate]:
-        """Return the encode workers that may get an attempt; after a loss those first that live for sure."""
+        """Return the encode workers that may get an attempt: those first that live for sure, and after a loss
+        no others.
+        """
         workers = self._registry.serving(Role.ENCODE)
-        workers = self._proven(workers) or workers
+        proven = self._proven(workers, request.suspected_at)
+        workers = proven if request.after_loss else proven or workers
         return [w.encoder_candidate() for w in workers if w.record.worker_id not in request.avoid]
+
+    def _awaits_encoders(self, request: RouteRequest) -> bool:
+        """Return whether encode workers are linked, and none was heard of since a loss."""
+        workers = self._registry.serving(Role.ENCODE)
+        return request.after_loss and bool(workers) and not self._proven(workers, request.suspected_at)
 
     def _encoder_of(self, route: Route, job: Job, candidates: Sequence[EncoderCandidate]) -> str | None:
         """Return the encode worker for an attempt; None without need, or where prefill encodes."""
@@ -197,9 +207,10 @@ class AttemptPlacer:
             fall_back=all(w.record.worker_id in request.avoid for w in prefill),
         )
 
-    def _proven(self, workers: list[Worker]) -> list[Worker]:
-        """Return the workers that were heard of after the last loss of another one."""
-        return [w for w in workers if (w.link.last_seen or 0.0) >= self._lost_at + PROOF_MARGIN_S]
+    def _proven(self, workers: list[Worker], since: float = -math.inf) -> list[Worker]:
+        """Return the workers that were heard of after the last loss of another one, and after `since`."""
+        at = max(self._lost_at, since) + PROOF_MARGIN_S
+        return [w for w in workers if (w.link.last_seen or 0.0) >= at]
 
     def _is_silent(self, worker_id: str, since: float) -> bool:
         """Return whether the worker counts as linked, but nothing came from it since that time."""

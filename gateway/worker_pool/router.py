@@ -13,6 +13,7 @@ Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheape
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class RouteRequest:
     after_loss: bool = False  # an attempt before it was lost: no worker may get it that may have died, too
     suspects: tuple[tuple[str, float], ...] = ()  # workers that may have died under it, with the time
     images_end: int = 0  # position after the last row of an image, which prefill workers alone compute
+    suspected_at: float = -math.inf  # when its last suspect was named: encode workers may have died, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,13 @@
-"""The splits of a row's context in decode attention, and the pass that joins their results.
+"""The splits of a row's context in decode attention, and the join of their results.
 
-The first pass, kernels/gpu/paged_decode.py, computes them.
+The first pass, kernels/gpu/paged_decode.py, computes them. Splits are joined in groups of 16, and then the
+groups, both in their order and a few at a time: one sum, made by the last program to finish a split (a FOLD)
+or by a pass of its own.
+
+By arithmetic for an H200 and four query heads a KV head: a pass of its own took 2.8 µs a layer beside one row
+(measured) and reads 9 MB beside 64 rows of 2,050 tokens, 5 µs. In the fold a group is two loads of 16 KB, 0.8
+µs each, after 0.7 µs for the count: 2.3 µs beside one row, and beside many hidden behind other rows' splits.
+Of 128K tokens, 16 groups, 5 µs instead of 8.
 """
 
 from __future__ import annotations
@@ -23,8 +30,11 @@ SHORT_SPLIT, MIDDLE_SPLIT, LONG_SPLIT = 128, 256, 512
 _SHORT_CONTEXT, _MIDDLE_CONTEXT = tl.constexpr(SHORT_CONTEXT), tl.constexpr(MIDDLE_CONTEXT)
 _SHORT_SPLIT, _MIDDLE_SPLIT = tl.constexpr(SHORT_SPLIT), tl.constexpr(MIDDLE_SPLIT)
 _LONG_SPLIT = tl.constexpr(LONG_SPLIT)
-_JOINED = 32
-"""Splits that the second pass adds at a time."""
+GROUPED = 16
+"""Splits of a group: those of up to 8,192 tokens are one."""
+_GROUPED = tl.constexpr(GROUPED)
+_AT_ONCE = 4096
+"""Numbers that are joined at a time: 128 registers of one warp."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,10 @@ class DecodeScratch:
     """`[rows, heads, splits]`: the largest score of each split, times log2(e)."""
     sums: torch.Tensor
     """`[rows, heads, splits]`."""
+    finished: torch.Tensor
+    """int32 `[rows, heads, 1 + groups]`, zero between steps: how many groups of a KV head have finished, and
+    how many splits of each.
+    """
 
 
 def max_splits(max_tokens: int) -> int:
@@ -58,6 +72,7 @@ def make_scratch(
         torch.empty(rows, heads, splits, head_dim, device=device),
         torch.empty(rows, heads, splits, device=device),
         torch.empty(rows, heads, splits, device=device),
+        torch.zeros(rows, heads, 1 + triton.cdiv(splits, GROUPED), dtype=torch.int32, device=device),
     )
 
 
@@ -77,69 +92,194 @@ def split_size(tokens):
     return tl.where(tokens <= _SHORT_CONTEXT, _SHORT_SPLIT, longer)
 
 
+@triton.jit
+def joined(
+    mixed, peaks, sums, base, first, count, HEADS: tl.constexpr, EVERY: tl.constexpr, TOGETHER: tl.constexpr,
+    HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Return the join of `count` partial results of HEADS heads, at `base [HEADS_PAD] + first` and every
+    EVERY further: their sum `[HEADS_PAD, D_PAD]`, peak and total `[HEADS_PAD]`.
+
+    `mixed`, `peaks` and `sums` as in DecodeScratch; `count` is 0 or more. TOGETHER are read at a time, from
+    where all programs see them.
+    """
+    dims = tl.arange(0, D_PAD)
+    real = tl.arange(0, HEADS_PAD) < HEADS
+    highest = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_PAD], tl.float32)
+    acc = tl.zeros([HEADS_PAD, D_PAD], tl.float32)
+    for begin in range(0, count, TOGETHER):
+        number = begin + tl.arange(0, TOGETHER)
+        there = (number < count)[:, None] & real[None, :]
+        place = base[None, :] + first + number[:, None] * EVERY
+        peak = tl.load(peaks + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(sums + place, mask=there, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            mixed + place[:, :, None] * D + dims[None, None, :],
+            mask=there[:, :, None] & (dims < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        higher = tl.maximum(highest, tl.max(peak, axis=0))
+        # Heads that pad the tile have no peak: nothing less nothing would not be a number.
+        anchor = tl.where(real, higher, 0.0)
+        faded = tl.exp2(peak - anchor[None, :])
+        before = tl.exp2(highest - anchor)
+        total = total * before + tl.sum(part * faded, axis=0)
+        acc = acc * before[:, None] + tl.sum(values * faded[:, :, None], axis=0)
+        highest = higher
+    return acc, highest, total
+
+
+@triton.jit
+def store_joined(
+    acc, highest, total, sinks, heads, out, row_head, SINKS: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Write the result of `joined`, beside the `sinks` of heads `heads [HEADS_PAD]`, to rows `row_head
+    [HEADS_PAD]` of `out [rows * heads, D]`.
+    """
+    dims = tl.arange(0, D_PAD)
+    real = tl.arange(0, HEADS_PAD) < HEADS
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E_F32
+        higher = tl.maximum(highest, sink)
+        faded = tl.exp2(highest - higher)
+        total = total * faded + tl.exp2(sink - higher)
+        acc = acc * faded[:, None]
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    place = out + row_head[:, None] * D + dims[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < D)[None, :])
+
+
+@triton.jit
+def fold_in(
+    mixed, peaks, sums, finished, base, split, count, HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Count split `split` of `count` as finished; the last one of a group joins it, the last group all.
+
+    `base [HEADS_PAD]` is the heads' first place in the scratch, `finished` the counters of this row and KV
+    head, zero again when all is done. Returns whether this was the last, and the
+    result of `joined` then.
+    """
+    real = tl.arange(0, HEADS_PAD) < HEADS
+    dims = tl.arange(0, D_PAD)
+    group = split // _GROUPED
+    groups = (count + _GROUPED - 1) // _GROUPED
+    first = group * _GROUPED
+    here = tl.minimum(count - first, _GROUPED)
+    acc = tl.zeros([HEADS_PAD, D_PAD], tl.float32)
+    highest = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_PAD], tl.float32)
+    last = count < 0
+    # What all threads wrote comes before the count, which one of them makes known to the device.
+    tl.debug_barrier()
+    if tl.atomic_add(finished + 1 + group, 1, sem="acq_rel") == here - 1:
+        tl.store(finished + 1 + group, 0)
+        acc, highest, total = joined(
+            mixed, peaks, sums, base, first, here, HEADS, 1, TOGETHER, HEADS_PAD, D, D_PAD
+        )
+        last = groups == 1
+        if groups > 1:
+            # All have read a group before its first place is written over.
+            tl.debug_barrier()
+            place = base + first
+            tl.store(
+                mixed + place[:, None] * D + dims[None, :], acc,
+                mask=real[:, None] & (dims < D)[None, :],
+            )  # fmt: skip
+            tl.store(peaks + place, highest, mask=real)
+            tl.store(sums + place, total, mask=real)
+            tl.debug_barrier()
+            last = tl.atomic_add(finished, 1, sem="acq_rel") == groups - 1
+            if last:
+                tl.store(finished, 0)
+                acc, highest, total = joined(
+                    mixed, peaks, sums, base, 0, groups, HEADS, _GROUPED, TOGETHER, HEADS_PAD, D, D_PAD
+                )
+    return last, acc, highest, total
+
+
 @triton.jit(do_not_specialize=["lengths", "scratch_splits"])
 def _join(
     lengths, sinks, mixed, peaks, sums, out, scratch_splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, TOGETHER: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, JOINED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one head of one row.
+    """Join the splits of one KV head of one row that has several: groups of splits, then the groups.
 
     `lengths` int32 `[rows]`; `sinks` float32 `[heads]`; `mixed`, `peaks` and `sums` as in DecodeScratch, with
-    room for `scratch_splits` splits; `out [rows, heads, D]`. JOINED splits are read at a time; grid `[heads,
-    rows]`.
+    room for `scratch_splits` splits; `out [rows, heads, D]`; grid `[KV_HEADS, rows]`.
     """
     row = tl.program_id(1)
     length = tl.load(lengths + row)
     read = length - first_read(length, WINDOW, BLOCK_SIZE)
     size = split_size(read)
     count = (read + size - 1) // size
-    # A row with one split is finished already.
-    if count != 1:
-        row_head = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        dims = tl.arange(0, D_PAD)
-        in_head = dims < D
+    # A row with one split, or none, is finished already.
+    if count > 1:
+        member = tl.arange(0, HEADS_PAD)
+        heads = tl.program_id(0) * GROUP + member
+        row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
         base = row_head * scratch_splits
-        highest = tl.full([], float("-inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        if SINKS:
-            highest = tl.load(sinks + tl.program_id(0)) * LOG2_E_F32
-            total = total + 1.0
-        acc = tl.zeros([D_PAD], tl.float32)
-        for first in range(0, count, JOINED):
-            split = first + tl.arange(0, JOINED)
-            there = split < count
-            peak = tl.load(peaks + base + split, mask=there, other=float("-inf"))
-            part = tl.load(sums + base + split, mask=there, other=0.0)
-            place = mixed + (base + split)[:, None] * D + dims[None, :]
-            values = tl.load(place, mask=there[:, None] & in_head[None, :], other=0.0)
-            higher = tl.maximum(highest, tl.max(peak, axis=0))
-            faded = tl.exp2(peak - higher)
-            before = tl.exp2(highest - higher)
-            total = total * before + tl.sum(part * faded, axis=0)
-            acc = acc * before + tl.sum(values * faded[:, None], axis=0)
-            highest = higher
-        # A row without a context (padding of a captured batch) is zero.
-        result = acc / tl.where(count > 0, total, 1.0)
-        tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty), mask=in_head)
+        real, dims = member < GROUP, tl.arange(0, D_PAD)
+        groups = (count + _GROUPED - 1) // _GROUPED
+        if groups > 1:
+            for group in range(groups):
+                first = group * _GROUPED
+                acc, highest, total = joined(
+                    mixed, peaks, sums, base, first, tl.minimum(count - first, _GROUPED), GROUP, 1, TOGETHER,
+                    HEADS_PAD, D, D_PAD,
+                )  # fmt: skip
+                place = base + first
+                tl.debug_barrier()
+                tl.store(
+                    mixed + place[:, None] * D + dims[None, :], acc,
+                    mask=real[:, None] & (dims < D)[None, :],
+                )  # fmt: skip
+                tl.store(peaks + place, highest, mask=real)
+                tl.store(sums + place, total, mask=real)
+            tl.debug_barrier()
+            acc, highest, total = joined(
+                mixed, peaks, sums, base, 0, groups, GROUP, _GROUPED, TOGETHER, HEADS_PAD, D, D_PAD
+            )
+        else:
+            acc, highest, total = joined(
+                mixed, peaks, sums, base, 0, count, GROUP, 1, TOGETHER, HEADS_PAD, D, D_PAD
+            )
+        store_joined(
+            acc, highest, total, sinks, heads, out, row_head, SINKS, GROUP, HEADS_PAD, D, D_PAD
+        )  # fmt: skip
+
+
+def join_sizes(group: int, head_dim: int) -> dict[str, int]:
+    """Return the sizes with which `joined` joins `group` heads a KV head: HEADS_PAD and TOGETHER."""
+    heads = power_of_two(group)
+    return {
+        "HEADS_PAD": heads,
+        "TOGETHER": min(GROUPED, max(1, _AT_ONCE // (heads * power_of_two(head_dim, 16)))),
+    }
 
 
 def join_splits(
     lengths: torch.Tensor,
     scratch: DecodeScratch,
     out: torch.Tensor,
+    kv_heads: int,
     block_size: int,
     window: int,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write to `out [rows, heads, head_dim]` the rows that have more splits than one, or none.
+    """Write to `out [rows, heads, head_dim]` the rows that have more splits than one.
 
     `lengths` is int32 `[rows]`; `block_size` and `window` (0 is none), in tokens, are those with which the
     splits were made. `sinks`, float32 `[heads]`, are logits beside each head's scores.
     """
     rows, heads, head_dim = out.shape
-    _join[(heads, rows)](
+    group = heads // kv_heads
+    _join[(kv_heads, rows)](
         lengths, scratch.sums if sinks is None else sinks, scratch.mixed, scratch.peaks, scratch.sums, out,
-        scratch.sums.shape[2], D=head_dim, D_PAD=power_of_two(head_dim), BLOCK_SIZE=block_size, WINDOW=window,
-        SINKS=sinks is not None, JOINED=_JOINED, num_warps=4,
+        scratch.sums.shape[2], KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=power_of_two(head_dim, 16),
+        BLOCK_SIZE=block_size, WINDOW=window, SINKS=sinks is not None, **join_sizes(group, head_dim),
+        num_warps=1,
     )  # fmt: skip

@@ -123,6 +123,7 @@ def make_invariant_scratch(
         torch.empty(rows, heads, splits, head_dim, device=device),
         torch.empty(rows, heads, splits, device=device),
         torch.empty(rows, heads, splits, device=device),
+        torch.empty(0, dtype=torch.int32, device=device),  # they are joined by a pass of their own
     )
 
 

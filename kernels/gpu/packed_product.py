@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.product_tiles import Tile, product_tile
+from kernels.gpu.package_tiles import Tile
+from kernels.gpu.product_tiles import product_tile
 from kernels.packed_matrix import PackedMatrix
 
 _TABLE, _FP8, _FP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

@@ -1,13 +1,16 @@
 """Decode attention over blocks: rows with one query token each, split over the context.
 
 Flash-decoding (Dao et al. 2023): a row's context is cut into splits, each split's softmax is computed alone
-with its maximum and sum, and a second pass joins them. The meaning is kernels/paged_decode.py.
+with its maximum and sum, and then they are joined. The meaning is kernels/paged_decode.py.
 
 - **Work.** A fixed number of programs walks a list of items (row, split, KV head) that every program
   derives from the lengths on the device, so one captured graph serves all lengths, and neither a long
   neighbour nor an empty row costs a launch. All query heads that share a KV head are one tile.
-- **Batch invariance.** Splits are counted in tokens and depend on the row's own length alone; the second pass
-  adds them in their order, in groups of fixed size. A row's bits are the same alone and among others.
+- **Join.** The program that finishes a row's last split joins them (decode_splits.py): how many have finished
+  is counted in the scratch, where the last one leaves zeros for the next launch.
+- **Batch invariance.** Splits are counted in tokens and depend on the row's own length alone; they are added
+  in their order, in groups of fixed size. A row's bits are the same alone and among others, whichever program
+  was the last.
 - **Sinks** (gpt-oss, 2025), a logit for each head beside its scores, enter once: where splits are joined, or
   where a row's only split ends.
 - **What lies beyond a length** is not read into the result, whatever it holds: hidden keys are replaced after
@@ -23,10 +26,13 @@ import triton.language as tl
 from kernels.gpu.decode_splits import (
     DecodeScratch,
     first_read,
+    fold_in,
+    join_sizes,
     join_splits,
     make_scratch,
     max_splits,
     split_size,
+    store_joined,
 )
 from kernels.gpu.launch import (
     INTERPRETED,
@@ -41,7 +47,9 @@ from kernels.gpu.tuning import decode_default, look_up, shape_class
 
 # What a step's packing leaves to chance (how many rows, where in an array its numbers begin) helps no load: a
 # kernel for every case would be compiled while requests wait.
-@triton.jit(do_not_specialize=["tables", "lengths", "rows", "table_stride", "scratch_splits"])
+@triton.jit(
+    do_not_specialize=["tables", "lengths", "rows", "table_stride", "scratch_splits", "scratch_groups"]
+)
 def _splits(
     query,
     blocks,
@@ -52,12 +60,14 @@ def _splits(
     mixed,
     peaks,
     sums,
+    finished,
     out,
     rows,
     layer_offset,
     block_stride,
     table_stride,
     scratch_splits,
+    scratch_groups,
     score_scale,
     cap_scale,
     KV_HEADS: tl.constexpr,
@@ -74,21 +84,26 @@ def _splits(
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
+    FOLD: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute the softmax of items (row, split, KV head), each program every `num_programs`-th of them.
 
     `query` and `out` are `[rows, heads, D]`; `blocks` the KV memory from `layer_offset` elements on,
     `block_stride` elements a block; `tables` int32 `[rows, table_stride]`, `lengths` int32 `[rows]`, `scales`
-    float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`; `mixed`, `peaks` and `sums` as in
-    DecodeScratch. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none),
-    GROUP is query heads a KV head.
+    float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`; `mixed` to `finished` as in
+    DecodeScratch, with room for `scratch_splits` splits and `scratch_groups` groups. With FOLD the last split
+    of a row joins them, TOGETHER at a time. `score_scale` and `cap_scale` are those of `score_factors`,
+    WINDOW is tokens (0 none), GROUP is query heads a KV head.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
     read = all_lengths - first_read(all_lengths, WINDOW, BLOCK_SIZE)
     size = split_size(read)
-    counts = (read + size - 1) // size
+    # An empty row (padding of a captured batch) is one item, too, which writes zeros.
+    counts = tl.where(numbers < rows, tl.maximum((read + size - 1) // size, 1), 0)
     ends = tl.cumsum(counts, axis=0)
     items = tl.sum(counts, axis=0) * KV_HEADS
 
@@ -160,18 +175,32 @@ def _splits(
         row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
         if length - first <= size_here:
             if SINKS:
-                sink = tl.load(sinks + heads, mask=in_group, other=float("-inf")) * LOG2_E_F32
+                sink = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E_F32
                 higher = tl.maximum(peak, sink)
                 faded = tl.exp2(peak - higher)
                 total = total * faded + tl.exp2(sink - higher)
                 acc = acc * faded[:, None]
             place_out = out + row_head[:, None] * D + dims[None, :]
-            tl.store(place_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            tl.store(place_out, result.to(out.dtype.element_ty), mask=kept)
         else:
             partial = row_head * scratch_splits + split
             tl.store(mixed + partial[:, None] * D + dims[None, :], acc, mask=kept)
             tl.store(peaks + partial, peak, mask=in_group)
             tl.store(sums + partial, total, mask=in_group)
+            if FOLD:
+                member = tl.arange(0, HEADS_PAD)
+                of_row = row.to(tl.int64) * KV_HEADS + head
+                own = of_row * GROUP + member
+                last, sum_of, peak_of, total_of = fold_in(
+                    mixed, peaks, sums, finished + of_row * (scratch_groups + 1), own * scratch_splits, split,
+                    (length - first + size_here - 1) // size_here, GROUP, TOGETHER, HEADS_PAD, D, D_PAD,
+                )  # fmt: skip
+                if last:
+                    store_joined(
+                        sum_of, peak_of, total_of, sinks, head * GROUP + member, out, own, SINKS, GROUP,
+                        HEADS_PAD, D, D_PAD,
+                    )  # fmt: skip
 
 
 def paged_decode(
@@ -225,12 +254,14 @@ def paged_decode(
         scratch.mixed,
         scratch.peaks,
         scratch.sums,
+        scratch.finished,
         out,
         rows,
         layer * 2 * kv_heads * blocks.shape[-1],
         blocks.stride(0),
         tables.stride(0),
         scratch_splits,
+        scratch.finished.shape[2] - 1,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
@@ -246,8 +277,11 @@ def paged_decode(
         ROWS_PAD=power_of_two(rows, 64),
         OPERAND=operand_type(torch.float16 if halved else query.dtype),
         HALVED=halved,
+        FOLD=bool(tuned["fold"]),
+        **join_sizes(heads // kv_heads, head_dim),
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
     )
-    join_splits(lengths, scratch, out, block_size, window or 0, sinks)
+    if not tuned["fold"]:
+        join_splits(lengths, scratch, out, kv_heads, block_size, window or 0, sinks)
     return out

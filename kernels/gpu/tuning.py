@@ -1,10 +1,10 @@
 """Tile sizes of a kernel: found once by measuring, kept in a JSON file, looked up by device.
 
 A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
-row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the written
-defaults hold, which are meant for an H200. H100, A100, L40S and RTX 4090 have fewer programs of decode
-attention (card_tiles.py), and tiles of prefill that fit the memory of a program: by arithmetic, measured on
-none of them.
+row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the package's tiles
+hold (package_tiles.py), and without those the written defaults, which are meant for an H200. H100, A100, L40S
+and RTX 4090 have fewer programs of decode attention (card_tiles.py), and tiles of prefill that fit the memory
+of a program: by arithmetic, measured on none of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from kernels.gpu.card_tiles import decode_programs
 from kernels.gpu.launch import power_of_two
+from kernels.gpu.package_tiles import package_tile
 
 Config = dict[str, int]
 
@@ -54,13 +55,14 @@ def device_name(device: torch.device) -> str:
 
 @lru_cache(maxsize=1024)
 def look_up(device: torch.device, operator: str, shapes: str, default: tuple[tuple[str, int], ...]) -> Config:
-    """Return what was found for `operator` on this device; where nothing was, `default` (name, value), which
-    is an H200's, as card_tiles.py has it for this card.
+    """Return what was found for `operator` on this device; where nothing was, what the package has for this
+    card, else `default` (name, value), which is an H200's, as card_tiles.py has it for this card.
     """
     card = device_name(device)
     found = _read(tuning_file()).get(card, {}).get(operator, {}).get(shapes, {})
     kept = {name: decode_programs(card, value) if name == "programs" else value for name, value in default}
-    return {name: int(found.get(name, value)) for name, value in kept.items()}
+    package = package_tile(card, operator, shapes)
+    return {name: int(found.get(name, package.get(name, value))) for name, value in kept.items()}
 
 
 def keep(device: torch.device, operator: str, shapes: str, config: Mapping[str, int]) -> None:
@@ -81,13 +83,17 @@ def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple
 
     Found on an H200 with heads of 128 and blocks of 16, in 16 and 8 bits: many programs of few threads, each
     with little on its way, move more than few with deep pipelines. FP8 in three stages does not compile:
-    a key of one byte is too small for their copies.
+    a key of one byte is too small for their copies. `fold` is 1 where the last split of a row joins them, 0
+    where a launch of its own does (decode_splits.py has the arithmetic; no card has measured it).
     """
+    fold = ("fold", 1)
     if itemsize == 4:
-        return (("tile", 16 if head_dim > 128 else 32), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
+        tile = ("tile", 16 if head_dim > 128 else 32)
+        return (tile, ("num_warps", 4), ("num_stages", 3), ("programs", 2), fold)
     if head_dim > 128 or block_size > 32:
-        return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4))
-    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12 if itemsize == 1 else 16))
+        return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4), fold)
+    programs = ("programs", 12 if itemsize == 1 else 16)
+    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), programs, fold)
 
 
 def prefill_default(
@@ -137,9 +143,12 @@ def decode_candidates(head_dim: int) -> Iterable[Config]:
             for num_stages in (2, 3, 5):
                 if 2 * tile * head_dim * 2 * num_stages <= _SHARED_MEMORY // 2:
                     for programs in (4, 8, 12, 16):
-                        yield _config(
-                            tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs
-                        )
+                        # Without the fold where it may be better, at the tiles that were best so far.
+                        for fold in (1, 0) if (tile, num_warps, num_stages) == (32, 1, 2) else (1,):
+                            yield _config(
+                                tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs,
+                                fold=fold,
+                            )  # fmt: skip
 
 
 def prefill_candidates(head_dim: int) -> Iterable[Config]:

@@ -18,6 +18,7 @@ from kvtransfer.drivers.holder_codec import holder_message, read_holders
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import pull_mapped
 from kvtransfer.transports.base import (
+    HolderReach,
     HolderReceiver,
     KVHolder,
     Locality,
@@ -119,7 +120,7 @@ def _admit_holders(
 def _unreachable_reason(transport: ReceivingTransport, hello: handoff_pb2.HandoffHello) -> str | None:
     """Return why the processes of a hello cannot use a transport, None if they can."""
     reason = transport.unreachable_reason(Locality(hello.host_id, hello.device, hello.pid))
-    if reason is None and isinstance(transport, HolderReceiver):
+    if reason is None and isinstance(transport, HolderReach):
         pids = [hello.pid, *hello.rank_pids]
         reason = transport.unreachable_holders(read_holders(hello.holders), pids)
     return reason

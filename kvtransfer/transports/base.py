@@ -115,8 +115,8 @@ class RankedReceiver(ReceivingTransport, Protocol):
 
 
 @runtime_checkable
-class HolderReceiver(ReceivingTransport, Protocol):
-    """A receiving end to which each process with a share of the blocks may send its own."""
+class HolderReach(Protocol):
+    """A receiving end for which it matters who holds which shares of a writer's blocks."""
 
     def unreachable_holders(self, holders: Holders, pids: Sequence[int]) -> str | None:
         """Return why blocks of a writer cannot come whose processes `pids` hold these shares; None: they can.
@@ -125,7 +125,14 @@ class HolderReceiver(ReceivingTransport, Protocol):
         """
         ...
 
-    def admit_holders(self, writer: WriterId, holders: Holders, pids: Sequence[int]) -> Sequence[KVHolder]:
+
+@runtime_checkable
+class HolderReceiver(ReceivingTransport, Protocol):
+    """A receiving end to which each process with a share of the blocks may send its own."""
+
+    def admit_holders(
+        self, writer: WriterId, holders: Holders, pids: Sequence[int] = ()
+    ) -> Sequence[KVHolder]:
         """Let the processes that hold these shares of a writer's blocks register as that writer.
 
         Args:

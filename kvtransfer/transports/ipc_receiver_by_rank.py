@@ -102,7 +102,7 @@ class IpcByRankReceiver:
         return self._mapping.unreachable_reason(writer, in_place=False)
 
     def unreachable_holders(self, holders: Holders, pids: Sequence[int]) -> str | None:
-        """See `HolderReceiver.unreachable_holders`."""
+        """See `HolderReach.unreachable_holders`."""
         if self._goes_whole(holders):
             return None
         if not can_go_by_rank(self._layout) or not holders:
@@ -122,7 +122,9 @@ class IpcByRankReceiver:
         """Let a process that writes whole blocks register; return its token, empty where none does."""
         return b"" if self._whole is None else self._whole.admit(writer, pid)
 
-    def admit_holders(self, writer: WriterId, holders: Holders, pids: Sequence[int]) -> Sequence[KVHolder]:
+    def admit_holders(
+        self, writer: WriterId, holders: Holders, pids: Sequence[int] = ()
+    ) -> Sequence[KVHolder]:
         """See `HolderReceiver.admit_holders`."""
         if self._goes_whole(holders):
             return ()

@@ -121,11 +121,9 @@ class ByRankReceiver:
         self._drop(self._session_of(writer))
         return self._whole.admit(writer, pid)
 
-    def unreachable_holders(self, holders: Holders, pids: Sequence[int]) -> str | None:
-        """Return None: what does not go from rank to rank goes whole."""
-        return None
-
-    def admit_holders(self, writer: WriterId, holders: Holders, pids: Sequence[int]) -> Sequence[KVHolder]:
+    def admit_holders(
+        self, writer: WriterId, holders: Holders, pids: Sequence[int] = ()
+    ) -> Sequence[KVHolder]:
         """See `HolderReceiver.admit_holders`."""
         if len(holders) <= 1 and len(self._holders) <= 1:
             return ()

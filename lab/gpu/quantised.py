@@ -16,6 +16,7 @@ from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.products.dense import Linear, library_product
 from diptych.engine.backends.triton.products.make import quantised_product
 from diptych.engine.backends.triton.products.product import Product
+from diptych.engine.backends.triton.products.scaled import FEW_ROWS
 from diptych.engine.weights import Matrix
 from kernels import packed_matrix, scaled_matrix
 from kernels.packed_matrix import PackedMatrix, pack
@@ -50,6 +51,16 @@ def quantised(context: Context) -> Iterator[Figure]:
     yield from expert_figures(context, device, operators)
 
 
+def _packed_meaning(x: torch.Tensor, rows: int, weight: PackedMatrix) -> torch.Tensor:
+    return packed_matrix.packed_linear(x, weight)
+
+
+def _scaled_meaning(x: torch.Tensor, rows: int, weight: ScaledMatrix) -> torch.Tensor:
+    """Multiply `x [T, columns]` with inputs rounded or not, as those of a step of `rows` rows are."""
+    as_they_are = rows <= FEW_ROWS and weight.values.dtype == FP8
+    return (scaled_matrix.unrounded_linear if as_they_are else scaled_matrix.scaled_linear)(x, weight)
+
+
 @dataclass(frozen=True)
 class _Case:
     """A matrix of one kind, and one of full numbers of the same size."""
@@ -57,16 +68,17 @@ class _Case:
     product: Product
     numbers: torch.Tensor
     """bfloat16 `[outputs, inputs]`."""
-    meaning: Callable[[torch.Tensor], torch.Tensor]
+    meaning: Callable[[torch.Tensor, int], torch.Tensor]
+    """Function of some of a step's rows, and of how many the step has."""
 
     @classmethod
     def make(cls, size: tuple[int, int], make: Callable[..., Matrix], device: torch.device) -> _Case:
         matrix = make(*size)
         if isinstance(matrix, PackedMatrix):
             moved = matrix.to(device)
-            meaning = partial(packed_matrix.packed_linear, weight=moved)
+            meaning = partial(_packed_meaning, weight=moved)
         elif isinstance(matrix, ScaledMatrix):
-            meaning = partial(scaled_matrix.scaled_linear, weight=matrix.to(device))
+            meaning = partial(_scaled_meaning, weight=matrix.to(device))
         else:
             raise TypeError("full numbers are what the others are held against")
         numbers = torch.randn(size, device=device).mul_(size[1] ** -0.5).bfloat16()
@@ -82,7 +94,7 @@ def _figure(context: Context, name: str, layer: list[_Case], rows: int, operator
     room = torch.empty(most, dtype=torch.bfloat16, device=device) if most else None
     for case, x, out in zip(layer, inputs, outs, strict=True):
         case.product.multiply(operators, x, room, out=out)
-        expected = case.meaning(x[:16])
+        expected = case.meaning(x[:16], rows)
         wrong = float((out[:16].float() - expected).norm() / expected.norm())
         if wrong > (1.0 if context.dry else _MOST_ERROR):  # the interpreter cuts bfloat16 off
             raise Unmeasured(f"{name}, {rows} rows: {wrong:.3g} of the norm away from the meaning")

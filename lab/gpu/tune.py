@@ -1,25 +1,37 @@
-"""`python -m lab.gpu.tune`: find the attention kernels' tile sizes on this GPU, and keep them.
+"""`python -m lab.gpu.tune`: find the tile sizes of attention and of products on this GPU, and keep them.
 
 Candidates are compiled by as many processes as there are cores (one takes a second or more, and there are
 dozens), then measured one by one where the targets are: decode at batch 32 and 16K, prefill at 16K. What is
-found is written to the file that kernels/gpu/tuning.py names, for the shapes of an 8B model in bfloat16.
+found is written to the file that kernels/gpu/tuning.py names, for the shapes of an 8B model in bfloat16;
+with `--package` to the table of the package, for its card. Products are those of tune_products.py.
+`--dry-run` with TRITON_INTERPRET=1 does every line once on a CPU, at tiny sizes, into a file that is thrown
+away.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 
+from kernels.gpu.card_tiles import H200, Card, card_of
+from kernels.gpu.package_tiles import FILE, write_measured
 from kernels.gpu.tuning import (
     Config,
     decode_candidates,
+    device_name,
     keep,
     prefill_candidates,
     shape_class,
@@ -28,32 +40,48 @@ from kernels.gpu.tuning import (
 from lab.gpu.paged_case import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, paged_case, random_query
 from lab.gpu.section import Context, Unmeasured, device_of
 from lab.gpu.timing import Work, measure
+from lab.gpu.tune_products import run_once, tune_products
 
 _TOKENS = 16_384
+_DRY_TOKENS = 32
 _COMPILED_TOKENS = 4096
 """Size whose dependent numbers are multiples of 16, as with the larger one: Triton compiles by that."""
 
 
-def tune(context: Context) -> None:
-    """Measure all candidates of both kernels, keep the fastest of each. Raises Unmeasured without a GPU."""
-    device = device_of(context)
+Keep = Callable[[str, str, Config], None]
+"""Keeps the tile of an operator for a class of shapes."""
+
+
+def tune_attention(context: Context, device: torch.device, kept: Keep) -> None:
+    """Measure all candidates of both kernels of attention, and keep the fastest of each."""
     shapes = shape_class(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE, torch.bfloat16, torch.bfloat16)
-    candidates = {name: list(found(HEAD_DIM)) for name, (found, _) in _OPERATORS.items()}
-    _compile(context, device, [(name, config) for name, configs in candidates.items() for config in configs])
+    candidates = {
+        name: list(found(HEAD_DIM))[: context.pick(None, None, 1)] for name, (found, _) in _OPERATORS.items()
+    }
+    jobs = [(str(device), name, config) for name, configs in candidates.items() for config in configs]
+    _compile(context, _run_once, jobs)
     for operator, (_, make) in _OPERATORS.items():
-        best = _fastest(context, operator, candidates[operator], make(device, _TOKENS))
-        keep(device, operator, shapes, best)
+        work = make(device, context.pick(_TOKENS, _TOKENS, _DRY_TOKENS))
+        best = _fastest(context, operator, candidates[operator], work)
+        kept(operator, shapes, best)
         context.say(f"{operator}: {best}")
 
 
-def _compile(context: Context, device: torch.device, jobs: Sequence[tuple[str, Config]]) -> None:
-    """Run every candidate once, in processes of their own: what they compile stays in Triton's cache."""
+def _compile(context: Context, run: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Run every job once, in processes of their own: what they compile stays in Triton's cache."""
+    if context.dry:
+        return
     workers = min(len(jobs), os.cpu_count() or 1)
     context.say(f"compiling {len(jobs)} candidates in {workers} processes")
     # A CUDA context does not survive a fork.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(_run_once, [str(device)] * len(jobs), *zip(*jobs, strict=True)):
+        for _ in pool.map(run, *zip(*jobs, strict=True)):
             pass
+
+
+def _run_product(device: str, number: int, product: str, tile: Config) -> None:
+    with contextlib.suppress(Exception):
+        run_once(torch.device(device), number, product, tile)
 
 
 def _run_once(device: str, operator: str, config: Config) -> None:
@@ -89,7 +117,7 @@ def _decode(device: torch.device, tokens: int) -> Work:
     from kernels.gpu.decode_splits import make_scratch
     from kernels.gpu.paged_decode import paged_decode
 
-    rows = 32
+    rows = 32 if tokens > _DRY_TOKENS else 2
     case, query = paged_case(rows, tokens, device), random_query(rows, device)
     lengths = torch.full((rows,), tokens, dtype=torch.int32, device=device)
     scratch, out = make_scratch(rows, HEADS, HEAD_DIM, tokens, device), torch.empty_like(query)
@@ -112,15 +140,54 @@ _OPERATORS = {"paged_decode": (decode_candidates, _decode), "paged_prefill": (pr
 """Candidates by name: what is tried, and the work to measure on a device over so many tokens."""
 
 
-def main() -> int:
+def _card(device: torch.device) -> Card:
+    """Return the card of a device; the CPU's interpreter stands for an H200. Raises Unmeasured for others."""
+    found = H200 if device.type != "cuda" else card_of(device_name(device))
+    if found is None:
+        raise Unmeasured(f"{device_name(device)} is no card of kernels/gpu/card_tiles.py")
+    return found
+
+
+def _kept(device: torch.device, package: Path | None) -> Keep:
+    """Return what keeps a tile: in the tuner's file, or in the table `package`."""
+    if package is None:
+        return partial(keep, device)
+    return partial(write_measured, _card(device).name, path=package)
+
+
+def tune(context: Context, package: Path | None, only: Sequence[str]) -> None:
+    """Tune `only` these of attention and products. Raises Unmeasured without a GPU or for an unknown one."""
+    device = device_of(context)
+    kept = _kept(device, package)
+    if "attention" in only:
+        tune_attention(context, device, kept)
+    if "products" in only:
+
+        def prepare(jobs: list[tuple[int, str, Config]]) -> None:
+            _compile(context, _run_product, [(str(device), *job) for job in jobs])
+
+        tune_products(context, device, _card(device), kept, prepare)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0, or 1 where there is no GPU."""
-    context = Context(torch.device("cuda"), quick=False, say=lambda line: print(line, flush=True))
-    try:
-        tune(context)
-    except Unmeasured as missing:
-        print(missing, file=sys.stderr)
-        return 1
-    print(f"kept in {tuning_file()}")
+    parser = argparse.ArgumentParser(prog="python -m lab.gpu.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=("attention", "products"))
+    parser.add_argument("--package", action="store_true", help="keep tiles in the package's table")
+    parser.add_argument("--dry-run", action="store_true", help="every line once on a CPU")
+    asked = parser.parse_args(arguments)
+    device = torch.device("cpu" if asked.dry_run else "cuda")
+    context = Context(device, quick=False, say=lambda line: print(line, flush=True), dry=asked.dry_run)
+    package = FILE if asked.package else None
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.dry_run:
+            package = Path(shutil.copy(FILE, folder))
+        try:
+            tune(context, package, asked.only or ("attention", "products"))
+        except Unmeasured as missing:
+            print(missing, file=sys.stderr)
+            return 1
+        print(f"kept in {package or tuning_file()}")
     return 0
 
 

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 from diptych.engine.vision.embedding_cache import EmbeddingCache
-from diptych.runtime.metrics import EncodeMetrics, new_registry
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import ENCODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.worker_metrics import EncodeMetrics
 from diptych.worker.v1 import encode_pb2, work_pb2
 from diptych.worker_process.gateway_link import DrainOrder, GatewayLinks, read_drain
 from diptych.worker_process.program import serve_worker

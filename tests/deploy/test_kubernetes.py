@@ -14,7 +14,7 @@ from diptych import __version__
 from diptych.cli.restart_policy import LivenessProbe
 from diptych.runtime.env import KNOWN, unknown_variables
 from diptych.runtime.http_edge import _OPERATOR
-from diptych.runtime.metrics import DecodeMetrics, PrefillMetrics
+from diptych.runtime.worker_metrics import DecodeMetrics, PrefillMetrics
 from gateway.config import GatewaySettings
 from tests.deploy.manifests import (
     DEPLOY,

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.errors import DiptychError, Internal, QueueFull
-from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
 from diptych.runtime.telemetry import Attributes, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gateway.config import GatewaySettings, port_clash
+from gateway.config import GatewaySettings
+from gateway.ports import port_clash
 
 
 @pytest.mark.parametrize(

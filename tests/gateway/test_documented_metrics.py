@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
+from diptych.runtime.worker_metrics import DecodeMetrics, EncodeMetrics, PrefillMetrics
 from gateway.access.journal import Journal
 from gateway.access.shared_quota.leases import QuotaLeases
 from gateway.access.shared_quota.store import PoolStore

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from diptych.kserve.v2 import open_inference_pb2_grpc
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.heap_trim import HeapTrim
-from diptych.runtime.metrics import GatewayMetrics
 from gateway.model.served_model import ServedModel
 from gateway.slow_readers import HOLE_BYTES, LEAST_BYTES, ReaderLimits, UnreadOutput
 from tests.gateway.frontends.kserve.tensors import asking

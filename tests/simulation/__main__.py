@@ -13,8 +13,9 @@ from pathlib import Path
 
 from tests.simulation.campaign import Summary, campaign, prepare
 from tests.simulation.run import simulate
-from tests.simulation.scenario import THEMES, make_scenario
+from tests.simulation.scenario import make_scenario
 from tests.simulation.shrink import explain
+from tests.simulation.themes import THEMES
 
 SHOWN = 3
 """Failing seeds that are explained; the others are named."""

@@ -34,6 +34,7 @@ class Summary:
     wall_s: float = 0.0
     loaded: int = 0
     damaged: int = 0
+    shares: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
@@ -47,6 +48,7 @@ class Summary:
         self.virtual_s += outcome.seconds
         self.loaded += outcome.loaded
         self.damaged += outcome.damaged
+        self.shares += outcome.shares
         self.faults.update(outcome.faults)
         self.ends.update(outcome.ends)
         self.retries.update(outcome.retries)
@@ -54,7 +56,17 @@ class Summary:
             self.violations.append((seed, outcome.violation))
 
     def merge(self, other: Summary) -> None:
-        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s", "loaded", "damaged"):
+        for name in (
+            "seeds",
+            "events",
+            "messages",
+            "tokens",
+            "virtual_s",
+            "cpu_s",
+            "loaded",
+            "damaged",
+            "shares",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults.update(other.faults)
         self.ends.update(other.ends)
@@ -71,6 +83,7 @@ class Summary:
             ("requests", f"{self.ends.total():,}: {_counts(self.ends)}"),
             ("tokens delivered, each compared with the oracle", f"{self.tokens:,}"),
             ("blocks loaded from tiers, entries found damaged", f"{self.loaded:,}, {self.damaged:,}"),
+            ("shares of blocks that ranks sent to ranks", f"{self.shares:,}"),
             ("attempts retried", f"{self.retries.total():,}: {_counts(self.retries)}"),
             ("simulated time", f"{self.virtual_s / 3600:.1f} h"),
             ("CPU time", f"{self.cpu_s:.0f} s, {1000 * self.cpu_s / max(self.seeds, 1):.0f} ms a seed"),

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from decode_worker.config import DecodeSettings
@@ -27,14 +27,18 @@ from prefill_worker.encoder.worker import EncodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
 from tests.simulation.in_place import SharedPools
+from tests.simulation.kv_cells import CELL_FINGERPRINT, CELL_LAYOUT, CellRunner
 from tests.simulation.network import Network
 from tests.simulation.ranks import SimulatedGroup
 from tests.simulation.row_regions import RegionSockets
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import GroupShape, Scenario
+from tests.simulation.share_checks import ShareChecks
+from tests.simulation.share_group import GroupModel, GroupRunner, ShareGroup
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
 from tests.simulation.tiers import Folder
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
+from tests.simulation.virtual_threads import VirtualThreads
 from tests.simulation.watched_pool import (
     WatchedPool,
     check_granted_write,
@@ -81,7 +85,7 @@ class Machine:
     stop: asyncio.Event | None = None
     calls: Calls | None = None
     pool: WatchedPool | None = None
-    ranks: SimulatedGroup | None = None
+    ranks: SimulatedGroup | ShareGroup | None = None
     runner: model.SimulatedRunner | None = None
     scratch: list[WatchedPool] = field(default_factory=list)
 
@@ -117,6 +121,7 @@ class Cluster:
         self.network = Network(self.loop, scenario.network, note)
         self.network.failed = self.failed
         self.sockets = Sockets(self.network)
+        self.threads = VirtualThreads(self.loop, scenario.network, self.failed)
         self.loop.streams = self.sockets
         self.shared_pools = SharedPools(self.loop, self.kill)
         self.row_regions = RegionSockets(scenario.network)
@@ -128,6 +133,7 @@ class Cluster:
         self.hosts: list[Host] = []
         self.restarting = 0
         self.deaths_by_poison = 0
+        self.shares = ShareChecks(self)
         self._random = random.Random(f"cluster {scenario.network}")
         self._memory_of: dict[int, Machine] = {}
 
@@ -185,6 +191,13 @@ class Cluster:
             self.drain(partner) if why == ENDED else self.kill(partner.host, f"with {host.name}: {why}")
         self.restarting += 1
         self.outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
+
+    def leave_rank(self, status: int = 0) -> None:
+        """End the rank whose thread runs, as its program does; its rank 0 sees it."""
+        host = current_host.get()
+        if host is not None:
+            self.kill(host, f"it left with status {status}")
+        self.threads.stay()
 
     def partner(self, host: Host) -> Machine | None:
         """Return the other worker of a process that hosts two, if it is alive."""
@@ -274,7 +287,7 @@ class Cluster:
             }
         )
         telemetry = Telemetry.start("prefill", machine.host.name)
-        engine = self._engine(machine, **model.image_parts(self.scenario.own_encoders, self.scenario.ranks))
+        engine = self._engine(machine, **model.image_parts(self.scenario.own_encoders, self.scenario.grouped))
         machine.program = PrefillWorker(settings, engine, telemetry)  # type: ignore[arg-type]
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
@@ -322,35 +335,55 @@ class Cluster:
             self.deaths_by_poison += not (machine.stop is not None and machine.stop.is_set())
             self.kill(machine.host, "poison")
 
+        if self.scenario.groups:
+            return self._dealt_engine(machine, poisoned, **parts)
         count = self.scenario.ranks.get(machine.role, 1)
         if count > 1:
             machine.ranks = SimulatedGroup(self, machine, count)
         machine.runner = model.SimulatedRunner(
-            lambda sequence: self._check_write(machine, sequence),
-            poisoned,
-            mixes_chunks=self.scenario.mixed_steps,
-            ranks=count,
+            partial(self.check_write, machine), poisoned, mixes_chunks=self.scenario.mixed_steps, ranks=count
         )
         laid: dict[str, Any] = {}
         if self.scenario.window:
             laid = {"layout": model.WINDOW_LAYOUT, "fingerprint": model.WINDOW_FINGERPRINT}
         return model.SimulatedEngine(machine.runner, group=machine.ranks, **laid, **parts)
 
+    def _dealt_engine(
+        self, machine: Machine, poisoned: Callable[[], None], **parts: Any
+    ) -> model.SimulatedEngine:
+        """Return the engine of a worker of the model that is dealt to ranks."""
+        shape = self.scenario.groups.get(machine.role, GroupShape(1))
+        runner = CellRunner if shape.size == 1 else GroupRunner
+        machine.runner = runner(
+            partial(self.check_write, machine), poisoned, mixes_chunks=self.scenario.mixed_steps
+        )
+        if isinstance(machine.runner, GroupRunner):
+            machine.ranks = machine.runner.group = ShareGroup(self, machine, shape)
+            parts["model"] = GroupModel(group=machine.ranks)
+        return model.SimulatedEngine(
+            machine.runner,
+            group=machine.ranks,
+            layout=CELL_LAYOUT,
+            fingerprint=CELL_FINGERPRINT,
+            **parts,
+        )
+
     # ---- pools ---------------------------------------------------------------------------------------
 
     def decode_pool(self, num_blocks: int) -> WatchedPool:
         """Stand in for a decode worker's `BlockPool`."""
-        machine = self._here()
+        machine = self.here()
         machine.pool = WatchedPool(num_blocks)
         return machine.pool
 
     def scratch_pool(self, num_blocks: int) -> WatchedPool:
         """Stand in for a prefill worker's `BlockPool`."""
         pool = WatchedPool(num_blocks)
-        self._here().scratch.append(pool)
+        self.here().scratch.append(pool)
         return pool
 
-    def _here(self) -> Machine:
+    def here(self) -> Machine:
+        """Return the machine whose callback runs."""
         host = current_host.get()
         return next(m for m in self.machines.values() if m.host is host)
 
@@ -359,14 +392,15 @@ class Cluster:
     def _compute(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Run a step for its duration; it writes at its beginning or at its very end."""
         host, loop = current_host.get(), self.loop
+        machine = next((m for m in self.machines.values() if m.host is host), None)
+        if machine is not None and isinstance(machine.ranks, ShareGroup):
+            duration = self._step_s(host, len(args[0]) if args else 1)
+            return machine.ranks.run(executor is not None, partial(func, *args), duration)  # type: ignore[no-any-return]
         done = loop.create_future()
         if executor is None:  # asyncio.to_thread
             loop.call_later(0.001, lambda: done.cancelled() or done.set_result(func(*args)))
             return done
-        rows = len(args[0]) if args else 1
-        slowness = 1.0 if host is None else host.slowness
-        duration = self.scenario.step_s * slowness * (0.7 + 0.1 * rows) * self._random.uniform(0.8, 1.3)
-        machine = next((m for m in self.machines.values() if m.host is host), None)
+        duration = self._step_s(host, len(args[0]) if args else 1)
         if machine is not None and machine.ranks is not None and machine.runner is not None:
             self._compute_in_ranks(machine.ranks, machine.runner, duration, done, lambda: func(*args))
             return done
@@ -380,6 +414,11 @@ class Cluster:
 
         loop.call_later(duration, finish)
         return done
+
+    def _step_s(self, host: Host | None, rows: int) -> float:
+        """Return the duration of a step."""
+        slowness = 1.0 if host is None else host.slowness
+        return self.scenario.step_s * slowness * (0.7 + 0.1 * rows) * self._random.uniform(0.8, 1.3)
 
     def _compute_in_ranks(
         self,
@@ -414,7 +453,7 @@ class Cluster:
         except Exception as error:
             self.report_violation(f"{host}: {error}")
 
-    def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
+    def check_write(self, machine: Machine, sequence: SequenceStep) -> None:
         try:
             if machine.pool is not None:
                 if machine.host.dead:
@@ -455,6 +494,10 @@ class Cluster:
                 counts = {"requests": loop.num_running + loop.num_waiting}
                 for pool in [machine.pool] if machine.pool is not None else machine.scratch:
                     counts["held or quarantined blocks"] = pool.total - pool.available()
+                if isinstance(machine.ranks, ShareGroup):
+                    counts["kept shares"] = machine.ranks.kept_shares
+                if self.scenario.groups and machine.pool is not None:
+                    counts["sessions that lack a connection"] = self.shares.lame_sessions(machine)
                 if machine.pool is not None:
                     counts["grants"] = program._handoff.stats().grants
             found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
@@ -462,3 +505,4 @@ class Cluster:
 
     def close(self) -> None:
         self.loop.close()
+        self.threads.close()

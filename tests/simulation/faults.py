@@ -147,6 +147,18 @@ class Faults:
             stream.reset()
         return bool(streams)
 
+    def _lose_pair(self, fault: Fault) -> bool:
+        """Break one data connection of all that there are between ranks, and no stream."""
+        connections = self._cluster.sockets.open_connections()
+        if connections:
+            connections[fault.number % len(connections)].reset()
+        return bool(connections)
+
+    def _connected(self, fault: Fault) -> bool:
+        connections = self._cluster.sockets.open_connections()
+        between = any(set(one.ends) == set(fault.target) for one in connections)
+        return between or bool(self._cluster.network.between(*fault.target))
+
     def _conditions_of(self, fault: Fault) -> list[LinkConditions]:
         one, other = fault.target
         conditions = self._cluster.network.conditions
@@ -155,13 +167,13 @@ class Faults:
     def _partition(self, fault: Fault) -> bool:
         for conditions in self._conditions_of(fault):
             conditions.held_until = max(conditions.held_until, self._cluster.loop.now + fault.lasts_s)
-        return bool(self._cluster.network.between(*fault.target))
+        return self._connected(fault)
 
     def _delay(self, fault: Fault) -> bool:
         for conditions in self._conditions_of(fault):
             conditions.extra_delay_s = DELAY_S
             self._cluster.loop.call_later(fault.lasts_s, setattr, conditions, "extra_delay_s", 0.0)
-        return bool(self._cluster.network.between(*fault.target))
+        return self._connected(fault)
 
     def _repeat(self, fault: Fault) -> bool:
         for conditions in self._conditions_of(fault):
@@ -177,7 +189,7 @@ class Faults:
         )
         if decode.startswith("e"):
             return not self._cluster.row_regions.one_host
-        number = int(decode[1:])
+        number = int(decode[1:].partition("/")[0])
         return self._cluster.scenario.decodes[number].transport == "tcp"
 
     _flip = _flip_header = _cut = _twice = _damage

@@ -11,7 +11,7 @@ A model with a window keeps the entries in windowed blocks as well, and reads th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -65,7 +65,7 @@ FINGERPRINT = Fingerprint(
 WINDOW_FINGERPRINT = replace(FINGERPRINT, kv_layout=WINDOW_LAYOUT.name, num_layers=3)
 
 
-def _extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") -> None:
+def extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") -> None:
     """Append the entries of tokens; an adapter, by its digest, makes other ones of the same tokens."""
     last = bytes(entries[-ENTRY:])
     for token in token_ids:
@@ -74,7 +74,7 @@ def _extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") 
 
 
 _POISONED = bytearray()
-_extend(_POISONED, [POISON])
+extend(_POISONED, [POISON])
 
 
 ADAPTERS = {name: Adapter(name, name.encode() * 32, f"/{name}") for name in "AB"}
@@ -100,7 +100,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Model:
+class SimulatedModel:
     device: torch.device = CPU
     shape: _Shape = _Shape()
     computes: str = "integers"
@@ -141,8 +141,8 @@ class SimulatedRunner:
         self.mixes_chunks = mixes_chunks
         self.on_step: Callable[[float, int], None] | None = None
         self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
-        self._watch = watch
-        self._poisoned = poisoned
+        self.watch = watch
+        self.poisoned = poisoned
         self._slots: dict[int, bytes] = {}
 
     def allow_adapters(self, slots: int, max_rank: int) -> None:
@@ -180,20 +180,32 @@ class SimulatedRunner:
             if abort is not None and abort.is_aborted(number):
                 rows += [0] * sequence.logit_rows
                 continue
-            entries = _read(sequence, sequence.start)
+            entries = self.read(sequence)
             adapter = b"" if sequence.adapter is None else self._slots[sequence.adapter]
-            _extend(entries, step_tokens(sequence.token_ids, sequence.embeddings), adapter)
-            if self._ranks == 1:
-                self._watch(sequence)
-                _write(sequence, entries)
-            else:
-                lanes = (range(rank, ENTRY, self._ranks) for rank in range(self._ranks))
-                self.writes.append([partial(self._write_lanes, sequence, entries, own) for own in lanes])
-            if entries.startswith(_POISONED):
-                self._poisoned()
-            ends = range(len(entries) - ENTRY * (sequence.logit_rows - 1), len(entries) + 1, ENTRY)
-            rows += [xxh3_64_intdigest(entries[:end]) for end in ends if sequence.wants_logits]
+            extend(entries, step_tokens(sequence.token_ids, sequence.embeddings), adapter)
+            self.write(sequence, entries)
+            rows += self.logits(sequence, entries)
         return rows
+
+    def read(self, sequence: SequenceStep) -> bytearray:
+        """Return the entries before the step's."""
+        return _read(sequence, sequence.start)
+
+    def write(self, sequence: SequenceStep, entries: bytearray) -> None:
+        """Write those of the step."""
+        if self._ranks == 1:
+            self.watch(sequence)
+            _write(sequence, entries)
+        else:
+            lanes = (range(rank, ENTRY, self._ranks) for rank in range(self._ranks))
+            self.writes.append([partial(self._write_lanes, sequence, entries, own) for own in lanes])
+
+    def logits(self, sequence: SequenceStep, entries: bytearray) -> list[int]:
+        """Return the rows of logits after a step's tokens, whose entries are the last ones."""
+        if entries.startswith(_POISONED):
+            self.poisoned()
+        ends = range(len(entries) - ENTRY * (sequence.logit_rows - 1), len(entries) + 1, ENTRY)
+        return [xxh3_64_intdigest(entries[:end]) for end in ends if sequence.wants_logits]
 
     def take_writes(self) -> list[Callable[[], None]]:
         """Return what each rank writes of the step that was computed last."""
@@ -201,7 +213,7 @@ class SimulatedRunner:
         return [partial(_call_all, of_rank) for of_rank in zip(*steps, strict=True)]
 
     def _write_lanes(self, sequence: SequenceStep, entries: bytearray, lanes: Sequence[int]) -> None:
-        self._watch(sequence)
+        self.watch(sequence)
         _write(sequence, entries, lanes)
 
 
@@ -271,14 +283,14 @@ class SimulatedDrafter:
 
     def _draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
         row, text = sequence.next_row, bytearray()
-        _extend(text, [*row.prompt_ids, *row.output_ids])
+        extend(text, [*row.prompt_ids, *row.output_ids])
         draft: list[int] = []
         while len(draft) < count:
             digest = xxh3_64_intdigest(text)
             output = [*row.output_ids, *draft]
             token = _draw(digest, SampleRow(row.params, row.prompt_ids, output))
             draft.append(token if digest % 3 else FIRST_TOKEN)
-            _extend(text, draft[-1:])
+            extend(text, draft[-1:])
         return draft
 
     def rests(self, sequence: DecodeSequence) -> bool:
@@ -294,7 +306,7 @@ class SimulatedEngine:
     """Stand-in for `diptych.worker_process.loaded_engine.LoadedEngine`, whose descriptions it has."""
 
     runner: SimulatedRunner
-    model: _Model = _Model()
+    model: SimulatedModel = SimulatedModel()
     layout: KVLayout = LAYOUT
     digest: str = DIGEST
     dtype: str = "fp32"
@@ -318,9 +330,9 @@ class SimulatedEngine:
     yield_cores = LoadedEngine.yield_cores
 
 
-def image_parts(own_encoder: bool, ranks: Mapping[str, int]) -> dict[str, Any]:
+def image_parts(own_encoder: bool, grouped: bool) -> dict[str, Any]:
     """Return what the engine of a prefill worker has for images; groups have nothing."""
-    if ranks:
+    if grouped:
         return {}
     return {"images": SPEC, "encoder": SimulatedEncoder() if own_encoder else None}
 
@@ -368,12 +380,12 @@ def oracle(
     """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
     params, entries, output = sampling.params(choice), bytearray(), list[int]()
     digest = ADAPTERS[adapter].digest if adapter else b""
-    _extend(entries, with_rows(prompt), digest)
+    extend(entries, with_rows(prompt), digest)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()
         token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))
         output.append(token)
         if token in stop_ids:
             break
-        _extend(entries, [token], digest)
+        extend(entries, [token], digest)
     return tuple(output)

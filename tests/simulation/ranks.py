@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.transports.base import Welcome
+from kvtransfer.transports.pool_memory import PoolMemory
 from tests.simulation.virtual_loop import Host
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ class SimulatedGroup:
         first = 1000 * machine.host.incarnation
         self.hosts = [Host(f"{machine.host.name}/{n}", first + n, 0.0) for n in range(1, count)]
         self.size = count
-        self.memories = SimpleNamespace(share=lambda memory, fd: None)
+        self.memories = SimpleNamespace(
+            allocate_pool=lambda layout, blocks: PoolMemory(KVMemory(layout, blocks), None),
+            room_for=lambda *_: 0,
+        )
         for host in self.hosts:
             host.on_death.append(lambda host=host: self._report(host))
         machine.host.on_death.append(self._follow)

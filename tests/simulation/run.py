@@ -49,6 +49,7 @@ class Outcome:
     retries: Counter[str] = field(default_factory=Counter)
     loaded: int = 0  # blocks that came from tiers
     damaged: int = 0  # entries of tiers that were found damaged
+    shares: int = 0  # shares of blocks that ranks sent to ranks
 
 
 class Run:
@@ -163,6 +164,7 @@ class Run:
         outcome.seconds = cluster.loop.now
         outcome.tokens = sum(client.tokens for client in self.clients)
         outcome.faults.update(fault.kind for fault in self.faults.done)
+        outcome.shares = cluster.shares.placed
         outcome.loaded, outcome.damaged = cluster.folder.loaded, cluster.folder.damaged
         outcome.ends.update(client.end or "unfinished" for client in self.clients)
 

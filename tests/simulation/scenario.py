@@ -20,6 +20,7 @@ from tests.simulation.model import (
     RequestSampling,
     oracle,
 )
+from tests.simulation.themes import THEMES, Theme
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
@@ -73,6 +74,25 @@ class DecodeShape:
 
 
 @dataclass(frozen=True)
+class GroupShape:
+    """Processes of a worker: `stages` of `ranks` each; the last `remote` have memories of their own."""
+
+    ranks: int
+    stages: int = 1
+    remote: int = 0
+    rank_0_alone: bool = False
+    """Rank 0 has a memory with its share alone as well, as where ranks are on GPUs of one host."""
+
+    @property
+    def size(self) -> int:
+        return self.ranks * self.stages
+
+    def holders(self, name: str) -> list[str]:
+        """Return the names of the processes with memories of their own, of a worker of that name."""
+        return [name, *(f"{name}/{number}" for number in range(self.size - self.remote, self.size))]
+
+
+@dataclass(frozen=True)
 class Scenario:
     """The plan of one run. `network` seeds the delays."""
 
@@ -90,13 +110,26 @@ class Scenario:
     local_bounds: tuple[int, int] = (8, 24)  # new tokens of prompts that decode workers compute themselves
     max_loras: int = 0  # adapters that a step computes at once; 0 = there are none
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Processes of each worker, by role; else it is one."""
+    """Processes of each worker that map one memory, by role; else it is one."""
+    groups: Mapping[str, GroupShape] = field(default_factory=dict)
+    """Shapes of workers by role, of a model that is dealt to ranks (kv_cells.py); empty: it is not."""
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
     window: bool = False  # the model has layers with a window, in blocks of their own
     encoders: int = 0  # encode workers
     own_encoders: bool = True  # prefill workers encode where no encode worker does
     hosted: bool = False  # p0 and d0 are one process, p1 and d1, and so on: what befalls one befalls both
+
+    @property
+    def grouped(self) -> bool:
+        """True if some workers may be several processes: such a model has no images, tiers and windows."""
+        return bool(self.ranks or self.groups)
+
+    def others(self, worker: str) -> list[str]:
+        """Return the names of a worker's processes other than rank 0."""
+        role = {"p": "prefill", "d": "decode"}[worker[0]]
+        count = self.groups[role].size if role in self.groups else self.ranks.get(role, 1)
+        return [f"{worker}/{number}" for number in range(1, count)]
 
     @property
     def workers(self) -> list[str]:
@@ -110,145 +143,16 @@ class Scenario:
         return [f"g{n}" for n in gateways] + self.workers + [f"e{n}" for n in encoders]
 
 
-@dataclass(frozen=True)
-class Theme:
-    """The focus of a scenario: the weights of its faults, and the shapes that make them matter."""
-
-    weights: dict[str, int]
-    transports: tuple[str, ...] = ("shared_memory", "shared_memory", "tcp")
-    blocks: tuple[int, ...] = (12, 16, 16, 24, 40)
-    step_s: tuple[float, ...] = (0.002, 0.005, 0.015)
-    chunks: tuple[int, ...] = (4, 8, 16)  # tokens of a prefill step
-    burst_s: float = 1.5  # in which all requests come
-    leave: float = 0.33  # share of clients that go before the end
-    at_prefill: bool = False  # processes and links of prefill workers only
-    requests: tuple[int, int] = (4, 9)  # least and most
-    groups: float = 0.2  # share of scenarios whose workers are several processes
-    turns: float = 0.0  # share of requests that continue an earlier one and its answer, as a chat does
-    tiered: float = 0.3  # share of scenarios with tiers
-    hosted: bool = False  # a prefill and a decode worker share a process
-
-
-_EVERYTHING = {
-    "kill": 5,
-    "kill_gateway": 1,
-    "stop": 4,
-    "hang": 1,
-    "slow": 2,
-    "drain": 2,
-    "reset": 4,
-    "partition": 2,
-    "delay": 2,
-    "repeat": 2,
-    "flip": 2,
-    "flip_header": 1,
-    "cut": 1,
-    "twice": 1,
-    "store_down": 1,
-    "store_frozen": 1,
-    "store_slow": 1,
-    "store_flush": 1,
-    "store_stale": 1,
-    "flush_cache": 1,
+_SHARES = {
+    "everything": 6,
+    "writers": 3,
+    "copies": 2,
+    "pulls": 2,
+    "tiers": 2,
+    "crowd": 1,
+    "groups": 2,
+    "shares": 2,
 }
-THEMES = {
-    "everything": Theme(_EVERYTHING),
-    "writers": Theme(  # writes to granted blocks while writers hang, links break and requests are cancelled
-        {"stop": 5, "hang": 2, "delay": 5, "partition": 4, "reset": 4, "slow": 2, "kill": 1, "drain": 1},
-        transports=("shared_memory",),
-        blocks=(12, 14),
-        step_s=(0.01, 0.03),
-        chunks=(4,),
-        burst_s=0.5,
-        leave=0.75,
-        at_prefill=True,
-    ),
-    "copies": Theme(  # copies that are damaged, late, or for another request
-        {"flip": 4, "flip_header": 2, "cut": 3, "twice": 3, "reset": 6, "slow": 5, "stop": 2, "kill": 1},
-        transports=("tcp",),
-        blocks=(12, 16, 24),
-        step_s=(0.01, 0.03),
-        burst_s=0.5,
-        at_prefill=True,
-    ),
-    "pulls": Theme(  # prefixes that only the decode worker has, while both sides die, hang and forget
-        {
-            "kill": 3,
-            "stop": 3,
-            "hang": 1,
-            "slow": 2,
-            "drain": 1,
-            "reset": 3,
-            "partition": 2,
-            "delay": 2,
-            "flip": 4,
-            "flip_header": 2,
-            "cut": 2,
-            "twice": 2,
-            "flush_cache": 2,
-            "distrust": 3,
-        },
-        transports=("tcp",),
-        blocks=(24, 32, 40),
-        step_s=(0.005, 0.015, 0.03),
-        leave=0.1,
-        requests=(8, 14),
-        turns=0.8,
-    ),
-    "groups": Theme(  # workers of several processes, of which each may die, hang or write late
-        {"kill": 4, "stop": 4, "hang": 2, "slow": 2, "delay": 2, "partition": 3, "reset": 3, "drain": 1},
-        transports=("shared_memory", "shared_memory", "tcp"),
-        blocks=(12, 14, 24),
-        step_s=(0.01, 0.03),
-        chunks=(4, 8),
-        burst_s=0.5,
-        leave=0.5,
-        groups=1.0,
-    ),
-    "tiers": Theme(  # prefixes that pools have lost to tiers, while these and their workers fail
-        {
-            "kill": 4,
-            "stop": 1,
-            "slow": 2,
-            "drain": 2,
-            "reset": 1,
-            "flush_cache": 2,
-            "distrust": 2,
-            "tier_flip": 5,
-            "tier_cut": 2,
-            "tier_swap": 2,
-            "tier_vanish": 2,
-            "tier_full": 2,
-            "tier_slow": 3,
-        },
-        blocks=(12, 14, 16),
-        step_s=(0.002, 0.005, 0.015),
-        leave=0.05,
-        burst_s=1.9,
-        requests=(14, 22),
-        turns=0.8,
-        tiered=1.0,
-        groups=0.0,
-    ),
-    "crowd": Theme(  # too little memory for the requests
-        {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
-        blocks=(12,),
-        burst_s=0.1,
-        leave=0.15,
-    ),
-}
-HOSTED = Theme(  # processes of two workers, which die, hang and are fenced together
-    {"kill": 4, "stop": 3, "slow": 1, "drain": 2, "reset": 2, "repeat": 1, "flush_cache": 1},
-    transports=("shared_memory",),
-    blocks=(12, 16, 24),
-    step_s=(0.005, 0.02),
-    chunks=(4, 8),
-    groups=0.0,
-    tiered=0.0,
-    hosted=True,
-)
-"""Theme of its own campaign: it is drawn for no seed of the others."""
-_SHARES = {"everything": 6, "writers": 3, "copies": 2, "pulls": 2, "tiers": 2, "crowd": 1, "groups": 2}
 _TIERS = ((("ram", 12),), (("disk", 40),), (("ram", 6), ("disk", 24)), (("ram", 12), ("disk", 80)))
 
 
@@ -264,7 +168,7 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     local = random.Random(f"local prefill {seed}")
     adapters = random.Random(f"adapters {seed}")
     tiers = random.Random(f"tiers {seed}")
-    ranks = _ranks(seed, theme)
+    ranks, groups = _ranks(seed, theme), _groups(seed, theme)
     images = random.Random(f"images {seed}")
     encoders = images.choice([0, 0, 0, 1, 2])
     shape = Scenario(
@@ -276,8 +180,9 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
         local_prefill=local.choice(["auto", "always", "always", "never"]),
         local_bounds=local.choice([(4, 0), (8, 24), (40, 40)]),
         mixed_steps=local.random() < 0.5,
-        max_loras=adapters.choice([0, 0, 1, 1, 2]),
+        max_loras=0 if groups else adapters.choice([0, 0, 1, 1, 2]),
         ranks=ranks,
+        groups=groups,
         network=seed,
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
@@ -290,13 +195,14 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
         faults=(),
     )
     requests = _plan_requests(rng, shape, theme)
-    whole = bool(shape.ranks or shape.tiers)  # neither goes with blocks of windows
+    whole = bool(shape.grouped or shape.tiers)  # neither goes with blocks of windows
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     more = (
         *_role_changes(shape),
         *_rank_faults(shape, requests),
+        *_pair_faults(shape, requests),
         *_encoder_faults(shape, requests),
         *_row_faults(shape, requests),
     )
@@ -321,12 +227,7 @@ def _ranks(seed: int, theme: Theme) -> dict[str, int]:
 def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
     """Return faults of ranks other than 0, while a request is on its way."""
     rng = random.Random(f"faults of ranks {shape.network}")
-    roles = {"p": "prefill", "d": "decode"}
-    ranks = [
-        f"{worker}/{number}"
-        for worker in shape.workers
-        for number in range(1, shape.ranks.get(roles[worker[0]], 1))
-    ]
+    ranks = [rank for worker in shape.workers for rank in shape.others(worker)]
     return [
         Fault(
             round(rng.choice(requests).at + rng.uniform(0.0, 0.2), 4),
@@ -337,6 +238,42 @@ def _rank_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
         for _ in range(rng.choice([1, 2, 4]))
         if ranks
     ]
+
+
+def _groups(seed: int, theme: Theme) -> dict[str, GroupShape]:
+    """Return the shapes of groups whose ranks have memories of their own, of at least one role."""
+    if not theme.shares:
+        return {}
+    rng = random.Random(f"groups {seed}")
+    shapes = {}
+    for role in ("prefill", "decode"):
+        ranks, stages = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 1, 2])
+        most = ranks * stages - 1
+        remote = rng.choice([most, most, rng.randint(0, most)])
+        shapes[role] = GroupShape(ranks, stages, remote, 0 < remote == most and rng.random() < 0.5)
+    if not any(shape.remote for shape in shapes.values()):
+        shapes[rng.choice(["prefill", "decode"])] = GroupShape(2, 1, 1)
+    return shapes
+
+
+def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return faults of the data connections between ranks, most of them while shares are on their way."""
+    rng = random.Random(f"pairs {shape.network}")
+    if not shape.groups:
+        return []
+    prefills = [name for n in range(shape.prefills) for name in shape.groups["prefill"].holders(f"p{n}")]
+    decodes = [name for n in range(len(shape.decodes)) for name in shape.groups["decode"].holders(f"d{n}")]
+    kinds = [*["lose_pair"] * 3, "delay", "delay", "partition", "flip", "flip_header", "cut", "twice"]
+    found = []
+    for _ in range(rng.choice([1, 3, 5])):
+        kind = rng.choice(kinds)
+        pair: tuple[str, ...] = (rng.choice(prefills), rng.choice(decodes))
+        if kind == "lose_pair":
+            pair = ()  # one that there is then
+        lasts = rng.choice([0.05, 0.3, 1.0]) if kind in ("delay", "partition") else 0.0
+        at = round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4)
+        found.append(Fault(at, kind, pair, lasts, rng.getrandbits(16)))
+    return found
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:
@@ -387,7 +324,7 @@ def _row_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]
 def _add_images(shape: Scenario, requests: list[RequestPlan], room: int) -> list[RequestPlan]:
     """Put images into some prompts, as far as there is room."""
     rng = random.Random(f"images of requests {shape.network}")
-    if shape.ranks or (not shape.encoders and rng.random() < 0.7):  # groups read no images
+    if shape.grouped or (not shape.encoders and rng.random() < 0.7):  # groups read no images
         return requests
     found = []
     for plan in requests:

@@ -30,7 +30,10 @@ class Connection:
         self._up = Pipe(network, name + "/up", self.ends, listener.host)
         self._down = Pipe(network, name + "/down", self.ends, client)
         self.broken = False  # as the client knows
-        self.received: asyncio.Queue[bytes] = asyncio.Queue()
+        self.received: Any = asyncio.Queue()  # of bytes; `b""` is the end
+        self.unread = 0
+        """Bytes on their way to the server, or not read there."""
+        self.on_room: Callable[[], None] = lambda: None
         self._written = b""
         self.protocol: Any = None
         self._listener = listener
@@ -57,7 +60,14 @@ class Connection:
         self._listener.open.pop(self, None)
         self._down.send(self._reset)
 
+    def taken(self, size: int) -> None:
+        """Let the client send as many more bytes as the server has read."""
+        self.unread -= size
+        self.on_room()
+
     def _feed(self, data: bytes) -> None:
+        if not isinstance(self.protocol, ReadsLater):
+            self.taken(len(data))
         while data and self.protocol is not None:
             buffer = self.protocol.get_buffer(-1)
             taken = min(len(buffer), len(data))
@@ -76,15 +86,23 @@ class Connection:
     def _reset(self) -> None:
         self.broken = True
         self.received.put_nowait(b"")
+        self.on_room()
 
     def send(self, data: bytes) -> None:
         if self.broken:
             raise ConnectionResetError("the connection broke")
+        self.unread += len(data)
         self._up.send(self._feed, data)
 
     def cut(self) -> None:
         """Close the connection from the client's end, or by the network."""
         self.broken = True
+        self._up.send(self._gone)
+        self.on_room()
+
+    def reset(self) -> None:
+        """Break the connection; each end notices it in its own time."""
+        self._down.send(self._reset)
         self._up.send(self._gone)
 
 
@@ -124,6 +142,10 @@ class SimulatedSocket:
         connection.send(self.network.damaged(connection, payload, self._before))
         self._before = payload
         await asyncio.sleep(0.0001)
+
+
+class ReadsLater:
+    """A protocol at the server that reports what it has read by `Connection.taken`."""
 
 
 @dataclass
@@ -179,6 +201,11 @@ class Sockets:
         connection = Connection(self, client, listener)
         listener.open[connection] = None
         return connection
+
+    def open_connections(self) -> list[Connection]:
+        """Return the connections that neither end has closed."""
+        found = (one for listener in self._listeners.values() for one in listener.open)
+        return [one for one in found if not one.broken]
 
     def damaged(self, connection: Connection, data: bytes, before: bytes) -> bytes:
         """Return the bytes to send instead of `data`, a header or a payload; `before` was sent last."""

@@ -17,16 +17,21 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.runtime.metrics import DecodeMetrics, EncodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
-from kvtransfer.transports import registry, shared_memory
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
+from diptych.runtime.worker_metrics import DecodeMetrics, EncodeMetrics, PrefillMetrics
+from diptych.worker_process.group import share_pushes
+from kvtransfer.transports import registry, shared_memory, tcp_by_rank
 from kvtransfer.transports.pool_memory import PoolMemory
 from prefill_worker.scratch_memory import ScratchPlan
 from tests.simulation import model, tiers
 from tests.simulation.images import located
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
+from tests.simulation.share_group import RankBackend, make_share_memory
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.store import StoreClient
+from tests.simulation.thread_sockets import ThreadSockets
 from tests.simulation.virtual_loop import current_host
 
 if TYPE_CHECKING:
@@ -38,6 +43,12 @@ _METRICS = {
     "PrefillMetrics": PrefillMetrics(new_registry()),
     "EncodeMetrics": EncodeMetrics(new_registry()),
 }
+_THREADED = (
+    *("holder_program", "queued_sender", "remote_rank", "share_arrivals"),
+    *("share_link", "share_memory", "share_pushes", "share_service"),
+)
+"""Modules of diptych/worker_process/group whose threads wait."""
+_KEPT_BYTES = 400
 _make_receiver = registry.make_receiver
 _NO_FILE = -1
 """Descriptor of a pool's file: simulated processes map pools without one."""
@@ -95,6 +106,11 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
+        "diptych.worker_process.group.share_arrivals.KEPT_BYTES": _KEPT_BYTES,
+        "diptych.worker_process.group.holder_program.ShareMemory": make_share_memory,
+        "diptych.worker_process.group.holder_program.PartsBackend": RankBackend,
+        "diptych.worker_process.group.holder_program.leave": cluster.leave_rank,
+        "kvtransfer.transports.registry.ByRankReceiver": cluster.shares.watched_receiver,
         "decode_worker.pool_memory.allocate_pool": _pool_memory,
         "decode_worker.worker.rank_statuses": lambda group: (),
         "prefill_worker.worker.rank_statuses": lambda group: (),
@@ -122,6 +138,14 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             register=lambda server: None
         ),
     }
+    for sender in (tcp_by_rank, share_pushes):
+        found[f"{sender.__name__}.read_pieces"] = cluster.shares.watched_read(sender.read_pieces)
+        found[f"{sender.__name__}.share_digest"] = cluster.shares.watched_digest(sender.share_digest)
+    for name in _THREADED:
+        module = importlib.import_module(f"diptych.worker_process.group.{name}")
+        threaded = {"threading": cluster.threads.threading, "queue": cluster.threads.queue}
+        threaded["socket"] = ThreadSockets(cluster.threads, cluster.sockets)
+        found |= {f"{module.__name__}.{used}": threaded[used] for used in threaded if hasattr(module, used)}
     for module in (
         "gateway.program",
         "decode_worker.worker",
@@ -178,7 +202,7 @@ def _pid() -> int:
     return 0 if host is None else host.incarnation
 
 
-def _pool_memory(layout: KVLayout, num_blocks: int, *, prefault: bool) -> PoolMemory:
+def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
     return PoolMemory(KVMemory(layout, num_blocks), _NO_FILE)
 
 

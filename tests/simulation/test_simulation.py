@@ -12,8 +12,9 @@ import pytest
 
 from tests.simulation.campaign import Summary
 from tests.simulation.run import simulate
-from tests.simulation.scenario import HOSTED, make_scenario
+from tests.simulation.scenario import make_scenario
 from tests.simulation.shrink import explain, minimised
+from tests.simulation.themes import HOSTED
 
 SEEDS = 80
 REPLAYED = range(5000, 5005)

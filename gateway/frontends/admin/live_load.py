@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import Counter as PromCounter
 
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.v1 import admin_pb2 as pb
 from gateway.session.choice_state import State
 from gateway.session.live_requests import LiveRequests

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from diptych import __version__
 from diptych.runtime.descriptors import connection_limits
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
 from gateway.call import Calls

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import grpc
 
 from diptych.runtime.errors import REJECTIONS, DiptychError, InvalidParameter
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Caller

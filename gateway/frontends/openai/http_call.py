@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 
 from diptych.runtime import trace_context
 from diptych.runtime.errors import DiptychError, InvalidParameter, printable
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits

@@ -1,6 +1,8 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
-from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
+from diptych.runtime.worker_metrics import DecodeMetrics, PrefillMetrics
 
 
 def names(registry: CollectorRegistry) -> set[str]:

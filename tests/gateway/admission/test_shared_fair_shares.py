@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
 from gateway.admission import fair_share_lines, shared_fair_shares
 from gateway.admission.capacity import Capacity
 from gateway.admission.fair_share_lines import OtherLines

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.gateway_metrics import GatewayMetrics
 from gateway.metrics.adapters import VllmLoraMetrics
 from gateway.metrics.gauges import bind_gauges
 from gateway.worker_pool.codec import Load

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.gateway_metrics import GatewayMetrics
+from diptych.runtime.metrics import new_registry
 from gateway.metrics.vllm import VllmMetrics, kv_cache_usage
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import collect, running, valkey

@@ -110,3 +110,20 @@ async def test_number_of_waiting_requests_is_bounded() -> None:
     waits.release()
     await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert len(waits) == 0
+
+
+async def test_waits_end_in_the_order_of_arrival() -> None:
+    linked, ended = False, []
+    arrivals = ArrivalWait(lambda: linked, 10.0, asyncio.get_running_loop().time)
+
+    async def arrive(number: int) -> None:
+        await arrivals.wait(None)
+        ended.append(number)
+
+    tasks = [asyncio.create_task(arrive(number)) for number in range(200)]
+    await until(lambda: len(arrivals) == len(tasks))
+    linked = True
+    arrivals.update()
+    await asyncio.gather(*tasks)
+    assert ended == list(range(200))
+    assert not len(arrivals)

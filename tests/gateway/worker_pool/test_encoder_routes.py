@@ -16,7 +16,7 @@ from gateway.model.images import ImagePlace, PreparedImage, PromptImages
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.links import Link
 from gateway.worker_pool.registry import new_worker
-from gateway.worker_pool.router import NoWorker, Placement, RouteRequest
+from gateway.worker_pool.router import NoProof, NoWorker, Placement, RouteRequest
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 from tests.gateway.attempt.test_work import REQUEST
 from tests.gateway.running_gateway import DIGEST
@@ -133,6 +133,32 @@ def test_one_that_failed_the_attempt_is_avoided_as_long_as_images_can_be_encoded
     assert two.place().encode_id == "f"
     two.wires["f"].up = False
     assert two.place().encode_id == (None if own_encoder else "e")
+
+
+def test_attempt_after_a_loss_waits_for_word_of_an_encode_worker() -> None:
+    two = Pool(own_encoder=False, encoders=("e", "f"))
+    request = RouteRequest("a", 4, 8, frozenset("e"), after_loss=True, images_end=IMAGES.end)
+
+    def place(request: RouteRequest) -> Any:
+        return two.pool.place_attempt(request, two.job(IMAGES), PROMPT)
+
+    two.pool.placer.on_loss(150.0)  # both may have been killed, and one link has broken so far
+    two.wires["p"].last_seen = two.wires["d"].last_seen = 160.0
+    assert place(request) == NoProof()
+    assert place(replace(request, after_loss=False)).encode_id == "f"
+    two.wires["f"].last_seen = 160.0
+    assert place(request).encode_id == "f"
+    assert place(replace(request, suspected_at=170.0)) == NoProof(), "a peer's word is as good as a lost link"
+    two.wires["f"].up = two.wires["e"].up = False
+    assert place(request) == NoWorker(Role.ENCODE)
+
+
+def test_attempt_after_a_loss_goes_to_a_prefill_worker_that_encodes_by_itself() -> None:
+    two = Pool(own_encoder=True, encoders=("e", "f"))
+    two.pool.placer.on_loss(150.0)
+    two.wires["p"].last_seen = two.wires["d"].last_seen = 160.0
+    request = RouteRequest("a", 4, 8, frozenset("e"), after_loss=True, images_end=IMAGES.end)
+    assert two.pool.place_attempt(request, two.job(IMAGES), PROMPT).encode_id is None
 
 
 def test_prompts_of_text_need_no_encoder() -> None:

@@ -350,6 +350,13 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                     lambda k=kind, w=wide, g=gates: swiglu_round(g, k, squares=w),
                 )
             )
+            if rows <= 16 and kind == fp8:
+                made.append(
+                    (
+                        f"scaled {name} as they are {rows} {dtype}",
+                        lambda m=matrix: scaled_linear(x, None, m, out=out),
+                    )
+                )
             made.append(
                 (
                     f"scaled {name} {rows} {dtype}",
@@ -395,18 +402,22 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         quantised(3, fp16)
     logits, ones, ids = torch.zeros(2, 128_256), torch.ones(2), torch.zeros(2, dtype=torch.int64)
     made.append(("sample", lambda: sample(logits, ones, ids.int(), ones.double(), ones, ids, ids)))
-    small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))
+    small, large = (torch.zeros(4, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))
     made.append(("copy", lambda: copy_blocks(small, ids, small, ids)))
     made.append(("copy, digest", lambda: copy_blocks(small, ids, small, ids, digests=ids, binding=ids)))
     narrow, wide = block_major(small, 128), block_major(large, 128)
     other = token_major(torch.zeros(2, 2, 2, 16, 8, 128, dtype=bf16))
-    half = HeadRange(4, 0, 4)
-    for name, source, target in (("sizes", narrow, wide), ("layouts", other, narrow)):
+    half, four = HeadRange(4, 0, 4), ids.repeat(2)
+    for name, source, target, tokens in (
+        ("sizes, whole tiles", narrow, wide, 64),
+        ("sizes", narrow, wide, 20),
+        ("layouts", other, narrow, 20),
+    ):
         made.append(
             (
                 f"convert {name}",
-                lambda source=source, target=target: convert_blocks(
-                    source, ids, target, ids, half, 20, digests=ids, binding=ids
+                lambda source=source, target=target, tokens=tokens: convert_blocks(
+                    source, four, target, four, half, tokens, digests=four, binding=four
                 ),
             )
         )

@@ -38,20 +38,28 @@ def bits(view: KVView) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "dtype"),
+    ("source", "target", "dtype", "head_dim", "tokens"),
     [
-        (("block-major", 16), ("block-major", 16), torch.bfloat16),
-        (("block-major", 16), ("block-major", 32), torch.float8_e4m3fn),
-        (("block-major", 64), ("block-major", 16), torch.float32),
-        (("token-major", 16), ("block-major", 7), torch.float16),
-        (("block-major", 32), ("planes", 16), torch.bfloat16),
+        (("block-major", 16), ("block-major", 16), torch.bfloat16, 40, 50),
+        (("block-major", 16), ("block-major", 32), torch.float8_e4m3fn, 40, 50),
+        (("block-major", 64), ("block-major", 16), torch.float32, 40, 50),
+        (("token-major", 16), ("block-major", 7), torch.float16, 40, 50),
+        (("block-major", 32), ("planes", 16), torch.bfloat16, 40, 50),
+        # Two whole tiles and a rest.
+        (("block-major", 16), ("block-major", 64), torch.bfloat16, 32, 130),
+        (("block-major", 16), ("token-major", 48), torch.float16, 32, 130),
     ],
 )
 def test_convert_blocks_copies_the_range_and_its_digest(
-    source: tuple[str, int], target: tuple[str, int], dtype: torch.dtype, device: torch.device
+    source: tuple[str, int],
+    target: tuple[str, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    device: torch.device,
 ) -> None:
     torch.manual_seed(4)
-    head_dim, tokens, heads = 40, 50, HeadRange(2, 1, 2)
+    heads = HeadRange(2, 1, 2)
     origin, place = (memory(k, 4, head_dim, s, dtype, device) for k, s in (source, target))
     tables = [torch.randperm(BLOCKS, device=device).int() for _ in range(2)]
     before = bits(place)

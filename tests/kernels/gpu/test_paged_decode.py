@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.gpu import paged_decode as kernel
 from kernels.gpu.decode_splits import LONG_SPLIT, MIDDLE_CONTEXT, SHORT_CONTEXT, SHORT_SPLIT, make_scratch
 from kernels.gpu.paged_decode import paged_decode
 from kernels.paged_decode import paged_decode as meaning
@@ -158,6 +159,32 @@ def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:
     query = queries(2, SMALL, torch.float32, device)
     got = run(query, stored, lengths, scales=scales)
     assert error(got, expected(query, meant, lengths, None)) < 2e-6
+
+
+@pytest.mark.parametrize("window", sampled([None, 2100], [None]))
+def test_the_last_split_joins_as_a_pass_of_its_own_does(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of splits, two, an empty row and one split: over one scratch, which counts again."""
+    torch.manual_seed(10)
+    heads = Heads(6, 2, 32, 128)
+    lengths = [SHORT_SPLIT * 3, 0, 16 * LONG_SPLIT + 5, 7]
+    memory = paged(heads, lengths, torch.float32, device)
+    query = queries(len(lengths), heads, torch.float32, device)
+    sinks = torch.randn(heads.heads, device=device)
+    scratch = make_scratch(4, heads.heads, heads.head_dim, 20 * LONG_SPLIT, device)
+    folded = run(query, memory, lengths, window, sinks=sinks, scratch=scratch)
+    assert not scratch.finished.any()
+    few = Paged(memory.blocks, memory.tables[:1]), lengths[:1]
+    again = run(query[:1].clone(), *few, window, sinks=sinks, scratch=scratch)
+    assert torch.equal(again[0], folded[0])
+    found = kernel.look_up
+    monkeypatch.setattr(kernel, "look_up", lambda *given: {**found(*given), "fold": 0})
+    apart = run(query, memory, lengths, window, sinks=sinks, scratch=scratch)
+    assert torch.equal(folded, apart) or device.type == "cuda"
+    assert error(folded, apart) < 2e-6
+    monkeypatch.setattr(kernel, "join_splits", lambda *given: None)
+    assert not torch.equal(run(query[:1].clone(), *few, window, sinks=sinks, scratch=scratch)[0], apart[0])
 
 
 def test_scratch_may_be_larger_and_must_not_be_smaller(device: torch.device) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from kernels.gpu import product_tiles, tuning
 from kernels.gpu.card_tiles import CARDS, Card
+from kernels.gpu.package_tiles import FILE, package_tile, read_tiles, write_measured
 from kernels.gpu.product_tiles import (
     ON_H200,
     OPERATOR,
-    OTHERS,
     card_tile,
     product_tile,
     tile_bytes,
@@ -29,8 +29,9 @@ BYTES = {"16 bits": (2, 2), "4 bits": (0.5, 2), "8 bits": (1, 2), "codes": (1, 2
 
 def held(card: Card, product: str, **changed: int) -> int:
     depth = 128 if product == "codes, many rows" else 256
+    sizes = (1, 2) if "as they are" in product else (1, 1)
     return tile_bytes(
-        {**card_tile(card.name, product), **changed}, *BYTES.get(product.split(",")[0], (1, 1)), depth
+        {**card_tile(card.name, product), **changed}, *BYTES.get(product.split(",")[0], sizes), depth
     )
 
 
@@ -49,18 +50,27 @@ def test_every_tile_fits_its_card(card: Card, product: str) -> None:
 
 
 def test_an_h200_s_tile_would_leave_a_smaller_card_one_program() -> None:
-    changed = {name: product for name, table in OTHERS.items() for product in table}
-    assert changed == dict.fromkeys(("L40S", "RTX 4090"), "16 bits, few rows, tall")
+    changed = {
+        (card.name, product) for card in CARDS for product in ON_H200
+        if card_tile(card.name, product) != ON_H200[product]
+    }  # fmt: skip
+    product = "16 bits, few rows, tall"
+    assert changed == {("L40S", product), ("RTX 4090", product)}
     for card in CARDS:
-        if (product := changed.get(card.name)) is not None:
+        if (card.name, product) in changed:
             assert programs(card, product, **ON_H200[product]) == 1
 
 
 def test_every_card_has_a_row_and_an_unknown_one_an_h200_s() -> None:
-    assert {card.name for card in CARDS if not card.measured} == set(OTHERS)
+    tables = read_tiles()
+    assert list(tables) == [card.name for card in CARDS]
+    for card, table in tables.items():
+        assert table.keys() == {"paged_decode", "paged_prefill", OPERATOR}
+        assert table[OPERATOR].keys() == ON_H200.keys()
+        measured = [entry.measured for own in table.values() for entry in own.values()]
+        assert any(measured) == (card == "H200"), "what no card measured says so"
     for product, tile in ON_H200.items():
         assert card_tile("NVIDIA H200", product) == card_tile("an unknown card", product) == tile
-    assert all(product in ON_H200 for table in OTHERS.values() for product in table)
     assert card_tile("NVIDIA L40S", "16 bits, few rows, tall")["num_stages"] == 3
 
 
@@ -93,3 +103,28 @@ def test_the_tuner_s_file_goes_before_the_table(tmp_path: Path, monkeypatch: pyt
 def test_another_product_is_no_tile() -> None:
     with pytest.raises(KeyError, match="3 bits"):
         product_tile(torch.device("cpu"), "3 bits")
+
+
+def test_what_was_measured_is_written_for_its_card_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(FILE.read_text())
+    product = "experts, many rows"
+    write_measured("NVIDIA L40S", OPERATOR, product, {"BN": 32}, path)
+    before, after = read_tiles(), read_tiles(path)
+    found = after["L40S"][OPERATOR][product]
+    assert found.measured
+    assert found.tile == {**before["L40S"][OPERATOR][product].tile, "BN": 32}
+    assert after["H200"] == before["H200"]
+    with pytest.raises(ValueError, match="NVIDIA T4 is no card"):
+        write_measured("NVIDIA T4", OPERATOR, product, {}, path)
+    assert package_tile("NVIDIA T4", OPERATOR, product) == {}
+
+
+@pytest.mark.parametrize(
+    "entry", ['{"tile": {"BN": 16}}', '{"tile": {"BN": "16"}, "measured": true}', "16"], ids=str
+)
+def test_entries_that_say_something_else_are_refused(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text('{"H200": {"product": {"int8, many rows": ' + entry + "}}}")
+    with pytest.raises(ValueError, match="H200, product, int8, many rows has"):
+        read_tiles(path)

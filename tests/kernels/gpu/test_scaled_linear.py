@@ -116,8 +116,29 @@ def test_a_scale_of_another_square_shows(device: torch.device) -> None:
     assert error(multiply(x.to(device), shifted).cpu(), expected) > 1000 * BOUND
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8, squares"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_of_fp8_are_multiplied_as_they_are(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, bias = CASES[name], torch.randn(CASES[name].shape[0])
+    x = (torch.randn(FEW_ROWS, weight.shape[1]) * 300).to(dtype)
+    expected = scaled_matrix.unrounded_linear(x, weight, bias)
+    out = torch.empty(FEW_ROWS, weight.shape[0], device=device)
+    moved = weight.to(device)
+    got = scaled_linear(x.to(device), None, moved, bias.to(device), out=out.clone())
+    assert error(got.cpu(), expected) < BOUND
+    one = scaled_linear(x[3:4].to(device), None, moved, bias.to(device), out=out[:1].clone())
+    assert torch.equal(one[0], got[3])
+    assert error(multiply(x.float().to(device), moved, bias.to(device)).cpu(), expected) > 1000 * BOUND
+    with pytest.raises(ValueError, match="17 rows as they are; 16 at most"):
+        scaled_linear(x.repeat(2, 1)[:17].to(device), None, moved, out=out)
+
+
 def test_rows_of_another_format_are_refused(device: torch.device) -> None:
     weight = CASES["int8"].to(device)
     x, scales = round_rows(torch.ones(1, 136, device=device), FP8)
     with pytest.raises(TypeError, match=r"rows of .*e4m3fn times a matrix of .*int8"):
         scaled_linear(x, scales, weight, out=torch.empty(1, 37, device=device))
+    with pytest.raises(TypeError, match=r"rows of .*float32 times a matrix of .*int8"):
+        scaled_linear(torch.ones(1, 136, device=device), None, weight, out=torch.empty(1, 37, device=device))

@@ -51,4 +51,4 @@ def test_without_a_gpu_every_section_says_so() -> None:
         with pytest.raises(Unmeasured, match="no CUDA device"):
             list(section(context))
     with pytest.raises(Unmeasured, match="no CUDA device"):
-        tune(context)
+        tune(context, None, ("attention", "products"))

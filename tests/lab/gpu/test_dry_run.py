@@ -9,9 +9,12 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from kernels.gpu.launch import INTERPRETED
+from kernels.gpu.package_tiles import FILE
 from lab.gpu.__main__ import main, sections
+from lab.gpu.tune import main as tune
 
 QUICK = "ceilings"
+PACKAGE_BEFORE = FILE.read_text()
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not in its interpreter")
 
@@ -27,3 +30,13 @@ def test_a_section_gives_figures(section: str, tmp_path: Path, capsys: pytest.Ca
     assert f"## {section} (" in out
     assert "Not measured" not in out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_tuner_tries_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(["--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "paged_prefill: {" in out
+    assert "experts, few rows: {" in out
+    assert FILE.read_text() == PACKAGE_BEFORE, "a dry run keeps nothing"

@@ -2,12 +2,13 @@
 
 A layer's rows are rounded before each of its products. Behind a norm or an activation that is a launch and a
 way to memory that the kernel before spares: norm_round.py and swiglu_round.py give the bits of the two
-launches. Rows with adapters, routers, and products of several kinds want the numbers themselves.
+launches. Rows with adapters, routers, products of several kinds, and few rows of FP8 want the numbers
+themselves.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -36,7 +37,7 @@ class Norms:
         """
         if norm is None:
             return buffers.residual
-        if isinstance(before, ScaledLinear):
+        if _rounds(before, self._operators, len(buffers.residual)):
             return before.round(self._operators.norm_round, buffers.residual, norm, self._eps)
         return self._operators.rms_norm(buffers.residual, norm, self._eps, out=buffers.normed)
 
@@ -58,9 +59,14 @@ class Norms:
             buffers.added.mul_(self._scale)
         if next_norm is None:
             return residual.add_(buffers.added)
-        if isinstance(before, ScaledLinear):
+        if _rounds(before, operators, len(residual)):
             return before.round(operators.norm_round, buffers.added, next_norm, eps, residual=residual)
         return operators.add_rms_norm(buffers.added, residual, next_norm, eps, out=buffers.normed)
+
+
+def _rounds(before: Matrix, operators: Operators, rows: int) -> TypeGuard[ScaledLinear]:
+    """Return whether so many rows are rounded for the product `before` which they come."""
+    return isinstance(before, ScaledLinear) and before.rounds(operators, rows)
 
 
 def multiply(
@@ -80,6 +86,6 @@ def gated_rows(
 
     `out [T, n]` has it where it is not rounded; `how` is that of the operator swiglu.
     """
-    if isinstance(before, ScaledLinear):
+    if _rounds(before, operators, len(gate_up)):
         return before.round(operators.swiglu_round, gate_up, **how)
     return operators.swiglu(gate_up, out=out, **how)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,6 +21,21 @@ from kernels.scaled_matrix import FP8, ScaledMatrix
 
 Part = tuple[Matrix, torch.Tensor | None]
 """A matrix and its bias."""
+INPUT_ROUNDING = "DIPTYCH_INPUT_ROUNDING"
+"""`auto` rounds inputs of FP8 and int8 matrices, `off` none: nearer to the weights, slower in prompts."""
+
+
+def rounds_inputs(
+    dtype: torch.dtype, device: torch.device, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Return whether inputs of matrices in `dtype` may be rounded on a device: it can, and it is not off.
+
+    Raises UnsupportedModel for another word of the environment.
+    """
+    asked = environment.get(INPUT_ROUNDING) or "auto"
+    if asked not in ("auto", "off"):
+        raise UnsupportedModel(f"{INPUT_ROUNDING} is {asked!r}: it must be auto or off")
+    return asked == "auto" and (dtype != FP8 or has_fp8(device))
 
 
 def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
@@ -38,8 +54,8 @@ def quantised_product(device: torch.device, parts: Sequence[Part]) -> Product:
 
 
 def _for_device(matrix: Matrix, device: torch.device) -> Matrix:
-    """Return FP8 for a card that cannot round to it as codes, whose inputs are multiplied as they are."""
-    if isinstance(matrix, ScaledMatrix) and matrix.values.dtype == FP8 and not has_fp8(device):
+    """Return FP8 and int8 as codes, whose inputs are multiplied as they are, where none are to be rounded."""
+    if isinstance(matrix, ScaledMatrix) and not rounds_inputs(matrix.values.dtype, device):
         return scaled_matrix.weights_only(matrix)
     return matrix
 

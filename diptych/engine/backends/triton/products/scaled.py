@@ -1,8 +1,10 @@
 """Matrices of FP8 or int8 that take inputs of their own format (kernels/scaled_matrix.py).
 
-Few rows and int8 are our own kernel's, other FP8 products the library's where it has them. Rounded inputs
-are memory of their own, which a recorded step has from its graph's pool. Norms and activations round what
-they make in the same launch where one such matrix alone multiplies it (rounded_inputs.py).
+Few rows and int8 are our own kernel's, other FP8 products the library's where it has them. Few rows of FP8
+are not rounded: their weights' bytes bound the product, and what rounding takes of the logits is spared
+(docs/performance.md). Rounded inputs are memory of their own, which a recorded step has from its graph's
+pool. Norms and activations round what they make in the same launch where one such matrix alone multiplies it
+(rounded_inputs.py).
 """
 
 from __future__ import annotations
@@ -70,10 +72,21 @@ class ScaledLinear:
     def room(self) -> int:
         return 0
 
+    def rounds(self, operators: Operators, rows: int) -> bool:
+        """Return whether so many rows are rounded for this matrix.
+
+        FP8 is not where rows are few, nor where rows have one order of sums in steps of any size: these are
+        multiplied few at a time.
+        """
+        few = rows <= FEW_ROWS or operators.invariant_linear is not None
+        return not few or self.weight.values.dtype == INT8
+
     def multiply(
         self, operators: Operators, x: torch.Tensor, room: torch.Tensor | None, *, out: torch.Tensor
     ) -> torch.Tensor:
         """See `Product.multiply`."""
+        if not self.rounds(operators, len(x)):
+            return operators.scaled_linear(x, None, self.weight, self.bias, out=out)
         return self.multiply_rounded(operators, self.round(operators.round_rows, x), out=out)
 
     def round(

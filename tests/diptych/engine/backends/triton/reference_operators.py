@@ -344,12 +344,14 @@ def _packed_linear(
 
 def _scaled_linear(
     x: torch.Tensor,
-    x_scales: torch.Tensor,
+    x_scales: torch.Tensor | None,
     weight: scaled_matrix.ScaledMatrix,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    if x_scales is None:
+        return out.copy_(scaled_matrix.unrounded_linear(x, weight, bias))
     return out.copy_(scaled_matrix.product_of_rounded(x, x_scales, weight, bias))
 
 

@@ -18,7 +18,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.products import scaled_mm
 from diptych.engine.backends.triton.products.experts import PackedExpertProduct
-from diptych.engine.backends.triton.products.make import quantised_product
+from diptych.engine.backends.triton.products.make import INPUT_ROUNDING, quantised_product
 from diptych.engine.backends.triton.products.packed import PackedLinear
 from diptych.engine.backends.triton.products.scaled import ScaledLinear
 from diptych.engine.dtype import Precision
@@ -263,6 +263,21 @@ def test_a_card_without_fp8_multiplies_inputs_as_they_are(monkeypatch: pytest.Mo
     assert isinstance(quantised_product(CPU, [(whole, None)]), ScaledLinear)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(FP8, "FP8"), (INT8, "8-bit codes")])
+def test_no_inputs_are_rounded_where_that_is_off(
+    dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = shape_of(hidden_size=128, intermediate_size=128)
+    weights = with_matrices(weights_of(shape, torch.bfloat16), lambda _, matrix: quantise(matrix, dtype))
+    for asked, kind in (("auto", ScaledLinear), ("off", PackedLinear)):
+        monkeypatch.setenv(INPUT_ROUNDING, asked)
+        assert isinstance(pack(weights, CPU).layers[0].qkv, kind)
+    assert f"{name}, inputs not rounded: DIPTYCH_INPUT_ROUNDING=off" in describe_matrices(weights, CPU)
+    monkeypatch.setenv(INPUT_ROUNDING, "8")
+    with pytest.raises(UnsupportedModel, match="DIPTYCH_INPUT_ROUNDING is '8': it must be auto or off"):
+        pack(weights, CPU)
+
+
 def test_steps_with_the_kernels_are_those_of_the_meaning(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     from kernels.gpu.launch import INTERPRETED
@@ -331,3 +346,12 @@ def test_norms_and_activations_round_what_no_adapter_reads() -> None:
         logits.append(backend.forward([step], None))
         assert launched == expected
     assert torch.equal(*logits)
+    launched.clear()
+    few = [Pool(layout, 3).sequence(20).step(tokens[:count]) for count in (7, 9)]
+    backend.forward(few, None)
+    assert not launched, "sixteen rows are multiplied as they are"
+    one_order = replace(operators, invariant_linear=lambda x, w, b=None, out=None: x @ w.T)
+    product = ScaledLinear(quantise(torch.randn(8, 16), FP8), None)
+    assert [product.rounds(operators, rows) for rows in (16, 17)] == [False, True]
+    assert not product.rounds(one_order, 17), "they would be rounded in a chunk and not when decoded"
+    assert ScaledLinear(quantise(torch.randn(8, 16), INT8), None).rounds(one_order, 1)
