@@ -61,7 +61,7 @@ class ShareRun:
     target: KVMemory
     target_ids: Sequence[int]
     target_pieces: Pieces
-    """The same pieces by their place in `target`'s blocks."""
+    """Places of these pieces in `target`'s blocks."""
     computed: torch.cuda.Event | None = None
     """Event after which the blocks are computed; None: they are."""
 
@@ -81,7 +81,7 @@ class MapTarget:
     pieces: Pieces
     """Pieces by their place in the writing process' blocks."""
     target_pieces: Pieces
-    """The same pieces by their place in the rank's blocks."""
+    """Places of these pieces in the rank's blocks."""
     tls: InternalTls | None = None
     role: str = "decode"
 
@@ -105,7 +105,7 @@ class CheckRun:
     first: int
     block_ids: tuple[int, ...]
     sources: tuple[tuple[int, Pieces], ...]
-    """What each source writes here, by its place in this rank's blocks."""
+    """Pieces that each source writes here, by their place in this rank's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
