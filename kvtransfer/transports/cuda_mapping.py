@@ -112,9 +112,13 @@ class CudaMapping:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             if run.computed is not None:
                 stream.wait_event(run.computed)
-            copy.launch(run.target, run.target_ids, run.target_pieces)
-            page = self._pages[flag.flags.address]
-            cuda_driver.write_in_stream_order(self._device, stream, page + flag.offset, flag.value)
+            try:
+                copy.launch(run.target, run.target_ids, run.target_pieces)
+                page = self._pages[flag.flags.address]
+                cuda_driver.write_in_stream_order(self._device, stream, page + flag.offset, flag.value)
+            except BaseException:
+                stream.synchronize()  # pieces that were launched still write
+                raise
             done = torch.cuda.Event()
             done.record(stream)
 

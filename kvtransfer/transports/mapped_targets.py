@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,22 +57,20 @@ class MappedTargets:
         there, each target's after the other's. Raises TransportError.
         """
         upto = run.first + len(run.block_ids)
-        try:
-            begun = [
-                self._mapping.start_share_copy(
-                    ShareRun(
-                        run.ref, run.first, memory, run.block_ids, one.target.pieces, one.memory,
-                        run.target_ids, one.target.target_pieces, computed,
-                    ),
-                    one.flags.word(run.ref, upto),
-                )
-                for one in self._mapped
-            ]  # fmt: skip
-        except (RuntimeError, OSError) as error:
-            raise TransportError(f"shares were not copied: {error}") from error
-        digests: list[bytes] = []
+        begun: list[tuple[_Mapped, Callable[[], list[bytes]]]] = []
         failed: Exception | None = None
-        for one, finish in zip(self._mapped, begun, strict=True):
+        for one in self._mapped:
+            shares = ShareRun(
+                run.ref, run.first, memory, run.block_ids, one.target.pieces, one.memory, run.target_ids,
+                one.target.target_pieces, computed,
+            )  # fmt: skip
+            try:
+                begun.append((one, self._mapping.start_share_copy(shares, one.flags.word(run.ref, upto))))
+            except (RuntimeError, OSError) as error:
+                failed = error
+                break
+        digests: list[bytes] = []
+        for one, finish in begun:
             try:
                 hashes = finish()
             except (RuntimeError, OSError) as error:

@@ -35,6 +35,8 @@ from kvtransfer.transports.share_mapping import (
 
 _NOTED_S = 2.0
 """Seconds in which rank 0 must have noted a source."""
+_FORGOTTEN_S = 10.0
+"""Seconds after which a registration that was begun before a fence has ended."""
 
 
 class ShareOffer:
@@ -84,8 +86,12 @@ class ShareOffer:
         for source in [source for source in self._flags if source.incarnation == writer]:
             if source in self._mapped:
                 self._kept.fence(source)
-            else:
-                self._flags.pop(source).close()
+            else:  # it may be about to get the page, or to map it
+                asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._forget, source)
+
+    def _forget(self, source: WriterId) -> None:
+        if source not in self._mapped and (flags := self._flags.pop(source, None)) is not None:
+            flags.close()
 
     async def check(self, run: CheckRun) -> list[bytes]:
         """Return the digests of all sources' shares of each block. Raises TransportError, RuntimeError."""

@@ -92,6 +92,9 @@ class ThreadRank:
         self.mappings.close()
         while self._files:
             os.close(self._files.pop())
+        # Threads that wait for orders keep this object: other tests count mappings of pools.
+        self.rank.shares.on_event = self.rank.shares.on_source = None
+        del self.memory, self.own, self.service, self.mappings
 
     def _lost(self, error: BaseException) -> Any:
         """Raise for who asks for something; a thread that serves the connection sees the end of this test."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -116,6 +118,9 @@ async def make() -> AsyncIterator[Make]:
         yield make
         for pair in made:
             await pair.close()
+        made.clear()
+    gc.collect()  # other tests count mappings and files
+    await until(lambda: not any(thread.name == "kv-unmap" for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize(
