@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 BackendChoice = Literal["auto", "torch", "native", "triton"]
 _CPU = torch.device("cpu")
 _TORCH_ROUNDS = "torch picks its kernels, and so the order of sums, by the number of rows"
-BackendName = Literal["torch", "torch-parts", "native", "native-parts", "triton"]
+BackendName = Literal["torch", "torch-parts", "native", "native-parts", "triton", "triton-parts"]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,18 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import IN_PARTS, Precision, stored_dtype
+from diptych.engine.dtype import IN_PARTS, ON_GPU, KVCacheDtype, Precision, kept_scales, stored_dtype
 from diptych.engine.loaded_model import lower_context
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.parallel import shared_memory_communicator
+from diptych.engine.parallel.cards import Exchange, agree_on_exchange
 from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.gloo_communicator import LOOPBACK, GlooCommunicator
+from diptych.engine.parallel.host_copies import HostCopies
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.nccl_communicator import NcclCommunicator
 from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
+from diptych.engine.parallel.peer_memory_communicator import over_peer_memory
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator
 from diptych.engine.parallel.stages import Grid, Stage, deal_stages
@@ -32,6 +35,7 @@ from diptych.engine.weights.reader import OpenCheckpoint
 
 if TYPE_CHECKING:
     from diptych.engine.backends.native.parts_backend import NativePartsBackend
+    from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,10 @@ class OpenParts:
 class LoadedParts:
     """The parts of one rank, ready to compute."""
 
-    backend: PartsBackend | NativePartsBackend
+    backend: PartsBackend | NativePartsBackend | TritonPartsBackend
     weight_bytes: int
     """Bytes of the weights that this rank holds."""
-    name: Literal["torch-parts", "native-parts"] = "torch-parts"
+    name: Literal["torch-parts", "native-parts", "triton-parts"] = "torch-parts"
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,12 @@ def open_parts(
 def why_not_native(shape: ModelShape, precision: Precision) -> str | None:
     """Return None if the native step computes a model in parts, here, or else why not, in words."""
     # Imported here: it loads the native library, which the torch backend does not need.
-    from diptych.engine.backends.native.share import supports_in_parts
+    from diptych.engine.backends.native.supports import supports
     from kernels.cpu import library
 
     if precision not in _NATIVE:
         return f"the native step does not compute {precision} in parts"
-    if (why := supports_in_parts(shape)) is not None:
+    if (why := supports(shape)) is not None:
         return f"the native step does not compute {why}"
     try:
         library.load()
@@ -137,12 +141,23 @@ def load_parts(
     device: torch.device | str = "cpu",
     stage: int = 0,
     held: KVShare | None = None,
+    *,
+    triton: bool = False,
+    kv_cache: KVCacheDtype = "auto",
 ) -> LoadedParts:
-    """Read the weights that `links.ranks.rank` computes in a stage, for torch. `held` is the share of each
-    block that a memory of this process holds; None: all of it.
+    """Read the weights that `links.ranks.rank` computes in a stage, for the Triton step, or for torch.
 
-    Raises as `open_parts` does.
+    Args:
+        held: share of each block that a memory of this process holds; None: all of it.
+        triton: whether the Triton step computes (`why_not_triton`).
+        kv_cache: numbers of keys and values, `auto` or, in the Triton step, `fp8`.
+
+    Raises as `open_parts` does, and TritonUnavailable.
     """
+    if triton:
+        return _load_triton_parts(model, links, stop_word, device, stage, held, kv_cache)
+    if kv_cache != "auto":
+        raise UnsupportedModel(f"kv-cache-dtype {kv_cache} is not kept by parts that torch computes")
     _, weights = _read_own(model, links, stage)
     backend = PartsBackend(
         model.shape,
@@ -158,6 +173,43 @@ def load_parts(
     return LoadedParts(backend, weight_bytes(weights))
 
 
+def why_not_triton(shape: ModelShape, precision: Precision) -> str | None:
+    """Return None if the Triton step computes a model in parts, or else why not, in words."""
+    # Imported here: Triton is not installed everywhere.
+    from diptych.engine.backends.triton.supports import supports
+
+    if precision not in ON_GPU:
+        return f"the Triton step does not compute {precision}"
+    why = supports(shape)
+    return None if why is None else f"the Triton step does not compute {why}"
+
+
+def _load_triton_parts(
+    model: OpenParts,
+    links: Links,
+    stop_word: StopWord,
+    device: torch.device | str,
+    stage: int,
+    held: KVShare | None,
+    kv_cache: KVCacheDtype,
+) -> LoadedParts:
+    from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+
+    _, weights = _read_own(model, links, stage)
+    backend = TritonPartsBackend(
+        model.shape,
+        model.parts,
+        weights,
+        links,
+        model.stages[stage],
+        stop_word=stop_word,
+        device=device,
+        kv_scales=kept_scales(kv_cache, model.shape, model.opened.kv_scales),
+        held=held,
+    )
+    return LoadedParts(backend, weight_bytes(weights), "triton-parts")
+
+
 def join_group(
     number: int,
     grid: Grid,
@@ -167,7 +219,8 @@ def join_group(
     host: str | None = None,
 ) -> Links:
     """Join the communicators of a group as process `number`: over a file each, of which `exchange_fds` are
-    this process', on CPUs that order stores, else over a library.
+    this process', on CPUs that order stores, else over a library; on GPUs over NCCL, or where processes share
+    a card over Gloo with copies through the host (cards.py).
 
     A group over several hosts has no such files: `host` is the address of this process in it.
 
@@ -184,14 +237,19 @@ def join_group(
             ],
         )
     store = open_store()
-    return links_of(
-        number, [(way, _over_library(way, number, store, device, host or LOOPBACK)) for way in own]
-    )
+    exchange = agree_on_exchange(store, number, grid.size, device) if device.type == "cuda" else "gloo"
+    joined = [(way, _over_library(way, number, store, device, host or LOOPBACK, exchange)) for way in own]
+    return links_of(number, joined)
 
 
-def _over_library(way: Way, number: int, store: c10d.Store, device: torch.device, host: str) -> Communicator:
+def _over_library(
+    way: Way, number: int, store: c10d.Store, device: torch.device, host: str, exchange: Exchange
+) -> Communicator:
     rank, ranks = way.members.index(number), len(way.members)
-    under = c10d.PrefixStore(f"{way.kind}-{way.members[0]}", store)
-    if device.type == "cuda":
-        return NcclCommunicator(under, rank, ranks, device)
-    return GlooCommunicator(under, rank, ranks, host)
+    name = f"{way.kind}-{way.members[0]}"
+    under = c10d.PrefixStore(name, store)
+    if exchange == "gloo":
+        over_host = GlooCommunicator(under, rank, ranks, host)
+        return over_host if device.type == "cpu" else HostCopies(over_host, device)
+    made = NcclCommunicator(under, rank, ranks, device)
+    return over_peer_memory(made, under, name, device) if exchange == "peers" else made

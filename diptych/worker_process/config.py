@@ -310,11 +310,10 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
     if not settings.in_parts:
         return
     flag = settings.group_flags
-    if settings.backend == "triton":
-        yield f"--backend triton does not compute with {flag}: native and torch do"
-    if settings.quantization not in ("auto", "int8"):
+    if settings.quantization == "gguf":
         yield f"--quantization {settings.quantization} is not computed with {flag}"
-    if settings.kv_cache_dtype != "auto":
+    by_triton = settings.backend not in ("native", "torch")  # on a GPU; on CPUs fp8 is refused below
+    if settings.kv_cache_dtype == "int8" or (settings.kv_cache_dtype == "fp8" and not by_triton):
         yield f"--kv-cache-dtype {settings.kv_cache_dtype} is not kept with {flag}"
     if settings.kv_tier:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
@@ -387,8 +386,6 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
-    if settings.in_parts:
-        yield f"{settings.group_flags}: groups compute on CPUs so far, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.dtype import IN_PARTS, Precision, choose_precision
 from diptych.engine.gpu_precision import packs_on_gpu
 from diptych.engine.loaded_model import native_step_works
 from diptych.engine.weights.checkpoint import has_kquants, is_quantised, weight_bytes
@@ -48,7 +48,7 @@ def precision_of(
         native=native and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=on_gpu,
-        packs=on_gpu and packs_on_gpu(path),
+        packs=on_gpu and (not in_parts or "packed" in IN_PARTS) and packs_on_gpu(path),
         file_bytes=weight_bytes(path),
         kquants=has_kquants(path),
         in_parts=in_parts,

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 25
+#define DIPTYCH_ABI_VERSION 28
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -101,15 +101,27 @@ struct DiptychShape {
     struct DiptychExperts experts;
 };
 
+// What a part has of the experts of a layer: whole ones, or some inner numbers of each.
+struct DiptychPartExperts {
+    int32_t first, end;           // experts first .. end - 1
+    int32_t intermediate;         // inner numbers of each that are here
+    int32_t shared_intermediate;  // of the one that every row passes; 0: the model has none
+};
+
 // What a rank of a group computes of a model, whose DiptychShape is that of the rank: its heads, its inner numbers, its
-// tokens. It has parts in a row, and every rank as many. What the output and down matrices of all parts give is added in
-// the order of the parts, whatever the number of ranks (model_share.h).
+// tokens, and of experts what the whole model has. It has parts in a row, and every rank as many. What the output and
+// down matrices of all parts give is added in the order of the parts, whatever the number of ranks (model_share.h).
 struct DiptychShare {
     int32_t ranks, rank;
     int32_t own_parts;          // of this rank
     const int32_t *head_ends;   // [own_parts] of the rank's query heads, those up to a part's last
     const int32_t *inner_ends;  // [own_parts] likewise of the numbers between the two products of a feed-forward
     const int32_t *group_ends;  // [kv_heads] of the rank's query heads, those up to the last that reads a KV head
+    const struct DiptychPartExperts *experts;  // [own_parts], or null where the model has none
+    // Where queries and keys are normed over all heads of the model together: how many numbers these are, else 0; and
+    // [own_parts, 2] the first and the end of the rank's KV heads that a part counts, so that each is counted once.
+    int32_t query_lanes, key_lanes;
+    const int32_t *counted;
     int32_t block_kv_heads;     // KV heads in a block; addresses of memories are those of the rank's first
     int32_t vocab, first_token;  // of the whole model; the rank's first one
     int32_t first_stage, last_stage;  // 1: its layers are the model's first, and begin with an embedding; its last, and end
@@ -228,6 +240,7 @@ struct DiptychChange {
     int32_t depth, ranks;   // depth: inputs, rounded up to a multiple of 32
     int32_t parts;
     int32_t interleaved;    // 1: strips of two parts take turns, as those of gate and up do
+    int32_t own_part;       // of a share: the part whose product is changed, of the rank's own; 0 for DIPTYCH_QKV
     struct DiptychChangePart part[3];
 };
 
@@ -245,7 +258,7 @@ const char *diptych_instruction_set(int32_t i, int32_t dtype);
 
 // Null on failure. `instruction_set` null means the best one.
 DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set);
-// A rank's share of a model, in fp32, bf16 or bytes, without experts.
+// A rank's share of a model, in fp32, bf16 or bytes.
 DiptychModel *diptych_share_new(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set);
 void diptych_model_free(DiptychModel *model);
 
@@ -256,8 +269,12 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
 // model or the next call that replaces them. Which of an expert: DIPTYCH_GATE_UP or DIPTYCH_DOWN.
 int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
                            int32_t count);
-// Of a part of a rank's share: DIPTYCH_OUTPUT, DIPTYCH_GATE_UP or DIPTYCH_DOWN, which the model itself then does not have.
+// Of a part of a rank's share: DIPTYCH_OUTPUT, DIPTYCH_GATE_UP, DIPTYCH_DOWN, DIPTYCH_SHARED_GATE_UP or
+// DIPTYCH_SHARED_DOWN, which the model itself then does not have.
 int32_t diptych_set_part_linear(DiptychModel *model, int32_t layer, int32_t part, int32_t which,
+                                const DiptychMatrix *matrices, int32_t count);
+// Likewise of an expert, by its number in the model: DIPTYCH_GATE_UP or DIPTYCH_DOWN.
+int32_t diptych_set_part_expert(DiptychModel *model, int32_t layer, int32_t part, int32_t expert, int32_t which,
                                 const DiptychMatrix *matrices, int32_t count);
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
                            const DiptychMatrix *parts, int32_t count);

@@ -4,11 +4,27 @@
 #include <cstring>
 
 #include "model.h"
+#include "model_share.h"
 #include "step_state.h"
 
 namespace diptych {
 
 namespace {
+
+// The matrix that a change is of; null: there is none.
+const Linear *changed_matrix(const DiptychModel &model, const DiptychChange &change) {
+    const Layer &layer = model.layers[static_cast<size_t>(change.layer)];
+    if (change.which == DIPTYCH_QKV) return change.own_part == 0 ? &layer.qkv : nullptr;
+    if (model.share == nullptr) {
+        const Linear *products[] = {&layer.output, &layer.gate_up, &layer.down};
+        return change.own_part == 0 ? products[change.which - DIPTYCH_OUTPUT] : nullptr;
+    }
+    if (change.own_part < 0 || change.own_part >= model.share->own_parts) return nullptr;
+    const PartProducts &part =
+        model.share->layers[static_cast<size_t>(change.layer)][static_cast<size_t>(change.own_part)];
+    const Linear *products[] = {&part.output, &part.gate_up, &part.down};
+    return products[change.which - DIPTYCH_OUTPUT];
+}
 
 // Puts the adapted rows of a set in order: adapters as they first come, and the rows of each together.
 void arrange(RowSet &set) {
@@ -44,10 +60,9 @@ std::string refused_adapters(const DiptychModel &model, const DiptychBatch &batc
 std::string refused_change(const DiptychModel &model, const DiptychChange &change) {
     if (change.layer < 0 || change.layer >= model.shape.layers) return "no such layer";
     if (change.which < DIPTYCH_QKV || change.which > DIPTYCH_DOWN) return "no such product";
-    const Layer &layer = model.layers[static_cast<size_t>(change.layer)];
-    const Linear *products[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
-    const Linear &matrix = *products[change.which];
-    if (matrix.data == nullptr && matrix.section_count == 0) return "the layer has no such product";
+    const Linear *found = changed_matrix(model, change);
+    if (found == nullptr || (found->data == nullptr && found->section_count == 0)) return "the layer has no such product";
+    const Linear &matrix = *found;
     if (change.a == nullptr || change.scales == nullptr || change.ranks < 1) return "a change without A";
     if (change.depth != round_up(matrix.in, kDepth)) return "A has another width than the product's input";
     if (change.parts < 1 || change.parts > 3 || (change.interleaved && change.parts != 2)) return "no such parts";
@@ -67,7 +82,7 @@ void add_change(DiptychAdapter &adapter, const DiptychModel &model, const Diptyc
         return std::memcpy(adapter.memory.take(bytes), from, static_cast<size_t>(bytes));
     };
     size_t number = model.shape.dtype == DIPTYCH_FP32 ? sizeof(float) : sizeof(bf16);
-    DiptychChange &to = adapter.layers[static_cast<size_t>(change.layer)][static_cast<size_t>(change.which)];
+    DiptychChange &to = adapter.of(change.layer, change.own_part)[static_cast<size_t>(change.which)];
     to = change;
     to.scales = static_cast<const float *>(copied(change.scales, change.ranks, sizeof(float)));
     to.a = copied(change.a, int64_t{change.ranks} * change.depth, number);

@@ -38,9 +38,17 @@ void prepare_adapters(StepState &step);
 
 }  // namespace diptych
 
-// The changes of all layers: [layer][DIPTYCH_QKV .. DIPTYCH_DOWN], without `a` where there is none.
+// The changes of all layers: [layer][own part][DIPTYCH_QKV .. DIPTYCH_DOWN], without `a` where there is none.
 struct DiptychAdapter {
-    std::vector<std::array<DiptychChange, 4>> layers;
+    DiptychAdapter(int32_t layers, int32_t parts)
+        : own_parts(parts), changes(static_cast<size_t>(layers) * static_cast<size_t>(parts)) {}
+
+    std::array<DiptychChange, 4> &of(int32_t layer, int32_t part) {
+        return changes[static_cast<size_t>(layer) * static_cast<size_t>(own_parts) + static_cast<size_t>(part)];
+    }
+
+    int32_t own_parts;  // of the rank that it is for; 1 where one process computes the model
+    std::vector<std::array<DiptychChange, 4>> changes;
     int32_t most_ranks = 0;  // of a change, all its parts
     diptych::WeightMemory memory;
 };
@@ -48,8 +56,9 @@ struct DiptychAdapter {
 namespace diptych {
 
 // Which of an adapter's changes belongs to a product; null: none of them.
-inline const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t which) {
-    const DiptychChange &change = adapter.layers[static_cast<size_t>(layer)][static_cast<size_t>(which)];
+inline const DiptychChange *find_change(const DiptychAdapter &adapter, int32_t layer, int32_t part, int32_t which) {
+    size_t place = static_cast<size_t>(layer) * static_cast<size_t>(adapter.own_parts) + static_cast<size_t>(part);
+    const DiptychChange &change = adapter.changes[place][static_cast<size_t>(which)];
     return change.a == nullptr ? nullptr : &change;
 }
 

@@ -131,24 +131,25 @@ inline void expand_strip(const Strip &strip, const float *shrunk, float *sums, i
 template <class Kind>
 class Changes {
   public:
-    Changes(const StepState &step, const RowSet &set, int32_t layer, int32_t which)
-        : step_(step), set_(set.adapters.empty() ? nullptr : &set), layer_(layer), which_(which) {}
+    // `part`: of the rank's own, where ranks share the model.
+    Changes(const StepState &step, const RowSet &set, int32_t layer, int32_t which, int32_t part = 0)
+        : step_(step), set_(set.adapters.empty() ? nullptr : &set), layer_(layer), which_(which), part_(part) {}
 
     // Of a product that none can change.
-    explicit Changes(const StepState &step) : step_(step), set_(nullptr), layer_(0), which_(0) {}
+    explicit Changes(const StepState &step) : step_(step), set_(nullptr), layer_(0), which_(0), part_(0) {}
 
     // Makes t of the product's input, `values` [rows of the set, stride]: a phase, which ends with a barrier.
-    void shrink(const Buffer &values, int64_t stride) const {
+    void shrink(const void *values, int64_t stride) const {
         if (set_ == nullptr) return;
         using Value = typename Kind::Value;
-        const auto *input = static_cast<const Value *>(values.get());
+        const auto *input = static_cast<const Value *>(values);
         ThreadTeam &team = step_.model->team;
         auto tickets = team.even(static_cast<int64_t>(set_->adapter_tiles.size()) * kShrinkParts);
         for (auto run = team.take_run(tickets, kShrinkParts); run.begin < run.end;
              run = team.take_run(tickets, kShrinkParts)) {
             for (int64_t ticket = run.begin; ticket < run.end; ticket++) {
                 const AdapterTile &tile = set_->adapter_tiles[static_cast<size_t>(ticket / kShrinkParts)];
-                const DiptychChange *change = find_change(*tile.adapter, layer_, which_);
+                const DiptychChange *change = find_change(*tile.adapter, layer_, part_, which_);
                 if (change == nullptr) continue;
                 int part = static_cast<int>(ticket % kShrinkParts), pairs = change->ranks / 2;
                 int begin = pairs * part / kShrinkParts * 2, end = pairs * (part + 1) / kShrinkParts * 2;
@@ -166,7 +167,7 @@ class Changes {
 
   private:
     [[gnu::noinline]] void expand_row(int row, int column, float *sums) const {
-        const DiptychChange *change = find_change(*set_->adapters[static_cast<size_t>(row)], layer_, which_);
+        const DiptychChange *change = find_change(*set_->adapters[static_cast<size_t>(row)], layer_, part_, which_);
         if (change == nullptr) return;
         for (int part = 0; part < kColumns / kAdapterStrip; part++) {
             Strip strip(*change, column / kAdapterStrip + part);
@@ -178,7 +179,7 @@ class Changes {
 
     const StepState &step_;
     const RowSet *set_;  // null: no row has an adapter
-    int32_t layer_, which_;
+    int32_t layer_, which_, part_;
 };
 
 }  // namespace

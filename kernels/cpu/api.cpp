@@ -83,6 +83,16 @@ int32_t set_linear(DiptychModel *model, Linear *to, int32_t which, bool expert, 
     }
 }
 
+// Packs a matrix of an own part, or of one of its experts; `to` null: there is none.
+int32_t set_part(DiptychModel *model, Linear *to, int32_t part, int32_t which, bool expert, const DiptychMatrix *matrices,
+                 int32_t count) {
+    if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
+    std::string found = refused_part_linear(*model, part, which, expert, matrices, count);
+    if (!found.empty()) return fail(DIPTYCH_INVALID, found);
+    WeightMemory *codes = model->kernels->reads_codes ? &model->codes : nullptr;
+    return attempt([&] { pack(*to, model->memory, matrices, count, count == 2, model->shape.dtype, codes); });
+}
+
 // `share`: of a rank, or null.
 DiptychModel *new_model(const DiptychShape *shape, const DiptychShare *share, const char *instruction_set) {
     try {
@@ -151,7 +161,11 @@ int32_t diptych_set_layer(DiptychModel *model, int32_t layer, const DiptychLayer
         if (own->experts && !model->has_experts()) return fail(DIPTYCH_INVALID, "the model has no experts");
         Layer &of = model->layers[static_cast<size_t>(layer)];
         of.own = *own;
-        of.experts.resize(own->experts ? static_cast<size_t>(model->shape.experts.count) : 0);
+        if (model->share) {
+            resize_part_experts(*model->share, layer, own->experts != 0);
+        } else {
+            of.experts.resize(own->experts ? static_cast<size_t>(model->shape.experts.count) : 0);
+        }
         return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());
@@ -165,13 +179,12 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
 
 int32_t diptych_set_part_linear(DiptychModel *model, int32_t layer, int32_t part, int32_t which,
                                 const DiptychMatrix *matrices, int32_t count) {
-    Linear *to = find_part_linear(*model, layer, part, which);
-    if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
-    std::string found = refused_part_linear(*model, part, which, matrices, count);
-    if (!found.empty()) return fail(DIPTYCH_INVALID, found);
-    return attempt([&] {
-        pack(*to, model->memory, matrices, count, which == DIPTYCH_GATE_UP && count == 2, model->shape.dtype, nullptr);
-    });
+    return set_part(model, find_part_linear(*model, layer, part, which), part, which, false, matrices, count);
+}
+
+int32_t diptych_set_part_expert(DiptychModel *model, int32_t layer, int32_t part, int32_t expert, int32_t which,
+                                const DiptychMatrix *matrices, int32_t count) {
+    return set_part(model, find_part_expert(*model, layer, part, expert, which), part, which, true, matrices, count);
 }
 
 int32_t diptych_set_expert(DiptychModel *model, int32_t layer, int32_t expert, int32_t which,
@@ -237,8 +250,7 @@ int32_t diptych_set_rotations(DiptychModel *model, const DiptychRotation *tables
 
 DiptychAdapter *diptych_adapter_new(const DiptychModel *model, const DiptychChange *changes, int32_t count) {
     try {
-        auto adapter = std::make_unique<DiptychAdapter>();
-        adapter->layers.resize(static_cast<size_t>(model->shape.layers));
+        auto adapter = std::make_unique<DiptychAdapter>(model->shape.layers, model->share ? model->share->own_parts : 1);
         for (int32_t i = 0; i < count; i++) {
             std::string found = refused_change(*model, changes[i]);
             if (!found.empty()) {

@@ -18,8 +18,8 @@ void run_gate_up(StepState &step, int rows, const Linear &matrix, void *inner, i
     int shift = halvings(shape);
     bool usual = is_silu_gated(shape);
     auto place = [=](int row, int column) { return values + row * stride + (column >> shift); };
-    product<Kind>(
-        step, matrix, step.normed.get(), step.hidden_stride, rows,
+    product_of_normed<Kind>(
+        step, matrix, rows,
         [=, &shape, &changes](int row, int column, float *sums) {
             changes.expand(row, column, sums);
             activate(shape, usual, sums, place(row, column));
@@ -43,9 +43,10 @@ Update run_dense(StepState &step, const RowSet &set, const Layer &layer, int ind
 template <class Kind>
 Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
     int rows = static_cast<int>(set.size());
-    route<Kind>(step, layer, rows);
-    gather_rows<Kind>(step, rows);
-    run_expert_products<Kind>(step, layer, rows);
+    ExpertSet all{layer.experts, 0};
+    route(step, layer, rows);
+    gather_rows<Kind>(step, all, rows);
+    run_expert_products<Kind>(step, all, rows);
     bool shared = layer.shared_down.data != nullptr;
     if (shared) {
         const ExpertStep &experts = step.experts;
@@ -62,7 +63,7 @@ Update run_experts(StepState &step, const RowSet &set, const Layer &layer) {
 template <class Kind>
 Update run_feed_forward(StepState &step, const RowSet &set, const Layer &layer, int index, const Update &update) {
     bool experts = layer.own.experts != 0;
-    norm_rows<Kind>(step, set, layer.post_norm, update, experts ? static_cast<float *>(step.experts.normed.get()) : nullptr);
+    norm_rows<Kind>(step, set, layer.post_norm, update, experts ? step.experts.normed : nullptr);
     step.model->team.barrier();
     return experts ? run_experts<Kind>(step, set, layer) : run_dense<Kind>(step, set, layer, index);
 }

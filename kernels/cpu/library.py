@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 25
+ABI_VERSION = 28
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -69,6 +69,17 @@ class Shape(Structure):
     )
 
 
+class PartExperts(Structure):
+    """`DiptychPartExperts`."""
+
+    _fields_ = (
+        ("first", c_int32),
+        ("end", c_int32),
+        ("intermediate", c_int32),
+        ("shared_intermediate", c_int32),
+    )
+
+
 class Share(Structure):
     """`DiptychShare`; pointers are addresses of arrays that live until the call returns."""
 
@@ -79,6 +90,10 @@ class Share(Structure):
         ("head_ends", c_void_p),
         ("inner_ends", c_void_p),
         ("group_ends", c_void_p),
+        ("experts", POINTER(PartExperts)),
+        ("query_lanes", c_int32),
+        ("key_lanes", c_int32),
+        ("counted", c_void_p),
         ("block_kv_heads", c_int32),
         ("vocab", c_int32),
         ("first_token", c_int32),
@@ -173,6 +188,7 @@ class Change(Structure):
         ("ranks", c_int32),
         ("parts", c_int32),
         ("interleaved", c_int32),
+        ("own_part", c_int32),
         ("part", ChangePart * 3),
     )
 
@@ -200,6 +216,10 @@ _SIGNATURES = {
     "diptych_set_layer": (c_int32, (c_void_p, c_int32, POINTER(Layer))),
     "diptych_set_expert": (c_int32, (c_void_p, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_part_linear": (c_int32, (c_void_p, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32)),
+    "diptych_set_part_expert": (
+        c_int32,
+        (c_void_p, c_int32, c_int32, c_int32, c_int32, POINTER(Matrix), c_int32),
+    ),
     "diptych_set_linear": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Matrix), c_int32)),
     "diptych_set_vector": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),

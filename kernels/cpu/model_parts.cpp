@@ -157,6 +157,12 @@ std::string refused_parts(const DiptychModel &model, int32_t which, bool expert,
         if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
             return "the matrix has another size";
         }
+    }
+    return refused_formats(model, which, parts, count);
+}
+
+std::string refused_formats(const DiptychModel &model, int32_t which, const DiptychMatrix *parts, int32_t count) {
+    for (int32_t p = 0; p < count; p++) {
         if (!format_fits(model, which, parts[p].format) || !formats_join(parts, count, which)) {
             return "the matrix has a format that the model's dtype does not have";
         }
@@ -195,7 +201,7 @@ std::string incomplete(const DiptychModel &model) {
     if ((needs_head && !model.head.data) || model.final_norm.empty()) return "the model has no head or no final norm";
     for (int32_t index = 0; index < model.shape.layers; index++) {
         const Layer &layer = model.layers[static_cast<size_t>(index)];
-        bool products = model.share ? model.share->whole(index) : layer.output.data && whole_feed_forward(model, layer);
+        bool products = model.share ? model.share->whole(index, layer) : layer.output.data && whole_feed_forward(model, layer);
         if (!products || !whole_layer(model, layer)) return "a layer of the model is incomplete";
         if (layer.own.rotation >= static_cast<int32_t>(model.rotations.size())) {
             return "a layer has a rotary table that is not there";

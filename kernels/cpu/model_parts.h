@@ -18,6 +18,9 @@ std::vector<float> *find_vector(DiptychModel &model, int32_t layer, int32_t whic
 std::string refused_parts(const DiptychModel &model, int32_t which, bool expert, const DiptychMatrix *parts,
                           int32_t count);
 
+// The same for the formats of the parts alone.
+std::string refused_formats(const DiptychModel &model, int32_t which, const DiptychMatrix *parts, int32_t count);
+
 // Whether a vector may have so many numbers.
 bool vector_fits(const DiptychModel &model, int32_t which, int32_t size);
 

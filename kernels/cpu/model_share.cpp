@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "model_parts.h"
 #include "pack.h"
 #include "step_state.h"
 
@@ -26,6 +27,43 @@ bool ascends_to(const int32_t *ends, int32_t count, int32_t last) {
         if (ends[i] <= (i == 0 ? 0 : ends[i - 1])) return false;
     }
     return ends[count - 1] == last;
+}
+
+// Where queries and keys are normed over all heads.
+std::string refused_counted(const DiptychShape &shape, const DiptychShare &share) {
+    if ((share.query_lanes > 0) != (share.key_lanes > 0)) return "queries and keys are normed over all heads, or neither";
+    if (share.query_lanes == 0) return "";
+    if (share.query_lanes < shape.heads * shape.head_dim || share.key_lanes < shape.kv_heads * shape.head_dim) {
+        return "a rank has more heads than the model";
+    }
+    for (int32_t part = 0; part < share.own_parts; part++) {
+        int32_t begin = share.counted[2 * part], end = share.counted[2 * part + 1];
+        if (begin < 0 || begin > end || end > shape.kv_heads) return "a part counts KV heads that are not there";
+    }
+    return "";
+}
+
+// Sizes of a part's matrices.
+struct PartSizes {
+    int32_t rows, columns, count;
+};
+
+PartSizes sizes_of(const DiptychModel &model, int32_t part, int32_t which, bool expert) {
+    const DiptychShape &shape = model.shape;
+    const ModelShare &share = *model.share;
+    int32_t gates = shape.gated ? 2 : 1, inner = share.inner(part);
+    if (!share.experts.empty()) {
+        const DiptychPartExperts &own = share.experts[static_cast<size_t>(part)].own;
+        if (expert) inner = own.intermediate;
+        if (which == DIPTYCH_SHARED_GATE_UP || which == DIPTYCH_SHARED_DOWN) inner = own.shared_intermediate;
+    }
+    switch (which) {
+        case DIPTYCH_GATE_UP:
+        case DIPTYCH_SHARED_GATE_UP: return {inner, shape.hidden, gates};
+        case DIPTYCH_DOWN:
+        case DIPTYCH_SHARED_DOWN: return {shape.hidden, inner, 1};
+        default: return {shape.hidden, share.query_heads(part) * shape.head_dim, 1};
+    }
 }
 
 // What this rank found likeliest of a row, by its number among all tokens.
@@ -64,25 +102,36 @@ ModelShare::ModelShare(const DiptychShape &shape, const DiptychShare &share)
       inner_ends(share.inner_ends, share.inner_ends + share.own_parts),
       mixed_begins(begins(head_ends, shape.head_dim)),
       inner_begins(begins(inner_ends, 1)),
+      experts(place_experts(share, expert_width, shared_width)),
+      query_lanes(share.query_lanes),
+      key_lanes(share.key_lanes),
+      counted(share.counted, share.counted + (share.query_lanes > 0 ? 2 * share.own_parts : 0)),
       layers(static_cast<size_t>(shape.layers), std::vector<PartProducts>(static_cast<size_t>(share.own_parts))),
       exchange(share.file, share.ranks, share.rank, share.ranks * share.own_parts, round_up(shape.hidden, kDepth)) {}
 
-bool ModelShare::whole(int32_t layer) const {
+bool ModelShare::whole(int32_t layer, const Layer &of) const {
     const auto &of_layer = layers[static_cast<size_t>(layer)];
-    return std::all_of(of_layer.begin(), of_layer.end(), [](const PartProducts &part) {
-        return part.output.data && part.gate_up.data && part.down.data;
+    bool routed = of.own.experts != 0, shared = has_shared();
+    auto has_all = [](const Expert &expert) { return expert.gate_up.data && expert.down.data; };
+    return (!routed || of.router.data) && std::all_of(of_layer.begin(), of_layer.end(), [&](const PartProducts &part) {
+        if (!part.output.data) return false;
+        if (!routed) return part.gate_up.data && part.down.data;
+        if (shared && !(part.shared_gate_up.data && part.shared_down.data)) return false;
+        return std::all_of(part.experts.begin(), part.experts.end(), has_all);
     });
 }
 
 std::string refused_share(const DiptychShape &shape, const DiptychShare &share) {
     if (share.ranks < 1 || share.ranks > 1024 || share.rank < 0 || share.rank >= share.ranks) return "no such rank";
     if (share.own_parts < 1 || share.own_parts > 1024) return "a rank has 1 to 1024 parts";
-    if (shape.experts.count > 0) return "experts are not computed in parts";
     if (shape.dtype == DIPTYCH_BLOCKS) return "matrices in blocks are not computed in parts";
     if (!ascends_to(share.head_ends, share.own_parts, shape.heads)) return "parts do not have all query heads";
     if (!ascends_to(share.inner_ends, share.own_parts, shape.intermediate)) return "parts do not have all inner numbers";
     if (!ascends_to(share.group_ends, shape.kv_heads, shape.heads)) return "KV heads do not have all query heads";
     if (share.block_kv_heads < shape.kv_heads) return "blocks have fewer KV heads than the rank";
+    for (const std::string &found : {refused_experts_of_parts(shape, share), refused_counted(shape, share)}) {
+        if (!found.empty()) return found;
+    }
     bool inside = share.first_token >= 0 && share.first_token <= share.vocab - shape.vocab;
     return inside ? "" : "the rank's tokens are not in the vocabulary";
 }
@@ -104,31 +153,25 @@ Linear *find_part_linear(DiptychModel &model, int32_t layer, int32_t part, int32
     if (model.share == nullptr || layer < 0 || layer >= model.shape.layers) return nullptr;
     if (part < 0 || part >= model.share->own_parts) return nullptr;
     PartProducts &products = model.share->layers[static_cast<size_t>(layer)][static_cast<size_t>(part)];
+    bool routed = model.layers[static_cast<size_t>(layer)].own.experts != 0, shared = routed && model.share->has_shared();
     switch (which) {
         case DIPTYCH_OUTPUT: return &products.output;
-        case DIPTYCH_GATE_UP: return &products.gate_up;
-        case DIPTYCH_DOWN: return &products.down;
+        case DIPTYCH_GATE_UP: return routed ? nullptr : &products.gate_up;
+        case DIPTYCH_DOWN: return routed ? nullptr : &products.down;
+        case DIPTYCH_SHARED_GATE_UP: return shared ? &products.shared_gate_up : nullptr;
+        case DIPTYCH_SHARED_DOWN: return shared ? &products.shared_down : nullptr;
         default: return nullptr;
     }
 }
 
-std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, const DiptychMatrix *matrices,
-                                int32_t count) {
-    const DiptychShape &shape = model.shape;
-    bool gate_up = which == DIPTYCH_GATE_UP, gated = gate_up && shape.gated != 0;
-    int32_t inner = model.share->inner(part), heads = model.share->query_heads(part) * shape.head_dim;
-    int32_t rows = gate_up ? inner : shape.hidden;
-    int32_t columns = gate_up ? shape.hidden : which == DIPTYCH_DOWN ? inner : heads;
-    if (count != (gated ? 2 : 1)) return "the matrix has another number of parts";
+std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, bool expert,
+                                const DiptychMatrix *matrices, int32_t count) {
+    PartSizes sizes = sizes_of(model, part, which, expert);
+    if (count != sizes.count) return "the matrix has another number of parts";
     for (int32_t i = 0; i < count; i++) {
-        if (matrices[i].rows != rows || matrices[i].columns != columns) return "the matrix has another size";
-        bool bytes = matrices[i].format == DIPTYCH_I8;
-        if (matrices[i].format != (shape.dtype == DIPTYCH_BYTES ? DIPTYCH_I8 : DIPTYCH_DENSE)) {
-            return "the matrix has a format that parts do not have";
-        }
-        if (bytes != (matrices[i].scales != nullptr)) return "matrices of bytes have scales, and no others do";
+        if (matrices[i].rows != sizes.rows || matrices[i].columns != sizes.columns) return "the matrix has another size";
     }
-    return "";
+    return refused_formats(model, which, matrices, count);
 }
 
 std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batch, int64_t rows) {

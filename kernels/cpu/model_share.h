@@ -12,6 +12,7 @@
 
 #include "abi.h"
 #include "model.h"
+#include "part_experts.h"
 #include "rank_exchange.h"
 
 namespace diptych {
@@ -19,6 +20,8 @@ namespace diptych {
 // What a part of a layer has for itself.
 struct PartProducts {
     Linear output, gate_up, down;
+    std::vector<Expert> experts;  // in place of a dense feed-forward
+    Linear shared_gate_up, shared_down;
 };
 
 struct ModelShare {
@@ -29,6 +32,10 @@ struct ModelShare {
     std::vector<int32_t> head_ends, inner_ends;  // of own parts
     // Where a part's values begin in a row of StepState::mixed, and of inner; then the length of a row.
     std::vector<int64_t> mixed_begins, inner_begins;
+    int64_t expert_width = 0, shared_width = 0;  // of a place of inner numbers, and of a row of the shared expert's
+    std::vector<PartExperts> experts;            // of own parts, or none
+    int32_t query_lanes, key_lanes;  // of the model, where all heads are normed together; else 0
+    std::vector<int32_t> counted;    // [own_parts, 2]: KV heads whose keys a part counts
     std::vector<std::vector<PartProducts>> layers;  // [layers][own_parts]
     RankExchange exchange;
 
@@ -36,7 +43,8 @@ struct ModelShare {
     int32_t part(int32_t own) const { return rank * own_parts + own; }  // its number among all
     int32_t query_heads(int32_t own) const { return end_less_begin(head_ends, own); }
     int32_t inner(int32_t own) const { return end_less_begin(inner_ends, own); }
-    bool whole(int32_t layer) const;
+    bool has_shared() const { return shared_width > 0; }
+    bool whole(int32_t layer, const Layer &of) const;
 
   private:
     static int32_t end_less_begin(const std::vector<int32_t> &ends, int32_t own) {
@@ -54,9 +62,9 @@ void place_heads(DiptychModel &model, const DiptychShare &share);
 // Null: there is no such matrix.
 Linear *find_part_linear(DiptychModel &model, int32_t layer, int32_t part, int32_t which);
 
-// Empty if the matrix of an own part may consist of these.
-std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, const DiptychMatrix *matrices,
-                                int32_t count);
+// Empty if the matrix of an own part may consist of these; `expert`: it is one of an expert.
+std::string refused_part_linear(const DiptychModel &model, int32_t part, int32_t which, bool expert,
+                                const DiptychMatrix *matrices, int32_t count);
 
 // Empty if the exchange has room for a batch of so many rows.
 std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batch, int64_t rows);

@@ -24,6 +24,16 @@ void product(StepState &step, const Linear &matrix, const void *values, int64_t 
     }
 }
 
+// A product with the rows that a norm left.
+template <class Kind, class Done, class Ahead>
+void product_of_normed(StepState &step, const Linear &matrix, int rows, Done done, Ahead ahead) {
+    if constexpr (kQuantises<Kind>) {
+        linear<Kind>(step, matrix, step.normed_entries, step.normed_entry_stride, rows, done, ahead);
+    } else {
+        linear<Kind>(step, matrix, step.normed, step.hidden_stride, rows, done, ahead);
+    }
+}
+
 // Asks for the cache lines of `count` numbers that are about to be written.
 template <class Value>
 inline void fetch_to_write(const Value *to, int count) {
@@ -37,6 +47,16 @@ void ready_row(StepState &step, const typename Kind::Value *values, int64_t row,
     if constexpr (kQuantises<Kind>) {
         auto *entries = static_cast<typename Kind::Input *>(step.entries.get());
         Kind::ready(values, entries, step.entry_stride, row, width);
+    }
+}
+
+// The same for the row that a norm left at a place.
+template <class Kind>
+void ready_normed_row(StepState &step, int64_t place) {
+    if constexpr (kQuantises<Kind>) {
+        auto *entries = static_cast<typename Kind::Input *>(step.normed_entries);
+        const auto *values = static_cast<const typename Kind::Value *>(step.normed) + place * step.hidden_stride;
+        Kind::ready(values, entries, step.normed_entry_stride, place, step.hidden_stride);
     }
 }
 

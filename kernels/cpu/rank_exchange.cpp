@@ -21,11 +21,14 @@ namespace diptych {
 
 namespace {
 
-// Of a set of slots, and of the logits: address space, of which what is written alone takes memory.
+constexpr int64_t kNumber = sizeof(float);
+
+// Of a set of slots, of the logits, and of a kind of inputs: address space, of which what is written alone takes memory.
 constexpr int64_t kSetBytes = int64_t{16} << 30;
 constexpr int64_t kLogitBytes = int64_t{16} << 30;
+constexpr int64_t kKindBytes = int64_t{8} << 30;
+constexpr int kInputKinds = 3;
 constexpr int64_t kPage = 4096;
-constexpr int64_t kNumber = sizeof(float);
 
 [[noreturn]] void fail(const std::string &what) {
     throw std::runtime_error("the exchange of ranks: " + what);
@@ -44,9 +47,18 @@ int64_t RankExchange::header_bytes() const {
     return round_up(bytes, kPage);
 }
 
-int64_t RankExchange::bytes() const { return header_bytes() + 2 * kSetBytes + kLogitBytes; }
+int64_t RankExchange::bytes() const {
+    return header_bytes() + 2 * kSetBytes + kLogitBytes + kInputKinds * kKindBytes;
+}
 
 float *RankExchange::logits() const { return slots_ + 2 * set_numbers(); }
+
+void *RankExchange::inputs(int kind) const {
+    return reinterpret_cast<char *>(slots_) + 2 * kSetBytes + kLogitBytes + kind * kKindBytes;
+}
+
+// A row has at most so many bytes, rounded and with what its rounding keeps beside it.
+int64_t RankExchange::most_inputs() const { return kKindBytes / (2 * kNumber * stride_ + kPage); }
 
 bool RankExchange::meet() {
     uint64_t number = ++made_;

@@ -34,6 +34,11 @@ class RankExchange {
     // Memory beside the slots, for the logits of all ranks. What lies in it is for the end of a step.
     float *logits() const;
 
+    // Memory for normed rows, which every rank reads: kinds 0 .. 2, of which each has a place of its own, so that what is
+    // zero in one stays so. There is room for so many rows of each.
+    void *inputs(int kind) const;
+    int64_t most_inputs() const;
+
     // By rank 0: the next exchange stops the step.
     void ask_to_stop() { asked_ = true; }
 

@@ -5,6 +5,7 @@
 // the stream next, to norm it, adds them. No further phase is needed.
 #pragma once
 
+#include "divided_rows.h"
 #include "model_share.h"
 #include "products.h"
 #include "vector_math.h"
@@ -30,18 +31,19 @@ inline void add_image_row(const StepState &step, int layer, int64_t row, float *
     for (int64_t i = 0; i < width; i++) hidden[i] += from[i];
 }
 
-// The outputs of a row's experts in ascending order, and then what is in its update already; `gate`: its factor.
+// The outputs of a row's experts that are here, in ascending order, and then what is in `to` already, where it has the
+// shared expert's output.
 inline void add_experts(const StepState &step, int64_t place, bool has_update, float *to) {
     const DiptychExperts &shape = step.model->shape.experts;
     const ExpertStep &experts = step.experts;
     int64_t first = place * shape.picked;
-    float gate = has_update ? static_cast<const float *>(experts.logits.get())[place * experts.router_stride + shape.count]
-                            : 0.0f;
+    float gate = has_update ? experts.shared_gate(place, shape.count) : 0.0f;
     for (int i = 0; i < step.hidden_stride; i += kLanes) {
         Lanes sum = splat(0.0f);
         for (int64_t n = first; n < first + shape.picked; n++) {
-            const auto *output = static_cast<const float *>(experts.outputs.get()) +
-                                 experts.places[static_cast<size_t>(n)] * step.hidden_stride;
+            int64_t own = experts.places[static_cast<size_t>(n)];
+            if (own < 0) continue;
+            const auto *output = static_cast<const float *>(experts.outputs.get()) + own * step.hidden_stride;
             sum = add(sum, mul(splat(experts.weights[static_cast<size_t>(n)]), load(output + i)));
         }
         if (has_update) sum = add(sum, mul(splat(gate), load(to + i)));
@@ -82,20 +84,23 @@ inline void norm_row(const DiptychShape &shape, const float *row, const std::vec
         [&](int i, int rest) { store_part(to + i, load_part(row + i, rest), rest); });
 }
 
-// Makes the stream's rows the input of a sublayer. `wide`: fp32 [rows, hidden_stride] for them, too, or null.
+// Makes the stream's rows, or this rank's of them, the input of a sublayer. `wide`: fp32 [rows, hidden_stride] for them,
+// too, or null.
 template <class Kind>
 void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight, const Update &update,
                float *wide = nullptr) {
     const DiptychShape &shape = step.model->shape;
-    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    share_rows(step, RowGroups(step, set.size(), Kind::kRows), kRowChunk, [&](int64_t place) {
+    auto *normed = static_cast<typename Kind::Value *>(step.normed);
+    PlaceRange own = own_places(step, set);
+    share_rows(step, RowGroups(step, own.count(), Kind::kRows), kRowChunk, [&](int64_t number) {
+        int64_t place = own.begin + number;
         auto *to = normed + place * step.hidden_stride;
         float *row = step.hidden_row(set.row(place));
         add_update(step, update, place, row);
         add_image_row(step, update.behind, set.row(place), row);
         norm_row(shape, row, weight, to);
         if (wide != nullptr) norm_row(shape, row, weight, wide + place * step.hidden_stride);
-        ready_row<Kind>(step, to, place, step.hidden_stride);
+        ready_normed_row<Kind>(step, place);
     });
 }
 
@@ -104,7 +109,7 @@ void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &wei
 template <class Kind>
 void add_to_stream(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width,
                    bool apart, const Changes<Kind> &changes) {
-    changes.shrink(values, width);
+    changes.shrink(values.get(), width);
     ready_rows<Kind>(step, set.size(), values.get(), width, width);
     // By value: what is reached through `step` would be read anew for every row of a block.
     float *base = apart ? step.update_row(0) : step.hidden_row(0);

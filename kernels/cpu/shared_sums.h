@@ -5,6 +5,8 @@
 #include "embedding.h"
 #include "feed_forward.h"
 #include "model_share.h"
+#include "run_part_experts.h"
+#include "width_norms.h"
 
 namespace diptych {
 namespace {
@@ -17,17 +19,21 @@ inline void meet(StepState &step, int rank) {
     team.barrier();
 }
 
-// A part's last product of a sublayer, of `values` [rows of the set, stride].
+// A part's last product of a sublayer, of `values` [rows of the set, stride]. What adapters add to it goes with it.
 template <class Kind>
 void leave_part(StepState &step, int rows, const Linear &matrix, const typename Kind::Value *values, int64_t stride,
-                int32_t part) {
+                int32_t part, const Changes<Kind> &changes) {
+    changes.shrink(values, stride);
     ready_rows<Kind>(step, rows, values, stride, matrix.depth);
     const RankExchange &exchange = step.model->share->exchange;
     float *base = exchange.slot(part, 0);
     auto place = [base, stride = exchange.slot(part, 1) - base](int row, int column) { return base + row * stride + column; };
     product<Kind>(
         step, matrix, values, stride, rows,
-        [place](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
+        [place, &changes](int row, int column, float *sums) {
+            changes.expand(row, column, sums);
+            std::memcpy(place(row, column), sums, kColumns * sizeof(float));
+        },
         [place](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
@@ -42,7 +48,7 @@ struct SharedSums {
         RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
         if (const float *enters = step.batch.enters) {  // the same rows for every rank
             share_rows(step, groups, kRowChunk, [&](int64_t row) {
-                std::memcpy(step.hidden_row(row), enters + row * model.shape.hidden, bytes);
+                if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), enters + row * model.shape.hidden, bytes);
             });
             return;
         }
@@ -53,7 +59,7 @@ struct SharedSums {
         });
         meet(step, rank);
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
-            std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
+            if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
         });
     }
 
@@ -62,11 +68,28 @@ struct SharedSums {
         if (!step.stopped && step.poll_aborts()) step.model->share->exchange.ask_to_stop();
     }
 
+    // After normed rows: all of them are there for the products that follow.
+    static void end_norms(StepState &step, int rank) { step.divided ? meet(step, rank) : step.model->team.barrier(); }
+
+    // Between the product that makes queries and keys, and their rotation.
+    static void norm_heads(StepState &step, const Layer &layer, int rank) {
+        const ModelShare &share = *step.model->share;
+        if (share.query_lanes == 0) return;
+        RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+        share_rows(step, groups, kRowChunk, [&](int64_t row) {
+            for (int32_t own = 0; own < share.own_parts; own++) leave_squares(step, own, row);
+        });
+        meet(step, rank);
+        share_rows(step, groups, kRowChunk, [&](int64_t row) { norm_widths(step, layer, row); });
+        step.model->team.barrier();
+    }
+
     static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
         const ModelShare &share = *step.model->share;
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             leave_part<Kind>(step, static_cast<int>(set.size()), part.output, slice(step.mixed, share.mixed_begins, own),
-                             step.mixed_stride, share.part(own));
+                             step.mixed_stride, share.part(own),
+                             Changes<Kind>(step, set, index, DIPTYCH_OUTPUT, own));
         });
         return sums_of_all(step, layer.attention_output_norm, rank);
     }
@@ -75,15 +98,20 @@ struct SharedSums {
                                    const Update &update, int rank) {
         const ModelShare &share = *step.model->share;
         int rows = static_cast<int>(set.size());
-        norm_rows<Kind>(step, set, layer.post_norm, update);
-        step.model->team.barrier();
+        bool experts = layer.own.experts != 0;
+        norm_rows<Kind>(step, set, layer.post_norm, update, experts ? step.experts.normed : nullptr);
+        end_norms(step, rank);
+        if (experts) {
+            run_part_experts<Kind>(step, set, layer, index);
+            return sums_of_all(step, layer.feed_forward_output_norm, rank);
+        }
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             run_gate_up<Kind>(step, rows, part.gate_up, slice(step.inner, share.inner_begins, own), step.inner_stride,
-                              Changes<Kind>(step));
+                              Changes<Kind>(step, set, index, DIPTYCH_GATE_UP, own));
         });
         for_parts(step, index, [&](int32_t own, const PartProducts &part) {
             leave_part<Kind>(step, rows, part.down, slice(step.inner, share.inner_begins, own), step.inner_stride,
-                             share.part(own));
+                             share.part(own), Changes<Kind>(step, set, index, DIPTYCH_DOWN, own));
         });
         return sums_of_all(step, layer.feed_forward_output_norm, rank);
     }
@@ -97,16 +125,6 @@ struct SharedSums {
     }
 
   private:
-    // Each own part in a phase of its own: tickets and quantised inputs are those of one product.
-    template <class F>
-    static void for_parts(StepState &step, int index, F f) {
-        const auto &parts = step.model->share->layers[static_cast<size_t>(index)];
-        for (size_t own = 0; own < parts.size(); own++) {
-            if (own > 0) step.model->team.barrier();
-            f(static_cast<int32_t>(own), parts[own]);
-        }
-    }
-
     static Value *slice(const Buffer &rows, const std::vector<int64_t> &begins, int32_t own) {
         return static_cast<Value *>(rows.get()) + begins[static_cast<size_t>(own)];
     }

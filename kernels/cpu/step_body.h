@@ -37,6 +37,10 @@ struct WholeSums {
 
     static void poll(StepState &step) { step.stopped = step.poll_aborts(); }
 
+    static void end_norms(StepState &step, int) { step.model->team.barrier(); }
+
+    static void norm_heads(StepState &, const Layer &, int) {}
+
     static Update add_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int) {
         Changes<Kind> output(step, set, index, DIPTYCH_OUTPUT);
         bool apart = !layer.attention_output_norm.empty();
@@ -107,24 +111,26 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
     }
 }
 
-template <class Kind>
-void run_head(StepState &step, const Update &update) {
+template <class Kind, class Sums>
+void run_head(StepState &step, const Update &update, int rank) {
     DiptychModel &model = *step.model;
-    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
+    auto *normed = static_cast<typename Kind::Value *>(step.normed);
     int64_t vocab = model.shape.vocab;  // of a rank: its own tokens
     int wanted = static_cast<int>(step.wanted.size());
-    share_rows(step, RowGroups(step, wanted, Kind::kRows), 1, [&](int64_t i) {
+    PlaceRange own = own_places(step, step.closing);  // the last layer's places are those of the wanted rows
+    share_rows(step, RowGroups(step, own.count(), Kind::kRows), 1, [&](int64_t number) {
+        int64_t i = own.begin + number;
         float *row = step.hidden_row(step.wanted[static_cast<size_t>(i)].row);
-        add_update(step, update, i, row);  // the last layer's places are those of the wanted rows
+        add_update(step, update, i, row);
         add_image_row(step, update.behind, step.wanted[static_cast<size_t>(i)].row, row);
         norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
         if (step.batch.hidden != nullptr) {
             float *to = step.batch.hidden + i * model.shape.hidden;
             for (int j = 0; j < model.shape.hidden; j++) to[j] = to_float(normed[i * step.hidden_stride + j]);
         }
-        ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
+        ready_normed_row<Kind>(step, i);
     });
-    model.team.barrier();
+    Sums::end_norms(step, rank);
     if (wanted == 0) return;
     bool changed = model.shape.logit_scale != 1.0f || model.shape.logit_cap > 0.0f;
     auto keep = [&](int i, int column, float *sums) {
@@ -140,7 +146,7 @@ void run_head(StepState &step, const Update &update) {
         float *logits = step.logits + to.logits + column;
         for (int64_t j = 0; j < count; j++) logits[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
     };
-    product<Kind>(step, model.head, step.normed.get(), step.hidden_stride, wanted, keep, [](int, int) {});
+    product_of_normed<Kind>(step, model.head, wanted, keep, [](int, int) {});
 }
 
 // The residual stream behind the last layer, where other layers follow in another process.
@@ -182,21 +188,22 @@ void run_layers(StepState &step, int rank) {
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) Sums::poll(step);
         norm_rows<Kind>(step, step.all, layer.input_norm, update);
-        team.barrier();
+        Sums::end_norms(step, rank);
         if (step.stopped) return;
         if (rank == 0) keep_features(step, index);  // nothing is added to them before the next barrier
         int rows = static_cast<int>(step.rows.size());
         auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
         Changes<Kind> qkv(step, step.all, index, DIPTYCH_QKV);
         qkv.shrink(step.normed, step.hidden_stride);
-        product<Kind>(
-            step, layer.qkv, step.normed.get(), step.hidden_stride, rows,
+        product_of_normed<Kind>(
+            step, layer.qkv, rows,
             [&](int row, int column, float *sums) {
                 qkv.expand(row, column, sums);
                 std::memcpy(place(row, column), sums, kColumns * sizeof(float));
             },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
+        Sums::norm_heads(step, layer, rank);
         with_kept<Kind>(step, [&](auto kept) {
             write_kv<decltype(kept), Kind>(step, layer, index);
             run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
@@ -205,7 +212,7 @@ void run_layers(StepState &step, int rank) {
         update = Sums::run_feed_forward(step, set, layer, index, update, rank);
         update.behind = index;
     }
-    step.batch.leaves == nullptr ? run_head<Kind>(step, update) : leave_rows<Kind>(step, update);
+    step.batch.leaves == nullptr ? run_head<Kind, Sums>(step, update, rank) : leave_rows<Kind>(step, update);
     Sums::end(step, rank);
 }
 

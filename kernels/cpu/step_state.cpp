@@ -5,6 +5,7 @@
 
 #include "blocks.h"
 #include "bytes.h"
+#include "divided_rows.h"
 #include "model_parts.h"
 #include "model_share.h"
 #include "token_tree.h"
@@ -87,16 +88,21 @@ std::string refused_images(const DiptychModel &model, const DiptychBatch &batch,
     return "";
 }
 
-// Room for the quantised inputs of a product: `rows` rows of up to `width` numbers. None where they are not quantised.
+// Quantised inputs of a product that a row of `width` numbers has; 0 where they are not quantised.
+int64_t entries_of_row(const DiptychModel &model, int64_t width) {
+    if (model.shape.dtype == DIPTYCH_BLOCKS) return width / kGroup;
+    return model.shape.dtype == DIPTYCH_BYTES ? SegmentCut::of(width).count : 0;
+}
+
+// Room for those of `rows` rows of up to `width` numbers. None where they are not quantised.
 struct Entries {
     Buffer memory;
     int64_t stride;
 };
 
 Entries make_entries(const DiptychModel &model, int64_t rows, int64_t width) {
-    int64_t a_row = 0, bytes = 0;
-    if (model.shape.dtype == DIPTYCH_BLOCKS) a_row = width / kGroup, bytes = sizeof(Group);
-    if (model.shape.dtype == DIPTYCH_BYTES) a_row = SegmentCut::of(width).count, bytes = sizeof(Segment);
+    int64_t a_row = entries_of_row(model, width);
+    int64_t bytes = model.shape.dtype == DIPTYCH_BLOCKS ? sizeof(Group) : sizeof(Segment);
     if (a_row == 0) return {Buffer(), 0};
     // A kernel lays rows out in panels of its own height: the last one may be begun.
     return {zeroed((rows + kRowPadding) * a_row * bytes), a_row};
@@ -115,10 +121,10 @@ void grow_experts(StepState &step, const DiptychModel &model, int64_t rows) {
     ExpertStep &own = step.experts;
     int64_t number = sizeof(float), value = value_bytes(model), places = expert_places(experts, rows);
     own.router_stride = round_up(experts.count + 1, kColumns);
-    own.inner_stride = round_up(experts.intermediate, kDepth);
-    own.shared_stride = round_up(experts.shared_intermediate, kDepth);
+    own.inner_stride = model.share ? model.share->expert_width : round_up(experts.intermediate, kDepth);
+    own.shared_stride = model.share ? model.share->shared_width : round_up(experts.shared_intermediate, kDepth);
     own.logits = zeroed(rows * own.router_stride * number);
-    if (model.bf16_activations()) own.normed = zeroed(rows * step.hidden_stride * number);
+    if (model.bf16_activations()) own.own_normed = zeroed(rows * step.hidden_stride * number);
     own.gathered = zeroed(places * step.hidden_stride * value);
     own.inner = zeroed(places * own.inner_stride * value);
     own.outputs = zeroed(places * step.hidden_stride * number);
@@ -145,7 +151,7 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.inner_stride = model.share ? model.share->inner_begins.back() : round_up(shape.intermediate, kDepth);
     step.hidden = zeroed(capacity * step.hidden_stride * number);
     step.qkv = zeroed(capacity * step.qkv_stride * number);
-    step.normed = zeroed(capacity * step.hidden_stride * value);
+    step.own_normed = zeroed(capacity * step.hidden_stride * value);
     step.mixed = zeroed(capacity * step.mixed_stride * value);
     step.inner = zeroed(capacity * step.inner_stride * value);
     if (shape.norms_after || model.has_experts() || model.share) step.update = zeroed(capacity * step.hidden_stride * number);
@@ -154,6 +160,7 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
         make_entries(model, capacity, std::max({step.hidden_stride, step.mixed_stride, step.inner_stride, shared}));
     step.entries = std::move(entries.memory);
     step.entry_stride = entries.stride;
+    step.normed_entry_stride = entries_of_row(model, step.hidden_stride);
     if (model.has_experts()) grow_experts(step, model, capacity);
     step.row_capacity = capacity;
 }
@@ -283,6 +290,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     }
     add_window_tables(step);
     grow_rows(step, model, static_cast<int64_t>(step.rows.size()));
+    place_inputs(step);
     prepare_adapters(step);
     grow_scores(step, model, blocks, threads);
 }

@@ -60,7 +60,8 @@ struct ExpertRows {
 // expert lie beside each other.
 struct ExpertStep {
     int64_t router_stride = 0, inner_stride = 0, shared_stride = 0;
-    Buffer normed;         // fp32 [rows, hidden_stride], where the input of matrices is less
+    float *normed = nullptr;  // fp32 [rows, hidden_stride], where the input of matrices is less
+    Buffer own_normed;        // of this process alone
     Buffer logits;         // fp32 [rows, router_stride]: of the experts, then of the shared expert's gate
     Buffer gathered;       // [places, hidden_stride]: inputs, where they are not quantised
     Buffer inner;          // [places, inner_stride]
@@ -70,12 +71,16 @@ struct ExpertStep {
     int64_t entry_stride = 0;
     std::vector<int32_t> picked;      // [rows, experts a row], in ascending order
     std::vector<float> weights;       // [rows, experts a row]
-    std::vector<int64_t> places;      // [rows, experts a row]
+    std::vector<int64_t> places;      // [rows, experts a row]; -1: the expert is not here
     std::vector<ExpertRows> groups;   // [experts]; of experts with rows, and these first
     std::vector<int32_t> group_of;    // [experts]
     // Of this layer. A guest without a part in it may look at any time.
     std::atomic<int32_t> used{0};     // groups
     std::atomic<int64_t> gate_up_tickets{0}, down_tickets{0};
+
+    float shared_gate(int64_t row, int32_t count) const {  // of a row, behind the logits of `count` experts
+        return static_cast<const float *>(logits.get())[row * router_stride + count];
+    }
 };
 
 struct StepState {
@@ -101,11 +106,16 @@ struct StepState {
     Buffer hidden;  // fp32 [rows, hidden_stride], the residual stream
     Buffer qkv;     // fp32 [rows, qkv_stride]
     Buffer update;  // fp32 [rows, hidden_stride]: what a sublayer adds, where it is not added as it comes
-    Buffer normed;  // input of qkv, gate_up and head
     Buffer mixed;   // input of output: what attention gives
     Buffer inner;   // input of down
     Buffer entries;  // [rows, entry_stride] of Group or Segment: the input of the next product, where it is quantised
     int64_t entry_stride = 0;
+    // The input of qkv, gate_up and head, and its quantised form: in this process' own memory, or in that of all ranks of a
+    // group, each of which then norms some of the rows (divided_rows.h).
+    void *normed = nullptr, *normed_entries = nullptr;
+    int64_t normed_entry_stride = 0;
+    Buffer own_normed;
+    bool divided = false;
     int64_t row_capacity = 0;
     Buffer shrunk;  // fp32 [rows, shrunk_stride]: between the two products of adapters
     int64_t shrunk_stride = 0, shrunk_rows = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "int8_cache.h"
+#include "model_share.h"
 #include "step_state.h"
 #include "vector_math.h"
 
@@ -68,8 +69,10 @@ inline void norm_and_rotate_heads(const StepState &step, const Layer &layer, int
     const DiptychModel &model = *step.model;
     HeadRules rules(step, layer, row);
     float *queries = step.qkv_row(row);
-    rules.apply_to(queries, model.shape.heads, layer.query_norm, rules.query_scale);
-    rules.apply_to(queries + model.query_width(), model.shape.kv_heads, layer.key_norm, 1.0f);
+    static const std::vector<float> done;  // of a share, whose norm over all heads is behind it (width_norms.h)
+    bool normed = model.share && model.share->query_lanes > 0;
+    rules.apply_to(queries, model.shape.heads, normed ? done : layer.query_norm, rules.query_scale);
+    rules.apply_to(queries + model.query_width(), model.shape.kv_heads, normed ? done : layer.key_norm, 1.0f);
 }
 
 // Writes the key of one token into its lane of a block: `key` [head_dim] float32.

@@ -50,16 +50,17 @@ def context_base(starts, offsets, sequence, TILE: tl.constexpr, SEQUENCES_PAD: t
 @triton.jit(do_not_specialize=["tables", "starts", "offsets", "origin", "table_stride"])
 def _bring(
     blocks, tables, starts, offsets, origin, keys_out, values_out, layer_offset, block_stride, table_stride,
-    rows, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
-    BASED: tl.constexpr, ACROSS: tl.constexpr,
+    rows, KV_HEADS: tl.constexpr, KIND_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    SEQUENCES_PAD: tl.constexpr, BASED: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Gather TOKENS tokens of one KV head of one sequence.
 
-    `blocks` is the KV memory from `layer_offset` elements on, `block_stride` elements a block; `tables` int32
-    `[S, table_stride]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `origin` int64 `[1]`: with BASED the
-    elements from `blocks` to the KV memory; `keys_out` and `values_out` are `[KV_HEADS, rows, D]`, the second
-    with ACROSS `[KV_HEADS, D, rows]`. WINDOW is tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
+    `blocks` is the KV memory from `layer_offset` elements on, `block_stride` elements a block, values
+    KIND_STRIDE elements behind keys; `tables` int32 `[S, table_stride]`, `starts` int32 `[S]`, `offsets`
+    int32 `[S + 1]`; `origin` int64 `[1]`: with BASED the elements from `blocks` to the KV memory; `keys_out`
+    and `values_out` are `[KV_HEADS, rows, D]`, the second with ACROSS `[KV_HEADS, D, rows]`. WINDOW is
+    tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -86,7 +87,7 @@ def _bring(
         k_place = place[None, :] + dims[:, None] * BLOCK_SIZE + lane[None, :]
         k = tl.load(k_place, mask=in_head[:, None] & held[None, :], other=0.0)
         k = tl.where(real[None, :], k.to(keys_out.dtype.element_ty), 0.0)
-        v_place = place[:, None] + KV_HEADS * WIDTH + lane[:, None] * D + dims[None, :]
+        v_place = place[:, None] + KIND_STRIDE + lane[:, None] * D + dims[None, :]
         v = tl.load(v_place, mask=real[:, None] & in_head[None, :], other=0.0)
         base = context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD)
         row = tl.multiple_of(base, TILE) + at
@@ -118,11 +119,12 @@ def bring_context(
 ) -> DenseContext:
     """Gather what the chunks of S sequences attend to, in `dtype`, not yet multiplied by any scales.
 
-    `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`; `tables` int32 `[S, n]`, `starts`
-    int32 `[S]` and `offsets` int32 `[S + 1]` as in paged_prefill; `context_tokens` is at least the sum of the
-    sequences' lengths, chunks included. With a `window`, in tokens, what no token of a chunk sees is left
-    out. `base` as in rotary_write. With `zeroed` rows of no sequence are zero, not what memory had. Returns
-    keys and values `[kv_heads, rows, head_dim]`, with `across` values `[kv_heads, head_dim, rows]`.
+    `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`, which may be a view of some layers
+    and heads; `tables` int32 `[S, n]`, `starts` int32 `[S]` and `offsets` int32 `[S + 1]` as in
+    paged_prefill; `context_tokens` is at least the sum of the sequences' lengths, chunks included. With a
+    `window`, in tokens, what no token of a chunk sees is left out. `base` as in rotary_write. With `zeroed`
+    rows of no sequence are zero, not what memory had. Returns keys and values `[kv_heads, rows, head_dim]`,
+    with `across` values `[kv_heads, head_dim, rows]`.
     """
     sequences, kv_heads = tables.shape[0], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim
@@ -132,9 +134,9 @@ def bring_context(
     longest = min(tables.shape[1] * block_size, context_tokens)
     _bring[(triton.cdiv(triton.cdiv(longest, tile) * tile, _TOKENS), kv_heads, sequences)](
         blocks, tables, starts, offsets, starts if base is None else base, keys, values,
-        layer * 2 * kv_heads * blocks.shape[-1], blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads,
-        D=head_dim, D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
-        TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), BASED=base is not None,
-        ACROSS=across, num_warps=4,
+        layer * blocks.stride(1), blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads,
+        KIND_STRIDE=blocks.stride(2), D=head_dim, D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size,
+        TILE=tile, WINDOW=window or 0, TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES),
+        BASED=base is not None, ACROSS=across, num_warps=4,
     )  # fmt: skip
     return DenseContext(keys, values.view(kv_heads, head_dim, rows) if across else values)

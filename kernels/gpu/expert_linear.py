@@ -90,20 +90,26 @@ def _expert_linear(
 
 @triton.jit
 def _sum_experts(
-    parts, weights, shared, switch, out, columns,
-    COUNT: tl.constexpr, SHARED: tl.constexpr, SWITCHED: tl.constexpr, WIDTH: tl.constexpr,
+    parts, weights, experts, shared, switch, out, columns, first_held, end_held,
+    COUNT: tl.constexpr, HELD: tl.constexpr, SHARED: tl.constexpr, SWITCHED: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add WIDTH columns of one row's COUNT contributions, in their order, and the shared expert's.
 
-    `parts [rows, COUNT, columns]`, `weights` float32 `[rows, COUNT]`, `shared` and `out [rows, columns]`,
-    `switch` float32 `[rows]`; grid `[ceil(columns / WIDTH), rows]`.
+    `parts [rows, COUNT, columns]`, `weights` float32 and `experts` int32 `[rows, COUNT]`, `shared` and `out
+    [rows, columns]`, `switch` float32 `[rows]`; with HELD only experts from `first_held` up to `end_held` are
+    read and added; grid `[ceil(columns / WIDTH), rows]`.
     """
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = at < columns
     acc = tl.zeros([WIDTH], tl.float32)
     for number in range(COUNT):
-        part = tl.load(parts + (row * COUNT + number) * columns + at, mask=inside, other=0.0).to(tl.float32)
+        there = inside
+        if HELD:
+            expert = tl.load(experts + row * COUNT + number) + at * 0
+            there = inside & (expert >= first_held) & (expert < end_held)
+        part = tl.load(parts + (row * COUNT + number) * columns + at, mask=there, other=0.0).to(tl.float32)
         acc += part * tl.load(weights + row * COUNT + number)
     if SHARED:
         own = tl.load(shared + row * columns + at, mask=inside, other=0.0).to(tl.float32)
@@ -164,8 +170,8 @@ def sum_experts(
 ) -> torch.Tensor:
     """Add the contributions `parts [T * per_token, n]` of each row, times their weights: `[T, n]`.
 
-    Sums are float32, in ascending order of the experts; then `shared [T, n]`, times the sigmoid of `switch`
-    (float32 `[T]`), if they are there.
+    Sums are float32, in ascending order of the experts, those of `routed.held` if not all are there; then
+    `shared [T, n]`, times the sigmoid of `switch` (float32 `[T]`), if they are there.
     """
     tokens, count = routed.weights.shape
     columns = parts.shape[1]
@@ -174,10 +180,12 @@ def sum_experts(
     if tokens:
         width = min(_COLUMNS, power_of_two(columns))
         _sum_experts[(triton.cdiv(columns, width), tokens)](
-            check_dense("parts", parts), routed.weights,
+            check_dense("parts", parts), routed.weights, routed.experts,
             parts if shared is None else check_dense("shared", shared),
             parts if switch is None else check_dense("switch", switch), check_dense("out", out), columns,
-            COUNT=count, SHARED=shared is not None, SWITCHED=switch is not None, WIDTH=width,
+            *((0, 0) if routed.held is None else (routed.held.start, routed.held.stop)),
+            COUNT=count, HELD=routed.held is not None, SHARED=shared is not None, SWITCHED=switch is not None,
+            WIDTH=width,
         )  # fmt: skip
     return out
 

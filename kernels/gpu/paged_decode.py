@@ -71,6 +71,7 @@ def _splits(
     score_scale,
     cap_scale,
     KV_HEADS: tl.constexpr,
+    KIND_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -91,11 +92,11 @@ def _splits(
     """Compute the softmax of items (row, split, KV head), each program every `num_programs`-th of them.
 
     `query` and `out` are `[rows, heads, D]`; `blocks` the KV memory from `layer_offset` elements on,
-    `block_stride` elements a block; `tables` int32 `[rows, table_stride]`, `lengths` int32 `[rows]`, `scales`
-    float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`; `mixed` to `finished` as in
-    DecodeScratch, with room for `scratch_splits` splits and `scratch_groups` groups. With FOLD the last split
-    of a row joins them, TOGETHER at a time. `score_scale` and `cap_scale` are those of `score_factors`,
-    WINDOW is tokens (0 none), GROUP is query heads a KV head.
+    `block_stride` elements a block, values KIND_STRIDE elements behind keys; `tables` int32 `[rows,
+    table_stride]`, `lengths` int32 `[rows]`, `scales` float32 `[2, KV_HEADS]` of the layer, `sinks` float32
+    `[heads]`; `mixed` to `finished` as in DecodeScratch, with room for `scratch_splits` splits and
+    `scratch_groups` groups. With FOLD the last split of a row joins them, TOGETHER at a time. `score_scale`
+    and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none), GROUP is query heads a KV head.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -141,7 +142,7 @@ def _splits(
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
         keys = blocks + layer_offset + head * WIDTH
-        values = keys + KV_HEADS * WIDTH
+        values = keys + KIND_STRIDE
         for position in range(begin, end, TILE):
             at = tl.multiple_of(position, BLOCK_SIZE) + tokens
             lane = at % BLOCK_SIZE
@@ -221,12 +222,12 @@ def paged_decode(
     """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
     The new token is included; a length of 0 gives zeros. `blocks` is `[num_blocks, layers, 2, kv_heads,
-    head_dim * block_size]`, `tables` int32 `[rows, n]`, `lengths` int32 `[rows]`. With a `window`, a row sees
-    that many last tokens. `scale` multiplies scores (`head_dim ** -0.5` unless given), which `cap` then bends
-    to `cap * tanh(score / cap)`; `sinks`, float32 `[heads]`, take their share of each softmax. With `scales`,
-    float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the scale of their head.
-    `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens. Returns `[rows, heads,
-    head_dim]`.
+    head_dim * block_size]`, which may be a view of some layers and heads, `tables` int32 `[rows, n]`,
+    `lengths` int32 `[rows]`. With a `window`, a row sees that many last tokens. `scale` multiplies scores
+    (`head_dim ** -0.5` unless given), which `cap` then bends to `cap * tanh(score / cap)`; `sinks`, float32
+    `[heads]`, take their share of each softmax. With `scales`, float32 `[layers, 2, kv_heads]`, keys and
+    values are what `blocks` holds times the scale of their head. `scratch` (make_scratch) holds at least
+    these rows and `n * block_size` tokens. Returns `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -257,13 +258,14 @@ def paged_decode(
         scratch.finished,
         out,
         rows,
-        layer * 2 * kv_heads * blocks.shape[-1],
+        layer * blocks.stride(1),
         blocks.stride(0),
         tables.stride(0),
         scratch_splits,
         scratch.finished.shape[2] - 1,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap),
         KV_HEADS=kv_heads,
+        KIND_STRIDE=blocks.stride(2),
         GROUP=heads // kv_heads,
         GROUP_PAD=power_of_two(heads // kv_heads, 16),
         D=head_dim,

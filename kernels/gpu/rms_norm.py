@@ -16,8 +16,17 @@ def normed_row(x, residual, weight, columns, eps, ADD: tl.constexpr, WIDTH: tl.c
     With ADD the row is added to the one at `residual` first, which keeps the sum.
     """
     at = tl.arange(0, WIDTH)
+    wide = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
+    return normed_numbers(wide, residual, weight, columns, eps, ADD, WIDTH, TYPE)
+
+
+@triton.jit
+def normed_numbers(
+    wide, residual, weight, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr
+):
+    """Return what `normed_row` does, of the float32 numbers `wide [WIDTH]` in place of those of a row."""
+    at = tl.arange(0, WIDTH)
     inside = at < columns
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         # Rounded as it is stored: the norm is of what later layers will read.
         before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

@@ -77,6 +77,7 @@ def _rotary_write(
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    KIND_STRIDE: tl.constexpr,
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -91,9 +92,10 @@ def _rotary_write(
     """Rotate or store TOKENS tokens of one head.
 
     `qkv` is `[tokens, HEADS + 2 * KV_HEADS, D]`; `cos` and `sin` float32 `[tokens, D / 2]`; `blocks` the KV
-    memory from `layer_offset` elements on, `block_stride` elements a block; `block_ids` int64 and `lanes`
-    int32 `[tokens]`; `origin` int64 `[1]`: with BASED the elements from `blocks` to the KV memory; `q_norm`
-    and `k_norm [D]`; `scales` float32 `[2, KV_HEADS]` of the layer; `out [tokens, HEADS, D]`.
+    memory from `layer_offset` elements on, `block_stride` elements a block, values KIND_STRIDE elements
+    behind keys; `block_ids` int64 and `lanes` int32 `[tokens]`; `origin` int64 `[1]`: with BASED the elements
+    from `blocks` to the KV memory; `q_norm` and `k_norm [D]`; `scales` float32 `[2, KV_HEADS]` of the layer;
+    `out [tokens, HEADS, D]`.
     """
     HALF: tl.constexpr = D // 2
     TYPE: tl.constexpr = qkv.dtype.element_ty
@@ -141,7 +143,7 @@ def _rotary_write(
         scale = 1.0
         if SCALED:
             scale = tl.load(scales + is_value * KV_HEADS + kv_head)
-        base = blocks + layer_offset + (is_value * KV_HEADS + kv_head) * (D * BLOCK_SIZE)
+        base = blocks + layer_offset + is_value * KIND_STRIDE + kv_head * (D * BLOCK_SIZE)
         start = tl.maximum(block, 0).to(tl.int64) * block_stride
         if BASED:
             start += tl.multiple_of(tl.load(origin), 16)
@@ -184,11 +186,12 @@ def rotary_write(
 
     `cos` and `sin` are `[T, D / 2]`, None where nothing is rotated. Token t goes to block `block_ids[t]`
     (int64, -1 where nothing is to be written: padding rows), lane `lanes[t]` (int32), of `blocks [num_blocks,
-    layers, 2, kv_heads, D * block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, with
-    `norm_late` after it, or neither is there. With `scales`, float32 `[layers, 2, kv_heads]`, the cache holds
-    each number divided by the scale of its head (FP8). With `base`, int64 `[1]` on the device, a multiple of
-    16, the memory begins so many elements behind `blocks`, which only has its layout. With
-    `one_tile` steps of any size are one kernel's. Returns the queries `[T, heads, D]`.
+    layers, 2, kv_heads, D * block_size]`, which may be a view of some layers and heads. Both norms (`[D]`,
+    with `eps`) come before the rotation, with `norm_late` after it, or neither is there. With `scales`,
+    float32 `[layers, 2, kv_heads]`, the cache holds each number divided by the scale of its head (FP8). With
+    `base`, int64 `[1]` on the device, a multiple of 16, the memory begins so many elements behind `blocks`,
+    which only has its layout. With `one_tile` steps of any size are one kernel's. Returns the queries `[T,
+    heads, D]`.
     """
     tokens, _, head_dim = check_dense("qkv", qkv).shape
     if (q_norm is None) != (k_norm is None):
@@ -198,7 +201,6 @@ def rotary_write(
     out = qkv.new_empty(tokens, heads, head_dim) if out is None else out
     if tokens == 0:
         return out
-    width = head_dim * (blocks.shape[-1] // head_dim)
     tile = 1 if tokens <= _FEW_TOKENS and not one_tile and not INTERPRETED else 16
     _rotary_write[(triton.cdiv(tokens, tile), heads + 2 * kv_heads)](
         qkv,
@@ -213,11 +215,12 @@ def rotary_write(
         qkv if scales is None else scales[layer],
         check_dense("out", out),
         tokens,
-        layer * 2 * kv_heads * width,
+        layer * blocks.stride(1),
         blocks.stride(0),
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        KIND_STRIDE=blocks.stride(2),
         D=head_dim,
         HALF_PAD=power_of_two(head_dim // 2),
         BLOCK_SIZE=blocks.shape[-1] // head_dim,

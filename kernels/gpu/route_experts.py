@@ -6,7 +6,7 @@ captured graph serves every step. A row's scores are summed in one order whateve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class RoutedRows:
     """int32 `[E + 1]`: where in `order` each expert's pairs begin, and the end."""
     logits: torch.Tensor
     """float32 `[T, E]`: the router's."""
+    held: range | None = None
+    """Experts whose matrices are there: `firsts` has theirs alone, and others add nothing; None: all."""
 
     @classmethod
     def make(cls, tokens: int, experts: int, per_token: int, device: torch.device) -> RoutedRows:
@@ -61,6 +63,10 @@ class RoutedRows:
             self.firsts,
             self.logits[:tokens],
         )
+
+    def among(self, held: range) -> RoutedRows:
+        """Return the same choices for products with the matrices of the experts `held` alone."""
+        return replace(self, firsts=self.firsts[held.start : held.stop + 1], held=held)
 
 
 @triton.jit(do_not_specialize=["tokens"])

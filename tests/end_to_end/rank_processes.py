@@ -100,15 +100,16 @@ def serving(
     *,
     precision: Precision = "fp32",
     backend: str = "auto",
+    flags: Sequence[str] = (),
 ) -> Iterator[Stack]:
-    """Run a system of two groups, of which no process is left at the end."""
+    """Run a system of two groups, of which no process is left at the end, with more `flags`."""
     chosen = ("--quantization" if precision == "int8" else "--dtype", precision)
-    flags = ["--model", str(model), *chosen, "--prefill-chunk", "48", "--kv-blocks", "96"]
+    given = ["--model", str(model), *chosen, "--prefill-chunk", "48", "--kv-blocks", "96", *flags]
     for role, degrees in (("prefill", prefill), ("decode", decode)):
         for flag, value in {**degrees, "backend": backend}.items():
-            flags += ["--set", f"{role}.{flag}={str(value).lower() if isinstance(value, bool) else value}"]
+            given += ["--set", f"{role}.{flag}={str(value).lower() if isinstance(value, bool) else value}"]
     env = {"DIPTYCH_WORKER_WAIT_TIMEOUT": "300"}
-    with running_stack(*flags, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:
+    with running_stack(*given, "--transport", transport, *NO_LOCAL_PREFILL, env=env) as stack:
         assert len(processes(stack, "prefill")) == size_of(prefill)
         assert len(processes(stack, "decode")) == size_of(decode)
         yield stack
@@ -128,12 +129,12 @@ def size_of(degrees: Degrees) -> int:
     return math.prod(int(value) for flag, value in degrees.items() if flag in _SIZES)
 
 
-def resumed(stack: Stack, prompt: Sequence[int], count: int, victim: int) -> list[int]:
+def resumed(stack: Stack, prompt: Sequence[int], count: int, victim: int, **more: Any) -> list[int]:
     """Return the tokens of a stream in the middle of which rank `victim` of the decode worker is killed."""
     tokens: list[int] = []
     with Client(stack.address, retries=0) as client:
         killed = False
-        for chunk in client.stream(list(prompt), max_tokens=count, timeout_s=300, **GREEDY):
+        for chunk in client.stream(list(prompt), max_tokens=count, timeout_s=300, **GREEDY, **more):
             tokens += chunk.token_ids
             if not killed and len(tokens) >= 8:
                 kill(processes(stack, "decode")[victim])

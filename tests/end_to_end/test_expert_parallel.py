@@ -49,7 +49,7 @@ def listed(stack: Stack) -> list[pb.WorkerInfo]:
 
 
 def test_two_stages_of_two_ranks_to_one_process_are_one_process(tmp_path: Path) -> None:
-    """Experts dealt whole."""
+    """Experts dealt whole, computed by the native step where it was built."""
     model = tiny_model.write(tmp_path, config_class=MixtralConfig, **EXPERTS)
     expected = alone(model, 2, PROMPTS, TOKENS, whole_experts=True)
     with serving(model, degrees(2, 2, experts=True), degrees(1, experts=True)) as stack:

@@ -101,15 +101,13 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--tensor-parallel", "2", "--backend", "triton"), "--backend triton"),
         (("--tensor-parallel", "2", "--quantization", "gguf"), "--quantization gguf"),
         (("--tensor-parallel", "2", "--sum-parts", "3"), "--sum-parts 3 is no multiple"),
         (("--tensor-parallel", "2", "--transport", "gloo"), "--transport gloo"),
-        (("--tensor-parallel", "2", "--device", "cuda"), "groups compute on CPUs so far"),
+        (("--tensor-parallel", "2", "--device", "cuda", "--backend", "torch"), "--backend torch computes on"),
         (("--sum-parts", "2", "--kv-cache-dtype", "fp8", "--backend", "torch"), "--kv-cache-dtype fp8"),
         (("--tensor-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
-        (("--pipeline-parallel", "2", "--backend", "triton"), "--backend triton"),
-        (("--pipeline-parallel-size", "2", "--device", "cuda"), "groups compute on CPUs so far"),
+        (("--pipeline-parallel-size", "2", "--device", "cuda", "--batch-invariant"), "--batch-invariant"),
         (("--pipeline-parallel", "2", "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
         (("--pipeline-parallel", "2", "--transport", "gloo"), "--transport gloo"),
         (("--pipeline-parallel", "9", "--tensor-parallel", "8"), "more than 64 processes"),

@@ -21,6 +21,15 @@ class Communicator(Protocol):
     rank: int
     ranks: int
 
+    @property
+    def on_device(self) -> bool:
+        """True if an exchange is queued on the device's current stream, and may be recorded in a CUDA graph.
+
+        The host does not wait for other ranks then: it can neither order what comes later by an exchange, nor
+        see what they wrote before it.
+        """
+        ...
+
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return `[ranks, *own.shape]`: every rank's tensor, all of one shape. Raises GroupBroken."""
         ...
@@ -35,6 +44,7 @@ class Alone:
 
     rank = 0
     ranks = 1
+    on_device = True
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return `own` with an axis of ranks."""

@@ -25,6 +25,8 @@ EXCHANGE_S = 300.0
 class GlooCommunicator:
     """A rank's end of a Gloo group."""
 
+    on_device = False
+
     def __init__(self, store: c10d.Store, rank: int, ranks: int, host: str = LOOPBACK) -> None:
         """Join the group at `store` from `host`, an address of this machine; returns when all ranks have.
 

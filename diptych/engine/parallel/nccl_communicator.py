@@ -5,11 +5,11 @@ Written against torch's documentation. No machine with two GPUs was at hand: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
 from diptych.engine.parallel.communicator import GroupBroken
@@ -18,34 +18,43 @@ from diptych.engine.parallel.torch_groups import first_line
 
 
 class NcclCommunicator:
-    """A rank's end of an NCCL group. Its calls are queued on the device's current stream, as products are."""
+    """A rank's end of an NCCL group. Its calls are queued on the device's current stream, as products are,
+    and may be captured in a CUDA graph as these are.
+    """
+
+    on_device = True
 
     def __init__(self, store: c10d.Store, rank: int, ranks: int, device: torch.device) -> None:
-        """Join the group at `store` with `device`. Raises GroupBroken."""
+        """Join the group at `store` with `device`; returns when all ranks have, and exchanged numbers.
+
+        Raises GroupBroken.
+        """
         self.rank, self.ranks = rank, ranks
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=BUILD_S)
+        self._how = AllgatherOptions()
+        self._how.asyncOp = False  # on the current stream, and not on one of the library's
         try:
             with torch.cuda.device(device):
                 self._group: Any = c10d.ProcessGroupNCCL(store, rank, ranks, options)
+                # Connections are made by the first exchange, which no graph can hold.
+                met = self.all_gather(torch.tensor([rank], device=device)).flatten().tolist()
         except RuntimeError as error:
-            raise GroupBroken(f"rank {rank} of {ranks} found no group: {error}") from error
+            raise GroupBroken(f"rank {rank} of {ranks} found no group: {first_line(error)}") from error
+        if met != list(range(ranks)):
+            raise GroupBroken(f"rank {rank} of {ranks} met {met}")
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""
         everything = own.new_empty((self.ranks, *own.shape))
-        _queue(lambda: self._group.allgather([list(everything.unbind(0))], [own.contiguous()]))
+        try:
+            # Queued: the stream waits for the others, and the host does not.
+            self._group._allgather_base(everything, own.contiguous(), self._how).wait()
+        except RuntimeError as error:
+            raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error
         return everything
 
     def gather(self, own: torch.Tensor) -> torch.Tensor | None:
         """See `Communicator.gather`."""
         everything = self.all_gather(own)  # NCCL has no gather of its own
         return everything if self.rank == 0 else None
-
-
-def _queue(start: Callable[[], c10d.Work]) -> None:
-    """Queue an exchange, after which the stream waits and the host does not."""
-    try:
-        start().wait()
-    except RuntimeError as error:
-        raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error

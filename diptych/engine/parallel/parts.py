@@ -111,10 +111,14 @@ def deal(size: int, count: int) -> list[range]:
 
 _INNER_UNIT = 32
 """Inner numbers to whose multiples uneven shares are rounded: products are padded to it."""
+_MOST_NUMBERS = 1.09
+"""Numbers of a layer that a part may have, in even shares: a rank holds at most a tenth more than one."""
 
 
 def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[range]:
-    """Return the inner numbers of each part: fewer where it has more heads, so that ranks end together."""
+    """Return the inner numbers of each part: evenly, as ranks wait for one another behind attention and again
+    behind the feed-forward. Where a part's heads make it too large, it has fewer.
+    """
     count = len(heads)
     # Where every layer has experts, nothing has these inner numbers.
     size = max(shape.intermediate_size, count)
@@ -123,7 +127,9 @@ def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[rang
         return deal(size, count)
     matrices = 3 if shape.gated else 2
     fair = (sum(lanes) + matrices * size) / count
-    wanted = [max((fair - own) / matrices, 1.0) for own in lanes]
+    most = [max((_MOST_NUMBERS * fair - own) / matrices, 1.0) for own in lanes]
+    level = _level(most, size)
+    wanted = [min(level, own) for own in most]
     unit = _INNER_UNIT if size >= 8 * count * _INNER_UNIT else 1
     borders = [0]
     for part, end in enumerate(accumulate(wanted[:-1]), start=1):
@@ -132,12 +138,28 @@ def _inner(shape: ModelShape, heads: Sequence[tuple[range, range]]) -> list[rang
     return [range(begin, end) for begin, end in pairwise([*borders, size])]
 
 
+def _level(most: Sequence[float], size: int) -> float:
+    """Return the share of `size` that all have but those whose `most` is less."""
+    left = float(size)
+    for others, own in enumerate(sorted(most)):
+        share = left / (len(most) - others)
+        if own >= share:
+            return share
+        left -= own
+    return max(most)
+
+
 def parts_of_rank(count: int, rank: int, ranks: int) -> range:
     """Return the numbers of the parts that a rank computes. Raises ValueError if they cannot be dealt."""
     if ranks < 1 or count % ranks or not 0 <= rank < ranks:
         raise ValueError(f"{count} parts cannot be dealt evenly to rank {rank} of {ranks}")
     each = count // ranks
     return range(rank * each, (rank + 1) * each)
+
+
+def repeats_keys(parts: Sequence[Part], number: int) -> bool:
+    """Return whether the part before has the same KV head."""
+    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads
 
 
 def _heads(shape: ModelShape, count: int) -> list[tuple[range, range]]:

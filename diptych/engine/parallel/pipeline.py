@@ -32,6 +32,20 @@ class Links:
         """True for the process that gets the logits."""
         return self.before is None and self.ranks.rank == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """True for a process that exchanges nothing."""
+        return self.ranks.ranks == 1 and not self._ways
+
+    @property
+    def on_device(self) -> bool:
+        """True if no exchange comes to the host (`Communicator.on_device`)."""
+        return all(way.on_device for way in (self.ranks, *self._ways))
+
+    @property
+    def _ways(self) -> list[Communicator]:
+        return [way for way in (self.before, self.after, self.home) if way is not None]
+
 
 ALONE = Links(Alone())
 """The ends of a process that is no group."""

@@ -45,6 +45,8 @@ def works_here() -> bool:
 class SharedMemoryCommunicator:
     """A rank's end of a group over one file."""
 
+    on_device = False
+
     def __init__(self, fd: int, rank: int, ranks: int, slot_bytes: int = SLOT_BYTES) -> None:
         """Map the file that `exchange_file` made for as many ranks. Raises OSError, ValueError."""
         self.rank, self.ranks = rank, ranks

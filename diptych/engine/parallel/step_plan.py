@@ -22,6 +22,7 @@ class PlannedRow(NamedTuple):
     wants_logits: bool
     trailing: int
     follows: int | None
+    adapter: int | None
 
 
 class StepPlan(NamedTuple):
@@ -47,6 +48,7 @@ def make_plan(
             step.wants_logits,
             step.trailing,
             step.follows,
+            step.adapter,
         )
         for step in sequences
     )
@@ -64,6 +66,7 @@ def follow_plan(plan: StepPlan, memories: Mapping[int, KVMemory]) -> list[Sequen
             row.wants_logits,
             row.trailing,
             row.follows,
+            row.adapter,
         )
         for row in plan.rows
     ]

@@ -99,14 +99,12 @@ def open_gguf(path: Path, precision: Precision) -> OpenCheckpoint:
                 raise UnsupportedModel(f"tensor {stored.name} is not read in parts in {precision}")
             if stored.make is not None or stored.plus:
                 return cut_from(read(name), name, cut)
-            return in_precision(name, _read_cut(tensor, rows, cut), precision, float32=stored.float32)
         if precision not in PLAIN and is_matrix(name) and stored.make is None:
-            kept = kept_as(name)
-            if kept is not None:
-                data = torch.from_numpy(np.array(tensor.data))
-                blocks = BlockMatrix(kept, tensor.shape[-1], data if rows is None else data[rows])
-                if (found := blocks_in_precision(blocks, precision)) is not None:
-                    return found
+            blocks = None if (kept := kept_as(name)) is None else _blocks(tensor, kept, rows, cut)
+            if blocks is not None and (found := blocks_in_precision(blocks, precision)) is not None:
+                return found
+        if cut != WHOLE:
+            return in_precision(name, _read_cut(tensor, rows, cut), precision, float32=stored.float32)
         numbers = dequantised(tensor)
         if rows is not None:
             numbers = numbers[rows]
@@ -160,6 +158,19 @@ def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
     if expert >= tensor.shape[0]:
         raise BadModelFile(f"tensor {tensor.name} has {tensor.shape[0]} experts")
     return replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
+
+
+def _blocks(tensor: GgufTensor, kept: BlockFormat, rows: Rows, cut: Cut) -> BlockMatrix | None:
+    """Return a matrix in its blocks, or a part of it; None where the part begins or ends within a block."""
+    check_columns(tensor.name, tensor.shape, cut)
+    columns = range(tensor.shape[-1]) if cut.columns is None else cut.columns
+    count, size = gguf.GGML_QUANT_SIZES[tensor.kind]
+    if columns.start % count or (columns.stop % count and columns.stop != tensor.shape[-1]):
+        return None
+    own, order = rows_to_read(rows, cut)
+    data = tensor.data[own, columns.start // count * size : -(-columns.stop // count) * size]
+    blocks = torch.from_numpy(np.array(data))
+    return BlockMatrix(kept, len(columns), blocks if order is None else blocks[order])
 
 
 def _read_cut(tensor: GgufTensor, rows: Rows, cut: Cut) -> torch.Tensor:

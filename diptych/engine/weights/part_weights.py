@@ -24,6 +24,7 @@ from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights.canonical import Matrix, Weights, assemble
 from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
@@ -94,7 +95,7 @@ def _read_part(opened: OpenCheckpoint, part: Part, stage: Stage, whole: dict[str
         if cut == WHOLE and name in whole:
             return whole[name]
         tensor = opened.read(name, cut)
-        if not isinstance(tensor, (torch.Tensor, ByteMatrix)):
+        if not isinstance(tensor, (torch.Tensor, ByteMatrix, CodedBytes)):
             raise UnsupportedModel(f"tensor {name}: quantised matrices are not computed in parts")
         if cut == WHOLE and isinstance(tensor, torch.Tensor):
             whole[name] = tensor

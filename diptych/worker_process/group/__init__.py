@@ -4,8 +4,10 @@
     shared_memories.py  the KV memories of all ranks, by number
     group_backend.py    the backend of rank 0: sends each step's plan, computes its share, waits for the rest
     native_group_backend.py  the same where the native step computes, which waits for the others itself
-    rank_program.py     the program of the other ranks; rank_load.py: what it loads
+    triton_group_backend.py  the same where the Triton step does, whose recorded steps no rank answers
+    rank_program.py     the program of the other ranks; rank_load.py: what it loads; rank_steps.py: its steps
     rank_devices.py     the device of each rank
+    group_adapters.py   LoRA adapters of all ranks, as rank 0 has them; rank_adapters.py: as another rank does
     orders.py           what rank 0 sends
 
     rendezvous.py           meeting of ranks of other hosts, and the secret they prove

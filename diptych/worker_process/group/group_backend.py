@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.parallel.step_plan import make_plan
+from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.rank_group import RankGroup
 
 
@@ -21,16 +23,30 @@ class GroupBackend:
 
     def __init__(self, own: PartsBackend, group: RankGroup) -> None:
         self._own, self._group = own, group
+        self._adapters = GroupAdapters(own, group)
 
     def set_threads(self, threads: int) -> None:
         """See `PartsBackend.set_threads`; the other ranks have their cores from the start."""
         self._own.set_threads(threads)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._adapters.allow(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `GroupAdapters.prepare`."""
+        return self._adapters.prepare(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `GroupAdapters.set`."""
+        self._adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. An error within a step ends the process: the ranks are out of step then."""
         plan = make_plan(sequences, self._group.memories.number_of)
         self._group.stop_word.reset()
         try:
+            self._adapters.forget_dropped()
             self._group.begin_step(plan)
             logits = self._own.forward(sequences, abort)
             self._group.end_step()

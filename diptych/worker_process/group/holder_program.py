@@ -17,13 +17,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel_model import LoadedParts
 from diptych.runtime.process import leave
 from diptych.worker_process.group.mapping_service import MappingService
-from diptych.worker_process.group.orders import Planned, StartRank
+from diptych.worker_process.group.orders import BlockOrder, Planned, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
+from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.rendezvous import Ends
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
@@ -37,6 +37,7 @@ def serve_holder(
     order: StartRank,
     loaded: LoadedParts,
     memories: Memories,
+    adapters: RankAdapters,
 ) -> NoReturn:
     """Serve rank 0's connections by kind, and compute until rank 0 is gone, which ends the process."""
     own = ShareMemory(memories.mapped)
@@ -47,7 +48,7 @@ def serve_holder(
     begin("blocks", lambda: own.answer(ends["blocks"]))
     begin("shares", shares.serve)
     begin("plans", lambda: _take_plans(ends["plans"], planned))
-    _compute(ends["plans"], planned, loaded, memories, own)
+    _compute(ends["plans"], planned, loaded, memories, adapters, own)
 
 
 def begin(name: str, serve: Callable[[], object]) -> None:
@@ -76,18 +77,17 @@ def _compute(
     planned: queue.SimpleQueue[Planned],
     loaded: LoadedParts,
     memories: Memories,
+    adapters: RankAdapters,
     own: ShareMemory,
 ) -> NoReturn:
     """Compute steps and carry out what comes between them, in order."""
-    assert isinstance(loaded.backend, PartsBackend), "torch computes where memory is not common"
     try:
         while True:
             order = planned.get()
-            if isinstance(order, StepPlan):
-                loaded.backend.forward(follow_plan(order, memories.mapped), None)
-                plans.send_bytes(b"")
-            else:
+            if isinstance(order, BlockOrder):
                 own.carry_out(order)
+            else:
+                carry_out(order, loaded.backend, memories, adapters, plans)
     except (OSError, EOFError):
         leave_group()
     except Exception:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.dtype import PLAIN, Precision, stored_dtype
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.dtype import PLAIN, Precision, kept_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.parallel.communicator import GroupBroken
@@ -24,6 +25,7 @@ from diptych.engine.parallel_model import (
     load_parts,
     open_parts,
     why_not_native,
+    why_not_triton,
 )
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.settings import StartupError
@@ -33,6 +35,7 @@ from diptych.worker_process.group.native_group_backend import NativeGroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.group.same_files import files_digest
+from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from kvtransfer.transports.base import TransportError
 
 _log = logging.getLogger(__name__)
@@ -55,20 +58,23 @@ def load_in_parts(
     """
     dealing = _dealing(settings)
     model = open_parts(path, precision, dealing, settings.max_model_len)
-    why_torch = _why_torch(settings, model, precision)
+    on_gpu = device.type == "cuda" or settings.backend == "triton"
+    why_torch = _why_torch_on_gpu(model, precision) if on_gpu else _why_torch(settings, model, precision)
     # Stages of a pipeline compute in turn: each has all threads.
     order = StartRank(
         number=0,
         grid=Grid(1) if group is None else group.grid,
         model=path,
         precision=precision,
-        native=why_torch is None,
+        native=not on_gpu and why_torch is None,
         dealing=dealing,
         max_context=settings.max_model_len,
         threads=threads_of_rank(settings.threads or usable_cores(), settings.ranks_here),
         device=str(device),
         store_port=0,
         files_digest=files_digest(path) if settings.remote_ranks else b"",
+        triton=on_gpu and why_torch is None,
+        kv_cache=settings.kv_cache_dtype,
     )
     try:
         if group is None:
@@ -80,7 +86,7 @@ def load_in_parts(
     return Model(
         model.shape,
         precision,
-        stored_dtype(precision),
+        kept_dtype(settings.kv_cache_dtype, precision),
         loaded.backend if group is None else _with_others(loaded, group),
         loaded.name,
         device,
@@ -125,11 +131,30 @@ def _why_torch(settings: WorkerSettings, model: OpenParts, precision: Precision)
     return why
 
 
-def _with_others(loaded: LoadedParts, group: RankGroup) -> GroupBackend | NativeGroupBackend:
+def _why_torch_on_gpu(model: OpenParts, precision: Precision) -> str | None:
+    """Return None where the Triton step computes, or else why torch does, in words.
+
+    Raises UnsupportedModel where torch does not either.
+    """
+    why = why_not_triton(model.shape, precision)
+    if why is not None and precision not in PLAIN:
+        raise UnsupportedModel(f"dtype {precision}: {why}")
+    if why is not None:
+        _log.warning("torch computes, which is slower: %s", why)
+    return why
+
+
+def _with_others(
+    loaded: LoadedParts, group: RankGroup
+) -> GroupBackend | NativeGroupBackend | TritonGroupBackend:
     """Return the backend of rank 0, whose steps all ranks compute."""
-    if isinstance(loaded.backend, PartsBackend):
-        return GroupBackend(loaded.backend, group)
-    return NativeGroupBackend(loaded.backend, group)
+    match loaded.backend:
+        case PartsBackend():
+            return GroupBackend(loaded.backend, group)
+        case TritonPartsBackend():
+            return TritonGroupBackend(loaded.backend, group)
+        case _:
+            return NativeGroupBackend(loaded.backend, group)
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:
@@ -143,7 +168,16 @@ def _load_own(
     """Load what this process computes; its memories have room for `held` of each block, None: for all."""
     if order.native:
         return load_native_parts(model, order.precision, links, sums, order.threads)
-    return load_parts(model, links, stop_word, order.threads, order.device, held=held)
+    return load_parts(
+        model,
+        links,
+        stop_word,
+        order.threads,
+        order.device,
+        held=held,
+        triton=order.triton,
+        kv_cache=order.kv_cache,
+    )
 
 
 def _load_everywhere(model: OpenParts, order: StartRank, group: RankGroup) -> LoadedParts:

@@ -12,10 +12,12 @@ from typing import TypeVar
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.parallel.step_plan import make_plan
 from diptych.engine.sampling import SampleRow
+from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.rank_group import RankGroup
 
 _Result = TypeVar("_Result")
@@ -29,6 +31,7 @@ class NativeGroupBackend:
 
     def __init__(self, own: NativePartsBackend, group: RankGroup) -> None:
         self._own, self._group = own, group
+        self._adapters = GroupAdapters(own, group)
 
     @property
     def mixes_chunks(self) -> bool:
@@ -42,6 +45,18 @@ class NativeGroupBackend:
 
     def set_threads(self, threads: int) -> None:
         """Keep the cores that the ranks have from the start."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._adapters.allow(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `GroupAdapters.prepare`."""
+        return self._adapters.prepare(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `GroupAdapters.set`."""
+        self._adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`."""
@@ -74,20 +89,21 @@ class NativeGroupBackend:
         launched = self._compute(
             sequences, b"\x01" * len(rows), lambda: self._own.launch(sequences, rows, abort)
         )
-        return None if launched is None else _GroupStep(launched, self._group)
+        return None if launched is None else GroupStep(launched, self._group)
 
     def _compute(
         self, sequences: Sequence[SequenceStep], greedy: bytes, compute: Callable[[], _Result]
     ) -> _Result:
         plan = make_plan(sequences, self._group.memories.number_of, greedy)
         try:
+            self._adapters.forget_dropped()
             self._group.begin_step(plan)
             return compute()
         except Exception as error:
             self._group.fail(error)
 
 
-class _GroupStep:
+class GroupStep:
     """A launched step of all ranks; see `diptych.engine.batch.Launched`."""
 
     def __init__(self, own: Launched, group: RankGroup) -> None:

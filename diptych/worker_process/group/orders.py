@@ -1,9 +1,11 @@
 """Orders of rank 0 to another rank, over two pipes.
 
-plans    StepPlan; where torch computes, answered with an empty message when the rank has written its share
+plans    StepPlan; where torch computes, and in a step of the Triton backend that is not recorded, answered
+         with an empty message when the rank has written its share. Recordings are answered so when made;
+         PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks and DropMemory, of which all but the last are answered: with None, CountBlocks with a
-         number, or with RankFailed
+         CountBlocks, LoadAdapter and DropMemory, of which all but the last are answered: with None,
+         CountBlocks with a number, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.engine.dtype import Precision
+from diptych.engine.dtype import KVCacheDtype, Precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.parallel.gloo_communicator import LOOPBACK
 from diptych.engine.parallel.stages import Grid
@@ -68,6 +70,10 @@ class StartRank:
     """Address at which such a process takes shares of blocks."""
     files_digest: bytes = b""
     """Digest of the model's files (same_files.py) that a rank of another host must have as well."""
+    triton: bool = False
+    """True where the Triton step computes."""
+    kv_cache: KVCacheDtype = "auto"
+    """Numbers of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,53 @@ class AllocateShare:
     number: int
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Order to prepare this rank's share of an adapter as `number`."""
+
+    number: int
+    pickled: bytes
+    """The whole adapter (adapter_message.py)."""
+
+
+@dataclass(frozen=True)
+class PlaceAdapter:
+    """Order to let the plans that follow find adapter `number` in a slot; None empties it."""
+
+    slot: int
+    number: int | None
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Order to forget an adapter that lies in no slot and will lie in none."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class PlanDecode:
+    """Order to take the buffers of recorded decode steps of up to `max_batch` rows."""
+
+    max_batch: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PrepareDecode:
+    """Order to record decode steps over memory `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RecordPrompts:
+    """Order to record prompt steps of up to `most_tokens` tokens over memories of `layout`."""
+
+    layout: KVLayout
+    most_tokens: int
 
 
 @dataclass(frozen=True)
@@ -293,7 +346,10 @@ class UnmapTargets:
     channel: int
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory
-Planned = StepPlan | WriteShare | PlaceShare | CopyBlock
+Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
+Recording = PlanDecode | PrepareDecode | RecordPrompts
+AdapterOrder = PlaceAdapter | DropAdapter
+BlockOrder = WriteShare | PlaceShare | CopyBlock
+Planned = StepPlan | Recording | AdapterOrder | BlockOrder
 MappingOrder = OfferMemory | NoteSource | FenceWriter | CheckShares | MapTargets | CopyShares | UnmapTargets
 ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare | MappingOrder

@@ -44,7 +44,15 @@ from diptych.engine.parallel_model import join_group
 from diptych.runtime.process import leave
 from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.group.orders import CONNECTIONS, Planned, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.orders import (
+    CONNECTIONS,
+    AdapterOrder,
+    Planned,
+    RankFailed,
+    RankReady,
+    Recording,
+    StartRank,
+)
 from diptych.worker_process.group.rank_devices import rank_devices
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Ends, Joined, Rendezvous
@@ -227,10 +235,15 @@ class RankGroup:
 
     # -- steps
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Have the other ranks compute their share of a step. Raises OSError."""
+    def begin_step(self, plan: StepPlan | Recording) -> None:
+        """Have the other ranks compute their share of a step, or make a recording. Raises OSError."""
         for rank in self._others:
             rank.send_plan(plan)
+
+    def send_order(self, order: AdapterOrder) -> None:
+        """Have the other ranks do something between two steps. Raises OSError."""
+        for rank in self._others:
+            rank.send_plan(order)
 
     def end_step(self) -> None:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""

@@ -56,4 +56,15 @@ def load_rank(
         sums = sums_fd if order.grid.ranks > 1 else -1
         return load_native_parts(model, order.precision, links, sums, order.threads, stage), None
     share = kv_shares(model.parts, model.stages, order.grid)[order.number] if order.holder else None
-    return load_parts(model, links, stop_word, order.threads, device, stage, share), share
+    loaded = load_parts(
+        model,
+        links,
+        stop_word,
+        order.threads,
+        device,
+        stage,
+        share,
+        triton=order.triton,
+        kv_cache=order.kv_cache,
+    )
+    return loaded, share

@@ -21,15 +21,19 @@ from diptych.worker_process.group.orders import (
     AllocateShare,
     CountBlocks,
     DropMemory,
+    LoadAdapter,
     MapFile,
     Order,
     RankFailed,
     RegisterPool,
 )
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from kvtransfer.transports.base import CPU, TransportError, host_id
 from kvtransfer.transports.fd_passing import register_blocking
 from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_share, map_pool
+
+_log = logging.getLogger(__name__)
 
 
 def log_as(name: str, level: str) -> None:
@@ -44,6 +48,7 @@ class Memories:
     """KV memories by number, made and dropped as rank 0 orders on a thread of its own.
 
     Args:
+        adapters: what loads the adapters that rank 0 sends over the same connection.
         share: this rank's share of each block, where it has memories of its own.
         device: device of these.
         prefault: whether mapped blocks take their pages at once.
@@ -52,6 +57,7 @@ class Memories:
     def __init__(
         self,
         control: Connection[Any, Any],
+        adapters: RankAdapters,
         share: KVShare | None = None,
         device: torch.device = CPU,
         *,
@@ -59,6 +65,7 @@ class Memories:
     ) -> None:
         self._control, self._share, self._prefault = control, share, prefault
         self.device = device
+        self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
         self._files: dict[int, int | None] = {}
         """Files of this rank's own memories; None on a GPU."""
@@ -70,9 +77,14 @@ class Memories:
                 order: Order = self._control.recv()
                 if isinstance(order, DropMemory):
                     self._drop(order.number)
+                elif isinstance(order, LoadAdapter):
+                    self._control.send(self._adapters.load(order))
                 else:
                     self._control.send(self._carry_out(order))
         except (OSError, EOFError):
+            leave(1)
+        except Exception:
+            _log.exception("this rank fails, and the group with it")  # else rank 0 would wait for an answer
             leave(1)
 
     def pool(self, number: int) -> PoolMemory:

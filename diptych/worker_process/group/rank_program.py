@@ -13,17 +13,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
-from diptych.engine.backends.native.parts_backend import NativePartsBackend
-from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.engine.parallel.stop_word import RunToEnd, StopWord
 from diptych.runtime.process import leave, watch_parent
 from diptych.worker_process.group.holder_program import serve_holder
 from diptych.worker_process.group.orders import CONNECTIONS, RankFailed, RankReady, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_load import device_of, load_rank
 from diptych.worker_process.group.rank_memories import Memories, log_as
+from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.rendezvous import Ends
 
 _log = logging.getLogger(__name__)
@@ -51,34 +49,19 @@ def main(argv: Sequence[str]) -> None:
         control.recv()  # rank 0 says why, and ends
         raise
     control.send(RankReady(loaded.weight_bytes))
-    memories = Memories(control, share, device, prefault=not order.across_hosts)
+    adapters = RankAdapters(loaded.backend)
+    memories = Memories(control, adapters, share, device, prefault=not order.across_hosts)
     if order.holder:
-        serve_holder(ends, order, loaded, memories)
+        serve_holder(ends, order, loaded, memories, adapters)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()
     try:
-        _compute(plans, loaded.backend, memories)
+        while True:
+            carry_out(plans.recv(), loaded.backend, memories, adapters, plans)
     except (OSError, EOFError):
         leave(0)  # rank 0 is gone
     except Exception:
         _log.exception("a step failed: the group ends")
         leave(1)
-
-
-def _compute(
-    plans: Connection[Any, Any], backend: PartsBackend | NativePartsBackend, memories: Memories
-) -> None:
-    if not isinstance(backend, PartsBackend):
-        return _follow(plans, backend, memories)
-    while True:
-        backend.forward(follow_plan(plans.recv(), memories.mapped), None)
-        plans.send_bytes(b"")
-
-
-def _follow(plans: Connection[Any, Any], backend: NativePartsBackend, memories: Memories) -> None:
-    """Begin steps as their plans come; the ranks meet at the end of each without a word from here."""
-    while True:
-        plan: StepPlan = plans.recv()
-        backend.follow(follow_plan(plan, memories.mapped), plan.greedy)
 
 
 if __name__ == "__main__":

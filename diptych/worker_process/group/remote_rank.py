@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from diptych.engine.parallel.step_plan import StepPlan
 from diptych.worker_process.group.orders import (
+    BlockOrder,
     CopyBlock,
     CopyShares,
     ListenForShares,
@@ -56,7 +56,7 @@ class RemoteRank:
     def send_plan(self, planned: Planned) -> None:
         """Send what the rank does next, soon and in the order of the calls."""
         with self._plans_lock:
-            self._writes += not isinstance(planned, StepPlan)
+            self._writes += isinstance(planned, BlockOrder)
             self._planned.send(planned)
 
     def write_share(self, number: int, block: int, payload: bytearray) -> None:

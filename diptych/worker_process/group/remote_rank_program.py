@@ -27,6 +27,7 @@ from diptych.runtime.settings import CANNOT_START, StartupError
 from diptych.worker_process.group import rendezvous
 from diptych.worker_process.group.holder_program import begin, leave_group, serve_holder
 from diptych.worker_process.group.orders import RankFailed, RankReady, StartRank
+from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_load import device_of, load_rank
 from diptych.worker_process.group.rank_memories import Memories, log_as
@@ -66,7 +67,8 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
         raise
     control.send(RankReady(loaded.weight_bytes))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)
-    serve_holder(ends, order, loaded, Memories(control, share, device))
+    adapters = RankAdapters(loaded.backend)
+    serve_holder(ends, order, loaded, Memories(control, adapters, share, device), adapters)
 
 
 def _await_end(life: Connection[Any, Any], refused: threading.Event) -> None:

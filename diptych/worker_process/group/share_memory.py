@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.worker_process.group.orders import CopyBlock, PlaceShare, ReadShare, WriteShare
+from diptych.worker_process.group.orders import BlockOrder, CopyBlock, PlaceShare, ReadShare
 from diptych.worker_process.group.share_arrivals import ShareArrivals
 from kvtransfer.transports.blocking import queued_work
 from kvtransfer.transports.held_blocks import write_pieces
@@ -41,7 +41,7 @@ class ShareMemory:
             queued.synchronize()
         return self._memories[number]
 
-    def carry_out(self, order: WriteShare | PlaceShare | CopyBlock) -> None:
+    def carry_out(self, order: BlockOrder) -> None:
         """Write or copy a share of a block. Raises ValueError for bytes that changed on their way."""
         memory = self._memories[order.number]
         if isinstance(order, CopyBlock):

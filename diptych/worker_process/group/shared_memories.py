@@ -27,6 +27,7 @@ from diptych.worker_process.group.orders import (
     CountBlocks,
     DropMemory,
     MapFile,
+    Order,
     RankFailed,
     RegisterPool,
 )
@@ -141,23 +142,32 @@ class SharedMemories:
         if why := self._map_everywhere(memory, order):
             raise TransportError(why)
 
-    def _map_everywhere(self, memory: KVMemory, order: Callable[[int, int], None]) -> str | None:
-        """Send an order to map `memory` to each rank; return why one could not."""
-        number = next(self._next)
+    def ask(self, order: Order) -> str | None:
+        """Have every rank carry out an order that it answers; return which one could not, and why."""
+        return self._ask_everywhere(lambda at: self._controls[at][1].send(order))
+
+    def _ask_everywhere(self, send: Callable[[int], None]) -> str | None:
         try:
             with self._lock:
                 for at in range(len(self._controls)):
-                    order(number, at)
+                    send(at)
                 answers = [control.recv() for _, control in self._controls]
         except (OSError, EOFError) as error:
             return f"a rank is gone: {error!r}"
         finally:
             self._flush()
+        failed = ((number, one) for number, one in enumerate(answers, start=1) if isinstance(one, RankFailed))
+        return next((f"rank {number}: {one.why}" for number, one in failed), None)
+
+    def _map_everywhere(self, memory: KVMemory, order: Callable[[int, int], None]) -> str | None:
+        """Send an order to map `memory` to each rank; return why one could not."""
+        number = next(self._next)
+        why = self._ask_everywhere(lambda at: order(number, at))
         self._numbers[memory] = number
         if self._spread is not None:
             memory.spread = self._spread(memory, number)
         weakref.finalize(memory, self._drop, number).atexit = False
-        return next((answer.why for answer in answers if isinstance(answer, RankFailed)), None)
+        return why
 
     def _drop(self, number: int) -> None:
         """Have the ranks unmap a memory that was collected here, on whatever thread and at whatever point."""

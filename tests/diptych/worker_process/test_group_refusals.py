@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from decode_worker.config import DecodeSettings
 from diptych.engine.dtype import stored_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.parallel.pipeline import ALONE
-from diptych.engine.parallel_model import Dealing, load_native_parts, open_parts
+from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel_model import (
+    Dealing,
+    LoadedParts,
+    OpenParts,
+    load_native_parts,
+    load_parts,
+    open_parts,
+)
 from diptych.engine.runner import Runner
 from diptych.runtime.settings_sources import BadSettings
-from diptych.worker_process.adapter_store import AdapterStore
+from diptych.worker_process.adapter_store import AdapterNotLoaded, AdapterStore
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.drafting_loader import NoHiddenRows, _check_hidden_rows
 from diptych.worker_process.engine_loader import ImpossibleSettings, _check_reads_images, _window_groups
 from prefill_worker.config import PrefillSettings
 from tests.diptych.worker_process.both_workers import WINDOWED
 from tests.end_to_end import tiny_model
+from tests.end_to_end.test_expert_parallel import LATENT
 
 GROUPS: list[dict[str, Any]] = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"sum_parts": 2}]
 NAMES = ["--tensor-parallel 2", "--pipeline-parallel 2", "--sum-parts 2"]
 ROLES = pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
 EACH = pytest.mark.parametrize(("group", "named"), list(zip(GROUPS, NAMES, strict=True)), ids=NAMES)
+
+
+def load_native(opened: OpenParts) -> LoadedParts:
+    return load_native_parts(opened, "fp32", ALONE, -1, 1)
+
+
+def load_torch(opened: OpenParts) -> LoadedParts:
+    return load_parts(opened, ALONE, StopWord(), 1)
+
+
+def store_of(model: Path, load: Callable[[OpenParts], LoadedParts]) -> AdapterStore:
+    """Return the adapters of a worker of two parts."""
+    opened = open_parts(model, "fp32", Dealing(2))
+    loaded = load(opened)
+    made = Model(opened.shape, "fp32", stored_dtype("fp32"), loaded.backend, loaded.name)
+    return AdapterStore(Runner(made, 1), slots=8, max_rank=64)
 
 
 def settings(role: type[WorkerSettings], **given: Any) -> WorkerSettings:
@@ -40,10 +68,9 @@ def settings(role: type[WorkerSettings], **given: Any) -> WorkerSettings:
     [
         {"kv_tier": "ram:1g"},
         {"kv_cache_dtype": "int8"},
-        {"quantization": "fp8"},
-        {"backend": "triton"},
+        {"quantization": "gguf"},
         {"batch_invariant": True},
-        {"device": "cuda"},
+        {"kv_cache_dtype": "fp8", "device": "cpu", "backend": "torch"},
     ],
     ids=lambda flags: next(iter(flags)),
 )
@@ -54,8 +81,19 @@ def test_flags_that_do_not_go_with_a_group(
     with pytest.raises((ValueError, BadSettings)) as caught:
         settings(role, **group, **refused)
     assert named in str(caught.value)
-    assert flag in str(caught.value) or "groups compute on CPUs" in str(caught.value)
+    assert flag in str(caught.value)
     settings(role, **group)  # the control: the group alone is well
+
+
+@EACH
+@ROLES
+@pytest.mark.parametrize("allowed", [{}, {"backend": "triton"}, {"kv_cache_dtype": "fp8"}])
+def test_flags_that_go_with_a_group_on_gpus(
+    role: type[WorkerSettings], group: dict[str, Any], named: str, allowed: dict[str, Any]
+) -> None:
+    assert settings(role, device="cuda", **group, **allowed).group_flags == named
+    with pytest.raises((ValueError, BadSettings), match="--backend native computes on CPUs"):
+        settings(role, device="cuda", **group, backend="native")
 
 
 @EACH
@@ -82,11 +120,16 @@ def test_windows_keep_one_block_for_all_layers(
     assert f": {named}" in caplog.text
 
 
-def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The worker says at its start that it takes none, and again where one is loaded."""
-    opened = open_parts(tiny_model.write(tmp_path), "fp32", Dealing(2))
-    loaded = load_native_parts(opened, "fp32", ALONE, -1, 1)
-    made = Model(opened.shape, "fp32", stored_dtype("fp32"), loaded.backend, loaded.name)
-    store = AdapterStore(Runner(made, 1), slots=8, max_rank=64)
+@pytest.mark.parametrize("load", [load_native, load_torch])
+def test_adapters_are_computed(tmp_path: Path, load: Callable[[OpenParts], LoadedParts]) -> None:
+    assert store_of(tiny_model.write(tmp_path), load).max_loras == 8
+
+
+def test_adapters_of_attention_over_latents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused as in one process: the log says so at the start, and the load of an adapter does."""
+    model = tiny_model.write(tmp_path, config_class=DeepseekV3Config, **LATENT)
+    store = store_of(model, load_torch)
     assert store.max_loras == 0
-    assert "no LoRA adapters: adapters are not computed by the native-parts step" in caplog.text
+    assert "no LoRA adapters: adapters of attention over latents" in caplog.text
+    with pytest.raises(AdapterNotLoaded, match="adapters of attention over latents"):
+        asyncio.run(store.load(b"digest", tmp_path))

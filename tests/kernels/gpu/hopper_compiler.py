@@ -112,6 +112,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.sample import sample
     from kernels.gpu.scaled_linear import scaled_linear
     from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
+    from kernels.gpu.sum_parts import sum_parts, sum_parts_rms_norm
     from kernels.gpu.swiglu import swiglu
     from kernels.gpu.swiglu_round import swiglu_round
     from kernels.packed_matrix import from_blocks, pack
@@ -226,7 +227,31 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 )
             )
 
+    def part_of_blocks(heads: int, kv_heads: int, head_dim: int) -> None:
+        """A rank's heads and layers of blocks with four times as many heads."""
+        blocks = torch.zeros(4, 4, 2, 4 * kv_heads, head_dim * 16, dtype=torch.bfloat16)
+        own = blocks[:, 1:3, :, kv_heads : 2 * kv_heads]
+        query = torch.zeros(16, heads, head_dim, dtype=torch.bfloat16)
+        qkv = torch.zeros(16, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+        tables, lengths = torch.zeros(16, 64, dtype=torch.int32), torch.ones(17, dtype=torch.int32)
+        ids, half = lengths[:16].long(), torch.zeros(16, head_dim // 2)
+        last = lengths[:16]
+        made.append(("decode of a part of blocks", lambda: paged_decode(query, own, 1, tables, last)))
+        made.append(
+            (
+                "prefill of a part of blocks",
+                lambda: paged_prefill(query, own, 1, tables, last, lengths, max_tokens=9),
+            )
+        )
+        made.append(
+            (
+                "rotary into a part of blocks",
+                lambda: rotary_write(qkv, half, half, own, 1, ids, last, heads=heads, kv_heads=kv_heads),
+            )
+        )
+
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    part_of_blocks(8, 2, 128)
     attention(32, 8, 128, 16, bf16, bf16)
     attention(32, 8, 128, 16, bf16, fp8)
     attention(16, 2, 256, 16, bf16, fp8)
@@ -241,6 +266,9 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     x = torch.zeros(3, 4096, dtype=bf16)
     made.append(("rms_norm", lambda: rms_norm(x, x[0], 1e-5)))
     made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
+    parts = torch.zeros(4, 3, 4096, dtype=bf16)
+    made.append(("sum of parts", lambda: sum_parts(parts)))
+    made.append(("sum of parts and norm", lambda: sum_parts_rms_norm(parts, x.clone(), x[0], 1e-5)))
     made.append(
         ("rms_norm of rows apart", lambda: rms_norm(x[:, :96], x[0, :96].float(), 1e-5, out=x[:, :96]))
     )
@@ -281,6 +309,8 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         )
         made.append((f"experts' downs {name}", lambda: expert_linear(parts, down, None, routed)))
         made.append((f"experts' sum {name}", lambda: sum_experts(rows.repeat(chosen, 1), routed, rows)))
+        held = routed.among(range(count // 2, count))
+        made.append((f"sum of some experts {name}", lambda: sum_experts(rows.repeat(chosen, 1), held, rows)))
 
     experts(4, 128, 8, 2048, 768, bf16)
     experts(200, 128, 8, 2048, 768, bf16)

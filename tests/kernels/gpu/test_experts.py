@@ -157,3 +157,20 @@ def test_no_rows_are_no_work_and_other_formats_are_refused(device: torch.device)
     one = random(1, HIDDEN).to(device)
     with pytest.raises(ValueError, match="times experts of"):
         expert_swiglu(one.half(), weight, None, route_experts(one, router, count=CHOSEN))
+
+
+def test_experts_that_are_dealt_add_up_to_all_and_read_nothing_of_others(device: torch.device) -> None:
+    x = random(5, HIDDEN).to(device)
+    routed = route_experts(x, random(COUNT, HIDDEN, seed=2).to(device), count=CHOSEN)
+    gate_up = random(COUNT, 2 * INNER, HIDDEN, seed=5).to(device)
+    down = random(COUNT, HIDDEN, INNER, seed=6).to(device)
+    whole = sum_experts(expert_linear(expert_swiglu(x, gate_up, None, routed), down, None, routed), routed)
+    total, middle = torch.zeros_like(whole), COUNT // 3
+    for held in (range(middle), range(middle, COUNT)):
+        share, own = routed.among(held), slice(held.start, held.stop)
+        inner = torch.full((5 * CHOSEN, INNER), torch.nan, device=device)
+        parts = torch.full((5 * CHOSEN, HIDDEN), torch.nan, device=device)
+        expert_swiglu(x, gate_up[own], None, share, out=inner)
+        expert_linear(inner, down[own], None, share, out=parts)
+        total += sum_experts(parts, share)
+    assert error(total, whole) < 1e-5

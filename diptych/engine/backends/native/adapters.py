@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from kernels.cpu import library as native
 
 _STRIP, _DEPTH = 16, 32
 """Columns of a strip of B, and what the inputs of A are rounded up to (kernels/cpu)."""
-_PRODUCTS: dict[int, tuple[str, ...]] = {
+PRODUCTS: dict[int, tuple[str, ...]] = {
     native.QKV: ("q", "k", "v"),
     native.OUTPUT: ("o",),
     native.GATE_UP: ("gate", "up"),
@@ -25,22 +26,56 @@ _PRODUCTS: dict[int, tuple[str, ...]] = {
 """The products of a layer, and the matrices that each joins."""
 
 
+class AdaptedProduct(NamedTuple):
+    """A product that an adapter changes."""
+
+    layer: int
+    which: int
+    fields: Sequence[str]
+    """Matrices that it joins."""
+    rows: Sequence[int]
+    """Outputs of each."""
+    deltas: Mapping[str, Delta]
+    """Changes of some of them."""
+    joined: bool
+    """True where borders of the matrices may lie within a strip of columns."""
+    own_part: int = 0
+    """Part of the rank whose product it is, where ranks share the model."""
+
+
+def whole_products(shape: ModelShape, adapter: Adapter) -> Iterator[AdaptedProduct]:
+    """Yield the products that an adapter changes of a model that one process computes."""
+    for index, layer in enumerate(adapter.layers):
+        sizes = dict(layer_shapes(shape, index))
+        for which in PRODUCTS:
+            if any(field in layer for field in PRODUCTS[which]):
+                present = present_fields(which, sizes)
+                rows = [sizes[field][0] for field in present]
+                yield AdaptedProduct(index, which, present, rows, layer, has_uneven_strips(rows))
+
+
+def present_fields(which: int, sizes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the matrices that a product joins in a layer with tensors of these `sizes`."""
+    return [field for field in PRODUCTS[which] if field in sizes]
+
+
+def has_uneven_strips(rows: Sequence[int]) -> bool:
+    """Return whether borders of matrices with so many rows lie within a strip."""
+    return any(count % _STRIP for count in rows)
+
+
 class NativeAdapter:
     """An adapter in the memory that steps read."""
 
     def __init__(
-        self, library: ctypes.CDLL, model: int, shape: ModelShape, adapter: Adapter, dtype: torch.dtype
+        self, library: ctypes.CDLL, model: int, products: Iterator[AdaptedProduct], dtype: torch.dtype
     ) -> None:
-        """Pack an adapter in `dtype`, the type of the model's numbers. Raises NativeError."""
+        """Pack an adapter's changes of a model's products in `dtype`, the type of the model's numbers.
+
+        Raises NativeError.
+        """
         self._packed: list[torch.Tensor] = []
-        changes = []
-        for index, layer in enumerate(adapter.layers):
-            sizes = dict(layer_shapes(shape, index))
-            for which, fields in _PRODUCTS.items():
-                rows = [sizes[field][0] for field in fields if field in sizes]
-                if any(field in layer for field in fields):
-                    present = [field for field in fields if field in sizes]
-                    changes.append(self._change(index, which, present, rows, layer, dtype))
+        changes = [self._change(product, dtype) for product in products]
         array = (native.Change * len(changes))(*changes)
         self.address: int = library.diptych_adapter_new(model, array, len(changes))
         if not self.address:
@@ -48,34 +83,28 @@ class NativeAdapter:
         self._packed.clear()  # it was copied
         weakref.finalize(self, library.diptych_adapter_free, self.address)
 
-    def _change(
-        self,
-        layer: int,
-        which: int,
-        fields: Sequence[str],
-        rows: Sequence[int],
-        deltas: Mapping[str, Delta],
-        dtype: torch.dtype,
-    ) -> native.Change:
-        """Return the change of a product that joins `fields`, which have so many `rows`."""
+    def _change(self, product: AdaptedProduct, dtype: torch.dtype) -> native.Change:
+        """Return the change of a product as the native side takes it."""
+        fields, rows, deltas = product.fields, product.rows, product.deltas
         begins, stacked = _stack([deltas[field] for field in fields if field in deltas])
         changed = [deltas.get(field) for field in fields]
         parts = [None if one is None else (one.b, begins[id(one.a)]) for one in changed]
-        interleaved = which == native.GATE_UP and len(fields) == 2
-        if not interleaved and any(count % _STRIP for count in rows):
+        interleaved = product.which == native.GATE_UP and len(fields) == 2
+        if not interleaved and product.joined:
             parts, rows = [(_joined(parts, rows, stacked), 0)], [sum(rows)]
         a = torch.cat([delta.a for delta in stacked]).to(dtype)
         a = torch.nn.functional.pad(a, (0, -a.shape[1] % _DEPTH))
         scales = torch.cat([torch.full((delta.rank,), delta.scale) for delta in stacked])
         change = native.Change(
-            layer=layer,
-            which=which,
+            layer=product.layer,
+            which=product.which,
             a=self._keep(_in_pairs(a)),
             scales=self._keep(scales),
             depth=a.shape[1],
             ranks=a.shape[0],
             parts=len(parts),
             interleaved=interleaved,
+            own_part=product.own_part,
         )
         for number, (part, count) in enumerate(zip(parts, rows, strict=True)):
             change.part[number].strips = -(-count // _STRIP)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.native.adapters import NativeAdapter
+from diptych.engine.backends.native.adapters import NativeAdapter, whole_products
 from diptych.engine.backends.native.batch import (
     GivenRows,
     NativeBatch,
@@ -30,6 +30,7 @@ from diptych.engine.backends.native.batch import (
 from diptych.engine.backends.native.every_row import has_every_row, with_every_row
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.share import Share
+from diptych.engine.backends.native.share_adapters import share_products
 from diptych.engine.backends.native.shared_weights import EmptyFile, MappedWeights
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import (
@@ -183,7 +184,11 @@ class NativeBackend:
 
     def prepare_adapter(self, adapter: Adapter) -> object:
         """See `AdapterBackend.prepare_adapter`: steps read it where it is packed here."""
-        return NativeAdapter(self._library, self._model, self._shape, adapter, self._dtype)
+        if self._share is None:
+            products = whole_products(self._shape, adapter)
+        else:
+            products = share_products(self._share, adapter)
+        return NativeAdapter(self._library, self._model, products, self._dtype)
 
     def set_adapter(self, slot: int, prepared: object | None) -> None:
         """See `AdapterBackend.set_adapter`."""

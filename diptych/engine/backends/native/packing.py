@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,29 +160,34 @@ class Packer:
         self.set_linear(index, native.DOWN, (layer.down, layer.down_bias))
 
     def pack_experts(self, index: int, experts: ExpertWeights) -> None:
+        self.pack_router(index, experts)
+        for number in range(len(experts.downs)):
+            for which, parts in _of_expert(number, experts):
+                made = _native_parts(parts, self._dtype)
+                status = self._library.diptych_set_expert(
+                    self._model, index, number, which, made.matrices, len(made.matrices)
+                )
+                self._check(status)
+        for which, parts in _of_shared_expert(experts):
+            self.set_linear(index, which, *parts)
+
+    def pack_router(self, index: int, experts: ExpertWeights) -> None:
         self.set_linear(
             index, native.ROUTER, (experts.router, experts.router_bias), (experts.shared_router, None)
         )
         self.set_vector(index, native.ROUTER_CORRECTION, experts.correction_bias)
-        for number in range(len(experts.downs)):
-            self._pack_expert(index, number, experts)
-        if experts.shared_down is not None:
-            gate_up = ((experts.shared_gate, None), (experts.shared_up, None))
-            self.set_linear(index, native.SHARED_GATE_UP, *gate_up)
-            self.set_linear(index, native.SHARED_DOWN, (experts.shared_down, None))
 
-    def _pack_expert(self, index: int, number: int, experts: ExpertWeights) -> None:
-        def part(matrices: Sequence[Matrix], biases: Sequence[torch.Tensor]) -> Part:
-            return matrices[number] if matrices else None, biases[number] if biases else None
-
-        gate_up = part(experts.gates, experts.gate_biases), part(experts.ups, experts.up_biases)
-        down = (part(experts.downs, experts.down_biases),)
-        for which, parts in ((native.GATE_UP, gate_up), (native.DOWN, down)):
-            made = _native_parts(parts, self._dtype)
-            status = self._library.diptych_set_expert(
-                self._model, index, number, which, made.matrices, len(made.matrices)
-            )
-            self._check(status)
+    def pack_part_experts(self, index: int, part: int, numbers: range, experts: ExpertWeights) -> None:
+        """Set what a part of a rank's share has of a layer's experts, which are `numbers` of the model's."""
+        for own, number in enumerate(numbers):
+            for which, parts in _of_expert(own, experts):
+                made = _native_parts(parts, self._dtype)
+                status = self._library.diptych_set_part_expert(
+                    self._model, index, part, number, which, made.matrices, len(made.matrices)
+                )
+                self._check(status)
+        for which, parts in _of_shared_expert(experts):
+            self.set_part_linear(index, part, which, *parts)
 
     def set_linear(self, layer: int, which: int, *parts: Part) -> None:
         made = _native_parts(parts, torch.float32 if which == native.ROUTER else self._dtype)
@@ -209,6 +214,22 @@ class Packer:
     def _check(self, status: int) -> None:
         if status != native.OK:
             raise NativeError(native.last_error(self._library))
+
+
+def _of_expert(number: int, experts: ExpertWeights) -> Iterator[tuple[int, Sequence[Part]]]:
+    """Yield which matrices an expert has, and their parts; `number` is its place in `experts`."""
+
+    def part(matrices: Sequence[Matrix], biases: Sequence[torch.Tensor]) -> Part:
+        return matrices[number] if matrices else None, biases[number] if biases else None
+
+    yield native.GATE_UP, (part(experts.gates, experts.gate_biases), part(experts.ups, experts.up_biases))
+    yield native.DOWN, (part(experts.downs, experts.down_biases),)
+
+
+def _of_shared_expert(experts: ExpertWeights) -> Iterator[tuple[int, Sequence[Part]]]:
+    if experts.shared_down is not None:
+        yield native.SHARED_GATE_UP, ((experts.shared_gate, None), (experts.shared_up, None))
+        yield native.SHARED_DOWN, ((experts.shared_down, None),)
 
 
 class _NativeParts(NamedTuple):

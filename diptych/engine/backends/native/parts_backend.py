@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.batch import Passing, positions_of
 from diptych.engine.backends.native.share import Share
@@ -63,6 +64,22 @@ class NativePartsBackend:
     def set_threads(self, threads: int) -> None:
         """Keep the cores that the rank has from the start."""
 
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._step.allow_adapters(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: packs what this rank's parts have of it."""
+        return self._step.prepare_adapter(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`. Waits for the steps that this rank follows: rank 0 knows of their
+        ends before it does.
+        """
+        while self._followed:
+            self._followed.popleft().collect()
+        self._step.set_adapter(slot, prepared)
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`: once all sequences are aborted every rank of
         its stage stops before the same layer. Before that, the other ranks write one that is aborted.
@@ -104,20 +121,21 @@ class NativePartsBackend:
             return None
         return self._step.launch(sequences, rows, abort)
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> None:
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
         """Begin this rank's share of a step of rank 0's, after those that were begun before.
 
         `greedy` has a byte for each row of logits, 1 where its likeliest token is wanted. Returns while the
-        step is computed, once the one before the last is; in a pipeline when it is over. Raises NativeError,
-        GroupBroken.
+        step is computed, once the one before the last is; in a pipeline when it is over. False: rank 0 waits
+        for no word of its end. Raises NativeError, GroupBroken.
         """
         if not self._is_whole:
             self._forward_stage(sequences, None)
-            return
+            return False
         beyond = positions_of(sequences) > self._step.positions
         while len(self._followed) >= (1 if beyond else _MOST_LAUNCHED):
             self._followed.popleft().collect()
         self._followed.append(self._step.follow(sequences, greedy))
+        return False
 
     def _forward_stage(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """Compute this stage's layers; return the logits on the group's first process."""

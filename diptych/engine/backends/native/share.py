@@ -1,7 +1,8 @@
 """A rank's share of a model for the native step: its parts joined, but for the sums that parts add.
 
 Joined are heads of queries, keys and values, and rows of the vocabulary: what a product gives for each of its
-outputs has the same bits beside any others. Output, gate, up and down matrices stay apart, a set a part.
+outputs has the same bits beside any others. Output, gate, up and down matrices stay apart, a set a part, and
+so do those of experts. Routers are whole.
 Query heads that share a KV head with another part have it once; a KV head that another rank has, too, is in
 both.
 """
@@ -19,30 +20,16 @@ import torch
 
 from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.packing import Packer, native_shape, stored
-from diptych.engine.backends.native.supports import supports
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 
 _T = TypeVar("_T", bound=Matrix)
-
-
-def supports_in_parts(shape: ModelShape) -> str | None:
-    """Return None if the native step computes models of `shape` in parts, or else what it lacks, in words."""
-    return next(_lacks(shape), None)
-
-
-def _lacks(shape: ModelShape) -> Iterator[str]:
-    if (why := supports(shape)) is not None:
-        yield why
-    if shape.experts is not None:
-        yield "experts in parts"
-    if shape.qk_norm == "width":
-        yield "norms over all heads in parts"
 
 
 @dataclass(frozen=True)
@@ -76,11 +63,15 @@ class Share:
             array("i", accumulate(len(part.inner) for part in self.parts)),
             array("i", self._group_ends()),
         ]
+        counted = array("i", self._counted_kv_heads())
         share = native.Share(
             self.ranks,
             self.rank,
             len(self.parts),
             *(each.buffer_info()[0] for each in ends),
+            self._part_experts(),
+            *self._normed_lanes(),
+            counted.buffer_info()[0],
             self.whole.num_kv_heads,
             self.whole.vocab_size,
             self.parts[0].vocab.start,
@@ -142,14 +133,61 @@ class Share:
                 _joined_vectors([layer.v_bias for layer in with_heads]),
             ),
         )
-        packer.set_vectors(
-            index, replace(layers[0], sinks=_joined_vectors([layer.sinks for layer in layers]))
-        )
+        packer.set_vectors(index, self._joined_layer_vectors(layers, with_heads))
+        if layers[0].experts is not None:
+            packer.pack_router(index, layers[0].experts)
         for part, layer in enumerate(layers):
             packer.set_part_linear(index, part, native.OUTPUT, (layer.o, layer.o_bias))
+            if layer.experts is not None:
+                packer.pack_part_experts(index, part, self._experts(self.parts[part]), layer.experts)
+                continue
             gate_up = ((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
             packer.set_part_linear(index, part, native.GATE_UP, *gate_up)
             packer.set_part_linear(index, part, native.DOWN, (layer.down, layer.down_bias))
+
+    def _joined_layer_vectors(
+        self, layers: Sequence[LayerWeights], with_heads: Sequence[LayerWeights]
+    ) -> LayerWeights:
+        """Return a layer with the vectors of all parts: those of heads joined, the others once."""
+        joined = replace(layers[0], sinks=_joined_vectors([layer.sinks for layer in layers]))
+        if self.whole.qk_norm != "width":
+            return joined
+        return replace(
+            joined,
+            q_norm=_joined_vectors([layer.q_norm for layer in layers]),
+            k_norm=_joined_vectors([layer.k_norm for layer in with_heads]),
+        )
+
+    def _experts(self, part: Part) -> range:
+        """Return the experts that are in `part`, whole or some inner numbers of each."""
+        count = 0 if self.whole.experts is None else self.whole.experts.num_experts
+        return range(count) if part.experts is None else part.experts
+
+    def _part_experts(self) -> ctypes.Array[native.PartExperts] | None:
+        """Return what each part has of experts; None where the model has none."""
+        if self.whole.experts is None:
+            return None
+        own = [(self._experts(part), part) for part in self.parts]
+        return (native.PartExperts * len(own))(
+            *(
+                native.PartExperts(of.start, of.stop, len(part.expert_inner), len(part.shared_inner))
+                for of, part in own
+            )
+        )
+
+    def _normed_lanes(self) -> tuple[int, int]:
+        """Return how many numbers of queries and keys are normed together; zeros: each head by itself."""
+        if self.whole.qk_norm != "width":
+            return 0, 0
+        return self.whole.num_heads * self.whole.head_dim, self.whole.num_kv_heads * self.whole.head_dim
+
+    def _counted_kv_heads(self) -> Iterator[int]:
+        """Yield for each part first and end of the share's KV heads that no earlier part of the model has."""
+        group, before = self.whole.num_heads // self.whole.num_kv_heads, self.parts[0].kv_heads.start
+        for part in self.parts:
+            new = [head for head in part.kv_heads if head * group >= part.heads.start]
+            end = part.kv_heads.stop - before
+            yield from (end - len(new), end)
 
     def _has_new_kv_heads(self) -> list[bool]:
         """Return for each part whether its KV heads are not those of the part before."""
@@ -170,10 +208,15 @@ def _joined(matrices: Sequence[_T]) -> _T:
         return matrices[0]
     if all(isinstance(matrix, torch.Tensor) for matrix in matrices):
         return torch.cat(list(matrices))  # type: ignore[arg-type, return-value]
-    if not all(isinstance(matrix, ByteMatrix) for matrix in matrices):
-        raise NativeError("matrices of parts are full numbers or bytes")
-    values, scales = ([getattr(one, name) for one in matrices] for name in ("values", "scales"))
-    return ByteMatrix(torch.cat(values), torch.cat(scales))  # type: ignore[return-value]
+    for kind, names in _KINDS:
+        if all(isinstance(matrix, kind) for matrix in matrices):
+            fields = {name: torch.cat([getattr(one, name) for one in matrices]) for name in names}
+            return replace(matrices[0], **fields)  # type: ignore[type-var]
+    raise NativeError("matrices of parts are full numbers, bytes or their codes, all of one kind")
+
+
+_KINDS = ((ByteMatrix, ("values", "scales")), (CodedBytes, ("codes", "slopes", "scales")))
+"""Kinds of matrices that are stored row by row, and their tensors."""
 
 
 def _joined_vectors(vectors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

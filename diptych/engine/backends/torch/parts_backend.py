@@ -13,10 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.adapters.part_adapter import part_adapters
+from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.backend import flatten, on_device
 from diptych.engine.backends.torch.decoder import Attend
 from diptych.engine.backends.torch.parts_decoder import PartsDecoder
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
+from diptych.engine.backends.torch.supports import lacks_adapters
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
@@ -50,10 +54,11 @@ class PartsBackend:
         """
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
-        self._leads, self._layers = links.leads, stage.layers
+        self._leads, self._is_alone, self._layers = links.leads, links.is_alone, stage.layers
         self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, links, stage)
+        self._adapters = [TorchAdapters(self._device) for _ in weights]
         self._rules = [
             [
                 ScoreRule(shape.window(index), shape.score_scale, shape.score_cap, layer.sinks)
@@ -66,12 +71,28 @@ class PartsBackend:
         """Use the cores of every step in torch calls from the calling thread, whatever `threads` says."""
         torch.set_num_threads(self._threads)
 
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return lacks_adapters(self._shape)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: returns what each own part has of it."""
+        return part_adapters(adapter, self._shape, self._decoder.own, self._layers)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`."""
+        assert prepared is None or isinstance(prepared, tuple)
+        for number, adapters in enumerate(self._adapters):
+            adapters.set(slot, None if prepared is None else prepared[number])
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
 
         The words are read between layers to end a step that no sequence wants any more. Else a sequence that
         is aborted is written to the end of the step, and its rows are NaN.
         """
+        if self._is_alone:
+            self._stop_word.reset()  # in a group rank 0 does, before it sends the plan
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             groups = group_rows(sequences)
@@ -88,7 +109,8 @@ class PartsBackend:
             def finished() -> bool:
                 return not self._stop_word.stops(self._shape.num_layers - 1)
 
-            logits = self._decoder.forward(tokens, positions, last, attends, wanted, finished)
+            changes = [adapters.of_step(sequences) for adapters in self._adapters]
+            logits = self._decoder.forward(tokens, positions, last, attends, changes, wanted, finished)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None:
@@ -99,6 +121,13 @@ class PartsBackend:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
+
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
+        """Compute this rank's share of a step of rank 0's, and return True: rank 0 waits for a word that it
+        is over. Raises GroupBroken.
+        """
+        self.forward(sequences, None)
+        return True
 
     def _view(self, group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
         """Return a group with a view of the stage's layers and of these KV heads of all blocks."""

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.nn import functional
 
+from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Projected
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.weights import Weights
+from kernels.sum_parts import sum_parts
 
 
 class PartsDecoder:
@@ -49,7 +51,7 @@ class PartsDecoder:
         self._widths = [len(span) for span in spans]
         self._vocab_ends = torch.tensor([span.stop for span in spans], device=self._device)
         self._own_keys = torch.tensor(
-            [not _repeats_keys(parts, number) for number in numbers], device=self._device
+            [not repeats_keys(parts, number) for number in numbers], device=self._device
         )
 
     def forward(
@@ -58,6 +60,7 @@ class PartsDecoder:
         positions: torch.Tensor,
         last: torch.Tensor,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
         wanted: Callable[[int], bool],
         finished: Callable[[], bool],
     ) -> torch.Tensor | None:
@@ -65,6 +68,7 @@ class PartsDecoder:
 
         Args:
             attends: attention of each own part.
+            changes: each own part's share of the step's adapters.
             wanted: asked before every layer of the stage, by its number in the model; it answers all ranks of
                 the stage alike.
             finished: asked after them whether all layers of the model are computed; it answers all ranks
@@ -76,7 +80,7 @@ class PartsDecoder:
         for index in range(len(lead.layers)):
             if not wanted(self._stage.layers.start + index):
                 break
-            x_TH = self._layer(index, x_TH, angles, growth, attends)
+            x_TH = self._layer(index, x_TH, angles, growth, attends, changes)
         if self._links.after is not None:
             send(self._links.after, x_TH)  # even if the step has ended: the next stage waits for it
         if not finished():
@@ -94,22 +98,24 @@ class PartsDecoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
     ) -> torch.Tensor:
         lead = self.decoders[0]
         layer = lead.layers[index]
         normed = lead.norm(x_TH, layer.input_norm, layer.input_norm_bias)
         if self._shape.qk_norm == "width" and self._shape.latent is None:
-            outputs = self._attention_normed_together(index, normed, angles, growth, attends)
+            outputs = self._attention_normed_together(index, normed, angles, growth, attends, changes)
         else:
             outputs = (
-                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, None)
-                for decoder, attend in zip(self.decoders, attends, strict=True)
+                decoder.attention(index, decoder.layers[index], normed, angles, growth, attend, change)
+                for decoder, attend, change in zip(self.decoders, attends, changes, strict=True)
             )
         x_TH = x_TH + lead.added(self._sum(outputs), layer.attention_out_norm)
         if not self._shape.parallel_residual:
             normed = lead.norm(x_TH, layer.post_norm, layer.post_norm_bias)
         fed = self._sum(
-            decoder.feed_forward(index, decoder.layers[index], normed, None) for decoder in self.decoders
+            decoder.feed_forward(index, decoder.layers[index], normed, change)
+            for decoder, change in zip(self.decoders, changes, strict=True)
         )
         return x_TH + lead.added(fed, layer.feed_forward_out_norm)
 
@@ -120,12 +126,17 @@ class PartsDecoder:
         angles: Angles,
         growth: torch.Tensor | None,
         attends: Sequence[Attend],
+        changes: Sequence[StepAdapters | None],
     ) -> Iterable[torch.Tensor]:
         """Yield each own part's attention where queries are normalised over all heads, and so are keys."""
-        projected = [decoder.project(index, decoder.layers[index], normed, None) for decoder in self.decoders]
+        projected = [
+            decoder.project(index, decoder.layers[index], normed, change)
+            for decoder, change in zip(self.decoders, changes, strict=True)
+        ]
         means = self._mean_squares(projected)
-        for decoder, each, attend in zip(self.decoders, projected, attends, strict=True):
-            yield decoder.mix(index, decoder.layers[index], each, angles, growth, attend, None, means)
+        own = zip(self.decoders, projected, attends, changes, strict=True)
+        for decoder, each, attend, change in own:
+            yield decoder.mix(index, decoder.layers[index], each, angles, growth, attend, change, means)
 
     def _mean_squares(self, projected: Sequence[Projected]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the means of the squares of all heads' queries and of all keys, float32 `[T, 1]` both.
@@ -179,10 +190,7 @@ class PartsDecoder:
         """Return the sum of all parts' outputs `[T, H]`, added in the order of the parts."""
         own_PTH = torch.stack(list(outputs))
         every_PTH = self._communicator.all_gather(own_PTH).flatten(0, 1)
-        total_TH = every_PTH[0].float()
-        for output in every_PTH[1:]:
-            total_TH = total_TH + output
-        return total_TH.to(own_PTH.dtype)
+        return sum_parts(every_PTH)
 
     def _all_logits(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of all ranks' vocabulary on the stage's first rank."""
@@ -194,8 +202,3 @@ class PartsDecoder:
         return torch.cat(
             [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
         )
-
-
-def _repeats_keys(parts: Sequence[Part], number: int) -> bool:
-    """Return whether the part before has the same KV head."""
-    return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads

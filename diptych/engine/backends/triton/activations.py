@@ -111,6 +111,10 @@ class Activations:
         gate_up, inner = self.gate_up.flatten(), self.inner.flatten()
         return gate_up[: tokens * 2 * width].view(tokens, -1), inner[: tokens * width].view(tokens, width)
 
+    def clear_mixed(self) -> None:
+        """Make zeros of what attention gives."""
+        self.mixed.zero_()
+
     def rows(self, tokens: int) -> Activations:
         """Return the buffers of `tokens` tokens, as views."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

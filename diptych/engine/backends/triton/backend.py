@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.backends.triton.device_wait import wait_for_stream
+from diptych.engine.backends.triton.forward_pass import ForwardPass, StepBuffers
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators
@@ -74,10 +74,18 @@ class TritonBackend:
             layers = Layers(shape, pack(weights, self._device), chosen, scales)
         self._begin(layers)
 
-    def _begin(self, layers: Layers) -> None:
+    @classmethod
+    def over(cls, layers: ForwardPass) -> TritonBackend:
+        """Return a backend that computes with `layers`, on the device of their weights."""
+        made = cls.__new__(cls)
+        made._device, made._shape = layers.weights.device, layers.shape
+        made._begin(layers)
+        return made
+
+    def _begin(self, layers: ForwardPass) -> None:
         """Compute with `layers`; nothing is allocated or recorded yet."""
         self._layers = layers
-        self._buffers: Activations | None = None
+        self._buffers: StepBuffers | None = None
         self._scratch: Any = None
         self._scratch_size = (0, 0)
         self._graphs: DecodeGraphs | None = None
@@ -86,11 +94,8 @@ class TritonBackend:
 
     def twin(self) -> TritonBackend:
         """See `TwinBackend.twin`."""
-        made = TritonBackend.__new__(TritonBackend)
-        made._device, made._shape = self._device, self._shape
         with self._current(), torch.no_grad():
-            made._begin(self._layers.twin())
-        return made
+            return TritonBackend.over(self._layers.twin())
 
     @property
     def device(self) -> torch.device:
@@ -175,6 +180,10 @@ class TritonBackend:
             logits, hidden = computed
             return replace(launch_sampling(self._layers, logits, draws)(), hidden=hidden)
 
+    def launches(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Return whether `launch` begins this step."""
+        return self._graphs is not None and self._graphs.accepts(sequences)
+
     def launch(
         self,
         sequences: Sequence[SequenceStep],
@@ -183,7 +192,7 @@ class TritonBackend:
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: what was captured can be launched."""
         with self._current(), torch.no_grad():
-            if self._graphs is None or not self._graphs.accepts(sequences):
+            if self._graphs is None or not self.launches(sequences):
                 return None
             return self._graphs.launch(sequences, draws, abort)
 
@@ -312,7 +321,7 @@ class TritonBackend:
 
     # ---- memory --------------------------------------------------------------------------------------
 
-    def _activations(self, tokens: int) -> Activations:
+    def _activations(self, tokens: int) -> Any:
         """Return buffers for so many tokens; the largest step so far decides how many there are."""
         if self._buffers is None or self._buffers.capacity < tokens:
             self._buffers = None  # first: both together may not fit

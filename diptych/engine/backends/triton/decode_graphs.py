@@ -30,7 +30,7 @@ from diptych.engine.backends.triton.decode_buffers import (
     of_table,
 )
 from diptych.engine.backends.triton.device_wait import StepNap
-from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep, TableRows
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, window_cuts
 from diptych.engine.kv.kv_memory import KVMemory
@@ -52,7 +52,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        layers: Layers,
+        layers: ForwardPass,
         max_batch: int,
         block_size: int,
         capture: GraphCapture | None = None,
@@ -229,10 +229,12 @@ class DecodeGraphs:
         def work() -> None:
             torch.index_select(fields.known, 0, sources, out=step.tokens)
             step.tokens.clamp_(min=0)  # a row that sampled nothing goes on with any token, which is not read
+            layers.agree(step.tokens)
             hidden = layers.hidden(step, buffers, self._scratch)
             assert hidden is not None  # it cannot be aborted
             layers.logits(hidden, logits)
-            sample_tokens(layers, logits, by, self._sample_scratch, tokens)
+            if layers.leads:
+                sample_tokens(layers, logits, by, self._sample_scratch, tokens)
 
         return work
 
@@ -251,7 +253,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters"
 
 
 def sample_tokens(
-    layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], scratch: Any, out: torch.Tensor
+    layers: ForwardPass, logits: torch.Tensor, by: dict[str, torch.Tensor], scratch: Any, out: torch.Tensor
 ) -> torch.Tensor:
     """Draw a token for each row of `logits` on the device, into `out`, int64; `by` has DRAW_FIELDS."""
     return layers.operators.sample(

@@ -25,6 +25,7 @@ class ExpertLayers:
         self._products, self._operators = products, operators
         experts = shape.experts
         self._choice: dict[str, Any] = {}
+        self._held = None if experts is None else experts.held
         if experts is not None:
             self._choice = {
                 "count": experts.experts_per_token,
@@ -43,6 +44,8 @@ class ExpertLayers:
         routed = operators.route_experts(
             x, layer.router, layer.router_bias, layer.correction_bias, out=own.routed, **self._choice
         )
+        if self._held is not None:
+            routed = routed.among(self._held)
         gate = self._products.activation
         layer.gate_up.gated(operators, x, routed, out=own.inner, **gate)
         layer.down.multiply(operators, own.inner, routed, out=own.parts)

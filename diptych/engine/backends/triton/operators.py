@@ -23,6 +23,8 @@ class Operators:
     paged_prefill: Operator
     rms_norm: Operator
     add_rms_norm: Operator
+    sum_parts: Operator
+    sum_parts_rms_norm: Operator
     rotary_write: Operator
     skinny_linear: Operator
     skinny_swiglu: Operator
@@ -75,6 +77,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.sample import sample
         from kernels.gpu.scaled_linear import scaled_linear
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
+        from kernels.gpu.sum_parts import sum_parts, sum_parts_rms_norm
         from kernels.gpu.swiglu import swiglu
         from kernels.gpu.swiglu_round import swiglu_round
     except ImportError as error:
@@ -84,6 +87,8 @@ def triton_operators() -> Operators:
         paged_prefill=paged_prefill,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
+        sum_parts=sum_parts,
+        sum_parts_rms_norm=sum_parts_rms_norm,
         rotary_write=rotary_write,
         skinny_linear=skinny_linear,
         skinny_swiglu=skinny_swiglu,

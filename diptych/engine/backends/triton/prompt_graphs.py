@@ -27,7 +27,7 @@ import torch
 from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import BLOCKS, of_table
 from diptych.engine.backends.triton.device_wait import LONG_TOKENS
-from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep, TableRows
 from diptych.engine.backends.triton.prompt_buffers import STARTS, TABLES, PromptFields
 from diptych.engine.batch import AbortWords, SequenceStep
@@ -56,6 +56,11 @@ def token_buckets(most_tokens: int) -> list[int]:
     return sorted({n for n in _BUCKETS if n < most_tokens} | {most_tokens})
 
 
+def planned_recordings(most_tokens: int) -> int:
+    """Return how many steps are recorded where nothing keeps one from it."""
+    return len(_CONTEXT_TOKENS) * len(token_buckets(most_tokens)) if most_tokens else 0
+
+
 @dataclass(frozen=True)
 class PromptStep:
     """A recorded step that has been launched."""
@@ -80,7 +85,7 @@ class PromptGraphs:
     """Recorded prompt steps of one model over memories of one layout."""
 
     def __init__(
-        self, layers: Layers, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None
+        self, layers: ForwardPass, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None
     ) -> None:
         """Take the memory that steps of up to `most_tokens` tokens need; nothing is recorded yet."""
         device, context = layers.weights.device, layers.shape.max_context
@@ -181,7 +186,7 @@ class PromptGraphs:
 
         def work() -> None:
             # Attention leaves the rows of padding as they are: nothing that is not finite may be there.
-            buffers.mixed.zero_()
+            buffers.clear_mixed()
             hidden = layers.hidden(step, buffers, None)
             assert hidden is not None  # it cannot be aborted
             found[:] = [hidden]

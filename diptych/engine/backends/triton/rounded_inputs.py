@@ -8,11 +8,10 @@ themselves.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.products.dense import Linear
 from diptych.engine.backends.triton.products.product import Product
@@ -24,20 +23,39 @@ Rows = torch.Tensor | RoundedRows
 Matrix = Linear | Product | None
 
 
+class Stream(Protocol):
+    """Buffers of the residual stream, `[T, hidden]` each."""
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """Return the stream itself."""
+        ...
+
+    @property
+    def normed(self) -> torch.Tensor:
+        """Return its norm, which the next half reads."""
+        ...
+
+    @property
+    def added(self) -> torch.Tensor:
+        """Return what a half of a layer adds."""
+        ...
+
+
 class Norms:
     """Norms of the residual of one model, each rounded for the product behind it if that alone takes it."""
 
     def __init__(self, shape: ModelShape, operators: Operators) -> None:
         self._eps, self._scale, self._operators = shape.rms_eps, shape.residual_scale, operators
 
-    def first(self, norm: torch.Tensor | None, before: Matrix, buffers: Activations) -> Rows:
+    def first(self, norm: torch.Tensor | None, before: Matrix, buffers: Stream) -> Rows:
         """Return the residual as the product `before` which it comes reads it, normalised by `norm` if any.
 
         `before` is None where the numbers are wanted as they are.
         """
         if norm is None:
             return buffers.residual
-        if _rounds(before, self._operators, len(buffers.residual)):
+        if rounds(before, self._operators, len(buffers.residual)):
             return before.round(self._operators.norm_round, buffers.residual, norm, self._eps)
         return self._operators.rms_norm(buffers.residual, norm, self._eps, out=buffers.normed)
 
@@ -46,7 +64,7 @@ class Norms:
         own_norm: torch.Tensor | None,
         next_norm: torch.Tensor | None,
         before: Matrix,
-        buffers: Activations,
+        buffers: Stream,
     ) -> Rows:
         """Add `buffers.added`, normalised by `own_norm` if there is one, to the residual.
 
@@ -59,12 +77,12 @@ class Norms:
             buffers.added.mul_(self._scale)
         if next_norm is None:
             return residual.add_(buffers.added)
-        if _rounds(before, operators, len(residual)):
+        if rounds(before, operators, len(residual)):
             return before.round(operators.norm_round, buffers.added, next_norm, eps, residual=residual)
         return operators.add_rms_norm(buffers.added, residual, next_norm, eps, out=buffers.normed)
 
 
-def _rounds(before: Matrix, operators: Operators, rows: int) -> TypeGuard[ScaledLinear]:
+def rounds(before: Matrix, operators: Operators, rows: int) -> TypeGuard[ScaledLinear]:
     """Return whether so many rows are rounded for the product `before` which they come."""
     return isinstance(before, ScaledLinear) and before.rounds(operators, rows)
 
@@ -86,6 +104,6 @@ def gated_rows(
 
     `out [T, n]` has it where it is not rounded; `how` is that of the operator swiglu.
     """
-    if _rounds(before, operators, len(gate_up)):
+    if rounds(before, operators, len(gate_up)):
         return before.round(operators.swiglu_round, gate_up, **how)
     return operators.swiglu(gate_up, out=out, **how)

@@ -9,13 +9,13 @@ import torch
 
 from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, sampling_values
 from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, sample_tokens, sampled
-from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.batch import StepOutput
 from diptych.engine.sampling import SampleRow
 
 
 def launch_sampling(
-    layers: Layers, logits: torch.Tensor, draws: Sequence[SampleRow | None]
+    layers: ForwardPass, logits: torch.Tensor, draws: Sequence[SampleRow | None]
 ) -> Callable[[], StepOutput]:
     """Begin to sample those rows of `logits [rows, vocab]` that have a draw.
 

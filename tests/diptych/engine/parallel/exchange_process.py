@@ -7,8 +7,12 @@ from datetime import timedelta
 
 import torch
 
+from diptych.engine.backends.triton.cuda_graph import capture_for
 from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.gloo_communicator import GlooCommunicator
+from diptych.engine.parallel.host_copies import HostCopies
+from diptych.engine.parallel.nccl_communicator import NcclCommunicator
+from diptych.engine.parallel.peer_memory_communicator import PeerMemoryCommunicator, over_peer_memory
 from diptych.engine.parallel.shared_memory_communicator import SharedMemoryCommunicator
 
 SLOT_BYTES = 1 << 10
@@ -16,19 +20,22 @@ SLOT_BYTES = 1 << 10
 SHAPES = [(1,), (3, 5), (2, 1, 257), (4, 300), (1, 1)]
 
 
-def of_rank(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def of_rank(
+    rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
     """Return the numbers of a rank, a turn and a shape, which every rank can make."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * turn + rank))
-    return drawn.to(dtype)
+    return drawn.to(device, dtype)
 
 
-def exchange(communicator: Communicator, turns: int = 60) -> None:
+def exchange(communicator: Communicator, turns: int = 60, device: str = "cpu") -> None:
     """Gather, on all ranks and on one, and check every number."""
+    ranks = range(communicator.ranks)
     for turn in range(turns):
         shape = SHAPES[turn % len(SHAPES)]
         dtype = torch.bfloat16 if turn % 3 == 0 else torch.float32
-        expected = torch.stack([of_rank(rank, turn, shape, dtype) for rank in range(communicator.ranks)])
-        own = of_rank(communicator.rank, turn, shape, dtype)
+        expected = torch.stack([of_rank(rank, turn, shape, dtype, device) for rank in ranks])
+        own = of_rank(communicator.rank, turn, shape, dtype, device)
         if turn % 4:
             assert torch.equal(communicator.all_gather(own), expected), turn
         else:
@@ -37,15 +44,53 @@ def exchange(communicator: Communicator, turns: int = 60) -> None:
             assert found is None or torch.equal(found, expected), turn
 
 
-def open_communicator(kind: str, rank: int, ranks: int, at: int) -> Communicator:
+def exchange_in_graph(communicator: Communicator, device: str) -> None:
+    """Gather within a CUDA graph, several times in one, and check the numbers of every replay."""
+    ranks, shape, times = range(communicator.ranks), (3, 257), 5
+    own = torch.zeros(times, *shape, device=device)
+    found = torch.zeros(times, communicator.ranks, *shape, device=device)
+
+    def work() -> None:
+        for time in range(times):
+            found[time].copy_(communicator.all_gather(own[time]))
+
+    replay = capture_for(torch.device(device)).capture(work)
+    for turn in range(20):
+        numbers = [of_rank(rank, turn, (times, *shape), torch.float32, device) for rank in ranks]
+        own.copy_(numbers[communicator.rank])
+        replay()
+        assert torch.equal(found, torch.stack(numbers, dim=1)), turn
+
+
+def open_communicator(kind: str, rank: int, ranks: int, at: int, device: str = "cpu") -> Communicator:
     torch.set_num_threads(1)
     if kind == "shared_memory":
         return SharedMemoryCommunicator(at, rank, ranks, SLOT_BYTES)
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", at, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=100)
     )
-    return GlooCommunicator(store, rank, ranks)
+    if kind == "gloo":
+        return GlooCommunicator(store, rank, ranks)
+    card = torch.device(device)
+    torch.cuda.set_device(card)
+    if kind == "host":
+        return HostCopies(GlooCommunicator(store, rank, ranks), card)
+    made = NcclCommunicator(store, rank, ranks, card)
+    if kind == "nccl":
+        return made
+    by_peers = over_peer_memory(made, store, "test", card)
+    assert isinstance(by_peers, PeerMemoryCommunicator), "the cards do not reach each other"
+    return by_peers
+
+
+def main(kind: str, rank: int, ranks: int, at: int) -> None:
+    """Exchange tensors on the CPU, on one card for all ranks (host), or on one each (nccl, peers)."""
+    device = "cpu" if kind in ("shared_memory", "gloo") else "cuda:0" if kind == "host" else f"cuda:{rank}"
+    communicator = open_communicator(kind, rank, ranks, at, device)
+    exchange(communicator, device=device)
+    if communicator.on_device:
+        exchange_in_graph(communicator, device)
 
 
 if __name__ == "__main__":
-    exchange(open_communicator(sys.argv[1], *map(int, sys.argv[2:])))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

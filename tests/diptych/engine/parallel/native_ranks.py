@@ -33,11 +33,12 @@ class NativeGroup:
         *,
         threads: int = 1,
         stages: int = 1,
+        whole_experts: bool = False,
         kind: type[Share] = Share,
     ) -> None:
         """Deal a model; `kind` is another share than the product's, for controls."""
         self.shape, self.dtype = opened.shape, dtype
-        self.parts = deal_parts(opened.shape, parts)
+        self.parts = deal_parts(opened.shape, parts, whole_experts=whole_experts)
         dealt, grid = deal_stages(opened.shape, stages), Grid(ranks, stages)
         meetings = {way: Meeting(len(way.members)) for way in ways_of(grid) if way.kind != "ranks"}
         files = [os.memfd_create("sums") for _ in dealt]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from diptych.engine.backends.native.share import Share, supports_in_parts
+from diptych.engine.backends.native.share import Share
+from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -27,8 +27,8 @@ from tests.diptych.engine.parallel.thread_ranks import check_degrees, memory_of
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
-SAMPLE = frozenset({"gemma2", "seed-oss", "granite"})
-"""Cases of every kind of switch that parts meet: caps, norms on both sides, biases, scales."""
+SAMPLE = frozenset({"gemma2", "seed-oss", "granite", "olmo2"})
+"""Cases of every kind of switch that parts meet: caps, norms on both sides, over all heads, biases."""
 TEXT, GREEDY = 70, 12
 LIKELIEST = SampleRow(SamplingParams(temperature=0.0), (), ())
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
@@ -50,10 +50,6 @@ def llama(folder: Path) -> OpenCheckpoint:
     return open_checkpoint(folder, "fp32")
 
 
-def natively(shape: Any) -> bool:
-    return supports_in_parts(shape) is None
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in sorted(CASES)]
 )
@@ -61,8 +57,8 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
     opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    if not natively(opened.shape):
-        pytest.skip(f"torch computes it: {supports_in_parts(opened.shape)}")
+    if (why := supports(opened.shape)) is not None:
+        pytest.skip(f"torch computes it: {why}")
     check_degrees(opened, text, partial(NativeGroup, opened), EXACT)
 
 
@@ -160,6 +156,19 @@ def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> Non
     assert (found[1] - expected[1]).abs().max() > 1e-2
 
 
+def test_ranks_multiply_from_the_codes_of_a_file(bundled_path: Path) -> None:
+    """The bundled model in int8: steps of one row read codes, of many rows bytes of the same numbers."""
+    opened, text = open_checkpoint(bundled_path, "int8"), text_of(TEXT)
+    cut = replace(opened, shape=replace(opened.shape, layers=opened.shape.layers[:3]))
+    alone, group = (NativeGroup(cut, 2, ranks, torch.bfloat16) for ranks in (1, 2))
+    kept, pool = alone.memory(), group.memory()
+    together = alone.step(kept, 0, text, 3)
+    group.step(pool, 0, text[:-3])
+    logits = [group.step(pool, at, text[at : at + 1]) for at in range(TEXT - 3, TEXT)]
+    assert torch.equal(torch.cat(logits), together)
+    assert torch.equal(pool.data, kept.data)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_other_parts_give_other_bits(folder: Path, precision: Precision) -> None:
     """The control of the bits: other parts are another sum."""
@@ -239,13 +248,39 @@ def test_an_aborted_step_ends_for_all_ranks_before_the_same_layer(llama: OpenChe
     assert torch.equal(group.step(memory, 0, text), expected.step(expected.memory(), 0, text))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_that_ranks_norm_for_one_another_have_the_bits_of_one_rank(
+    folder: Path, precision: Precision
+) -> None:
+    """150 rows of chunks and of decoding: logits are wanted of the first rank's and the last one's."""
+    opened, dtype = open_checkpoint(folder, precision), stored_dtype(precision)
+    texts = [text_of(length, seed=length) for length in (10, 60, 45, 1, 34)]
+    trailing = (3, 0, 2, 1, 0)
+    found = []
+    for ranks, threads in ((1, 1), (3, 1), (3, 2)):
+        group = NativeGroup(opened, 3, ranks, dtype, threads=threads)
+        memory = group.memory(40)
+        steps = [
+            SequenceStep(memory, range(8 * at, 8 * at + 8), 0, text, bool(rows), max(rows, 1))
+            for at, (text, rows) in enumerate(zip(texts, trailing, strict=True))
+        ]
+        found.append((group.forward(steps), memory.data.clone()))
+    for logits, kept in found[1:]:
+        assert torch.equal(logits, found[0][0])
+        assert torch.equal(kept, found[0][1])
+
+
+def test_an_aborted_step_of_many_rows_ends_before_any_rank_writes(llama: OpenCheckpoint) -> None:
+    """Ranks that norm rows for one another meet before the first product; see the test of few rows above."""
+    group, alone, text = NativeGroup(llama, 2, 2), NativeGroup(llama, 2, 1), text_of(TEXT)
+    memory, words = group.memory(16), AbortWords(1)
+    words.abort(0)
+    assert group.forward([SequenceStep(memory, range(8, 16), 0, text, True)], words).isnan().all()
+    assert not memory.data.any()
+    assert torch.equal(group.step(memory, 0, text), alone.step(alone.memory(), 0, text))
+
+
 def test_a_rank_holds_its_share_of_the_weights(folder: Path) -> None:
     opened = open_checkpoint(folder, "int8")
     (alone,), pair = (NativeGroup(opened, 2, n, torch.bfloat16).weight_bytes for n in (1, 2))
     assert sum(pair) < 1.05 * alone
-
-
-def test_what_the_native_step_does_not_compute_in_parts_is_named(llama: OpenCheckpoint) -> None:
-    olmo = replace(llama.shape, qk_norm="width")
-    assert supports_in_parts(olmo) == "norms over all heads in parts"
-    assert supports_in_parts(llama.shape) is None

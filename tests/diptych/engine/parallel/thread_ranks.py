@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
 
 BLOCK = 16
+BY_TORCH = partial(PartsBackend, threads=1)
+"""Maker of the torch backend of a rank."""
 
 
 class Meeting:
@@ -36,12 +39,12 @@ class Meeting:
 class ThreadCommunicator:
     """End of a group that one thread holds."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, rank: int, on_device: bool = False) -> None:
+        self._meeting, self.on_device = meeting, on_device
         self.rank, self.ranks = rank, len(meeting.left)
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        self._meeting.left[self.rank] = own
+        self._meeting.left[self.rank] = own.clone()  # as others may read it while its owner goes on
         self._meeting.barrier.wait()
         everything = torch.stack([one for one in self._meeting.left if one is not None])
         self._meeting.barrier.wait()
@@ -66,9 +69,12 @@ class ThreadGroup:
         dealt: Sequence[Part] | None = None,
         dealt_stages: Sequence[Stage] | None = None,
         held: Sequence[KVShare | None] | None = None,
+        make: Callable[..., Any] = BY_TORCH,
+        on_device: bool = False,
     ) -> None:
         """Deal a model; `dealt` and `dealt_stages` are others than those that weights are read for, for
-        controls. `held` are the shares of blocks in memories of each rank's own.
+        controls. `held` are the shares of blocks in memories of each rank's own, `make` makes a backend, and
+        `on_device` is what communicators say of themselves.
         """
         self.shape: ModelShape = opened.shape
         self.right = deal_parts(opened.shape, parts, whole_experts=whole_experts)
@@ -81,21 +87,20 @@ class ThreadGroup:
         self.weight_bytes = []
         for number in range(grid.size):
             ends = [
-                (way, ThreadCommunicator(meetings[way], way.members.index(number)))
+                (way, ThreadCommunicator(meetings[way], way.members.index(number), on_device))
                 for way in own_ways(number, grid)
             ]
             stage, rank = grid.place(number)
             own = [self.right[one] for one in parts_of_rank(parts, rank, ranks)]
             weights = read_parts(opened, own, right_stages[stage])
             self.weight_bytes.append(weight_bytes(weights))
-            backend = PartsBackend(
+            backend = make(
                 opened.shape,
                 self.parts,
                 weights,
                 links_of(number, ends),
                 used_stages[stage],
                 stop_word=self.stop_word,
-                threads=1,
                 held=None if held is None else held[number],
             )
             self.backends.append(backend)
@@ -109,18 +114,17 @@ class ThreadGroup:
     ) -> torch.Tensor:
         """Compute a chunk in one memory, or each rank in its own; return rank 0's logits."""
         chosen = [memories] * len(self.backends) if isinstance(memories, KVMemory) else memories
+        return self._forward([[SequenceStep(one, range(8), start, tokens, True, trailing)] for one in chosen])
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: None = None) -> torch.Tensor:
+        """Compute a step of all ranks; return its logits."""
+        return self._forward([sequences] * len(self.backends))
+
+    def _forward(self, of_ranks: Sequence[Sequence[SequenceStep]]) -> torch.Tensor:
         self.stop_word.reset()
         with ThreadPoolExecutor(len(self.backends)) as threads:
-            logits = list(
-                threads.map(
-                    lambda backend, memory: backend.forward(
-                        [SequenceStep(memory, range(8), start, tokens, True, trailing)], None
-                    ),
-                    self.backends,
-                    chosen,
-                )
-            )
-        return logits[0]
+            logits = threads.map(lambda backend, steps: backend.forward(steps, None), self.backends, of_ranks)
+            return list(logits)[0]  # noqa: RUF015  # errors of all ranks are raised
 
     def decode(
         self, memory: KVMemory | Sequence[KVMemory], text: Sequence[int], tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -11,16 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.engine.models.shape import BadModelFile, UnsupportedModel
-from diptych.engine.parallel.parts import deal_parts, parts_of_rank
+from diptych.engine.parallel.parts import Part, deal_parts, parts_of_rank
 from diptych.engine.parallel.stages import Stage, deal_stages
 from diptych.engine.parallel_model import Dealing, open_parts
 from diptych.engine.weights import gguf_file, safetensors_folder
-from diptych.engine.weights.canonical import Weights
+from diptych.engine.weights.canonical import LayerWeights, Weights
 from diptych.engine.weights.checkpoint import open_checkpoint, read_checkpoint
 from diptych.engine.weights.gguf_header import GgufTensor
 from diptych.engine.weights.part_weights import cut_of, read_parts, weight_bytes
 from diptych.engine.weights.reader import Cut, OpenCheckpoint
-from kernels.byte_linear import quantise_matrix
+from kernels.byte_codes import CodedBytes, as_bytes
+from kernels.byte_linear import ByteMatrix, quantise_matrix
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save
 from tests.diptych.engine.weights.quantised_folders import awq, plain_folder, write
 
@@ -141,17 +143,40 @@ def test_a_quantised_folders_parts_are_cuts_of_the_whole(tmp_path: Path) -> None
         read_parts(opened, deal_parts(opened.shape, 2), whole_model(opened))
 
 
-def test_bytes_are_rounded_from_each_parts_own_numbers(bundled_path: Path) -> None:
-    """Segments of columns begin where a part does; those of rows are the whole matrix's."""
+def layers_of(opened: OpenCheckpoint, parts: Sequence[Part]) -> list[LayerWeights]:
+    """Return the first layer of each of some parts."""
+    stage = Stage(range(1), opened.shape.num_layers)
+    return [part.layers[0] for part in read_parts(opened, parts, stage)]
+
+
+def test_codes_are_those_of_the_file_with_slopes_of_each_parts_own_numbers(bundled_path: Path) -> None:
+    """Q4_1. Segments of columns begin where a part does; rows are those of the whole matrix."""
     opened, plain = open_checkpoint(bundled_path, "int8"), open_checkpoint(bundled_path, "fp32")
-    parts, first_layer = deal_parts(opened.shape, 2), Stage(range(1), opened.shape.num_layers)
-    read = zip(read_parts(opened, parts, first_layer), read_parts(plain, parts, first_layer), strict=True)
-    for bytes_of_part, numbers in read:
-        for field in ("q", "o", "down"):
-            found, expected = (getattr(of.layers[0], field) for of in (bytes_of_part, numbers))
-            rounded = quantise_matrix(expected)
-            assert torch.equal(found.values, rounded.values)
+    parts, whole = deal_parts(opened.shape, 2), opened.read("layers.0.q")
+    assert isinstance(whole, CodedBytes)
+    layers = layers_of(opened, parts)
+    for field in ("codes", "slopes", "scales"):
+        joined = torch.cat([getattr(layer.q, field) for layer in layers])
+        assert torch.equal(joined, getattr(whole, field))
+    for layer, numbers in zip(layers, layers_of(plain, parts), strict=True):
+        for field in ("o", "down"):
+            found, rounded = getattr(layer, field), quantise_matrix(getattr(numbers, field))
+            assert isinstance(found, CodedBytes)
             assert torch.equal(found.scales, rounded.scales)
+            assert (as_bytes(found).values.int() - rounded.values).abs().max() <= 1
+
+
+def test_columns_that_cut_through_blocks_are_rounded_from_a_parts_own_numbers(bundled_path: Path) -> None:
+    opened, plain = open_checkpoint(bundled_path, "int8"), open_checkpoint(bundled_path, "fp32")
+    parts = deal_parts(opened.shape, 7)[:2]
+    assert parts[0].inner.stop % 32
+    for layer, numbers in zip(layers_of(opened, parts), layers_of(plain, parts), strict=True):
+        assert isinstance(layer.down, ByteMatrix)
+        assert isinstance(layer.gate, CodedBytes)
+        assert isinstance(numbers.down, torch.Tensor)
+        rounded = quantise_matrix(numbers.down)
+        assert torch.equal(layer.down.values, rounded.values)
+        assert torch.equal(layer.down.scales, rounded.scales)
 
 
 def test_a_folder_whose_tensor_is_too_small_is_refused(tmp_path: Path) -> None:

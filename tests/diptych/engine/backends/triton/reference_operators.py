@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from kernels import paged_decode as decode
 from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
 from kernels.route_experts import route_experts
+from kernels.sum_parts import sum_parts
 
 UNSIGNED = 1 << 64
 
@@ -98,6 +99,16 @@ def _add_rms_norm(
     return out.copy_(rms_norm.rms_norm(residual, weight, eps))
 
 
+def _sum_parts(parts: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(sum_parts(parts))
+
+
+def _sum_parts_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor
+) -> torch.Tensor:
+    return _add_rms_norm(sum_parts(parts), residual, weight, eps, out=out)
+
+
 def _rotary_write(
     qkv: torch.Tensor,
     cos: torch.Tensor | None,
@@ -172,9 +183,13 @@ class _Routed:
 
     experts: torch.Tensor
     weights: torch.Tensor
+    held: range | None = None
 
     def rows(self, tokens: int) -> _Routed:
         return _Routed(self.experts[:tokens], self.weights[:tokens])
+
+    def among(self, held: range) -> _Routed:
+        return replace(self, held=held)
 
 
 def _make_routed(rows: int, experts: int, count: int, device: torch.device) -> _Routed:
@@ -203,14 +218,21 @@ def _route_experts(
 
 
 def _of_pairs(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routed: _Routed
 ) -> torch.Tensor:
-    """Multiply each row of `x` with the matrix of its expert; pairs stay in their order here."""
-    rows = [
-        functional.linear(one.float(), weight[expert].float(), None if bias is None else bias[expert].float())
-        for one, expert in zip(x, experts.flatten().tolist(), strict=True)
-    ]
-    return torch.stack(rows).to(x.dtype)
+    """Multiply each row of `x` with the matrix of its expert; pairs stay in their order here.
+
+    Those of experts that are not held are no numbers: nothing may read them.
+    """
+
+    def multiply(one: torch.Tensor, expert: int) -> torch.Tensor:
+        at = expert if routed.held is None else expert - routed.held.start
+        if not 0 <= at < len(weight):
+            return torch.full((weight.shape[1],), torch.nan)
+        return functional.linear(one.float(), weight[at].float(), None if bias is None else bias[at].float())
+
+    pairs = zip(x, routed.experts.flatten().tolist(), strict=True)
+    return torch.stack([multiply(one, expert) for one, expert in pairs]).to(x.dtype)
 
 
 def _expert_swiglu(
@@ -224,13 +246,13 @@ def _expert_swiglu(
     out: torch.Tensor,
 ) -> torch.Tensor:
     pairs = x.repeat_interleave(routed.experts.shape[1], dim=0)
-    return out.copy_(gated(activation, _of_pairs(pairs, weight, bias, routed.experts), limit))
+    return out.copy_(gated(activation, _of_pairs(pairs, weight, bias, routed), limit))
 
 
 def _expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routed: _Routed, *, out: torch.Tensor
 ) -> torch.Tensor:
-    return out.copy_(_of_pairs(x, weight, bias, routed.experts))
+    return out.copy_(_of_pairs(x, weight, bias, routed))
 
 
 def _packed_expert_swiglu(
@@ -266,7 +288,11 @@ def _sum_experts(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    found = (parts.view(*routed.experts.shape, -1).float() * routed.weights.unsqueeze(-1)).sum(1)
+    every = parts.view(*routed.experts.shape, -1).float() * routed.weights.unsqueeze(-1)
+    if (held := routed.held) is not None:
+        there = (routed.experts >= held.start) & (routed.experts < held.stop)
+        every = torch.where(there.unsqueeze(-1), every, 0.0)
+    found = every.sum(1)
     if shared is not None:
         found = found + (shared.float() if switch is None else shared.float() * torch.sigmoid(switch))
     return out.copy_(found)
@@ -381,6 +407,8 @@ REFERENCE_OPERATORS = Operators(
     paged_prefill=_paged_prefill,
     rms_norm=_rms_norm,
     add_rms_norm=_add_rms_norm,
+    sum_parts=_sum_parts,
+    sum_parts_rms_norm=_sum_parts_rms_norm,
     rotary_write=_rotary_write,
     skinny_linear=_skinny_linear,
     skinny_swiglu=_skinny_swiglu,

@@ -1,0 +1,84 @@
+"""Buffers of a step of a rank that computes several parts: one residual stream, and the rest by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from diptych.engine.backends.triton.activations import Activations, Angles
+from diptych.engine.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class PartsActivations:
+    """Buffers for T tokens; P parts are this rank's, H hidden."""
+
+    own: tuple[Activations, ...]
+    """Buffers of each part, with one stream and one set of angles for all; `added` are rows of `outputs`."""
+    outputs: torch.Tensor
+    """`[P, T, H]`: what the parts add to the residual, side by side as they are sent."""
+    added: torch.Tensor
+    """`[T, H]`: the sum of all ranks' parts."""
+
+    @classmethod
+    def make(
+        cls,
+        shapes: Sequence[ModelShape],
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_routed: Callable[..., Any],
+    ) -> PartsActivations:
+        """Allocate buffers for up to `tokens` tokens of parts of these `shapes`."""
+        lead, *others = (Activations.make(shape, tokens, dtype, device, make_routed) for shape in shapes)
+        outputs = lead.added.new_empty(len(shapes), tokens, lead.added.shape[1])
+        stream = lead.residual, lead.normed, lead.angles
+        own = [_in_stream(one, *stream) for one in (lead, *others)]
+        return cls(_beside(own, outputs), outputs, lead.added)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """`[T, H]`."""
+        return self.own[0].residual
+
+    @property
+    def normed(self) -> torch.Tensor:
+        """`[T, H]`."""
+        return self.own[0].normed
+
+    @property
+    def angles(self) -> tuple[Angles, ...]:
+        """Angles of each of the model's rotations."""
+        return self.own[0].angles
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return len(self.residual)
+
+    def clear_mixed(self) -> None:
+        """Make zeros of what attention gives."""
+        for one in self.own:
+            one.clear_mixed()
+
+    def rows(self, tokens: int) -> PartsActivations:
+        """Return the buffers of `tokens` tokens, as views; the outputs of fewer tokens lie closer."""
+        parts, width = len(self.own), self.outputs.shape[2]
+        outputs = self.outputs.view(-1)[: parts * tokens * width].view(parts, tokens, width)
+        own = [one.rows(tokens) for one in self.own]
+        return PartsActivations(_beside(own, outputs), outputs, self.added[:tokens])
+
+
+def _in_stream(
+    own: Activations, residual: torch.Tensor, normed: torch.Tensor, angles: tuple[Angles, ...]
+) -> Activations:
+    """Return buffers of a part with the residual stream and the angles of all."""
+    return replace(own, residual=residual, normed=normed, angles=angles)
+
+
+def _beside(own: Sequence[Activations], outputs: torch.Tensor) -> tuple[Activations, ...]:
+    """Return buffers of parts with the rows of `outputs [P, T, H]` for what they add."""
+    return tuple(replace(one, added=added) for one, added in zip(own, outputs, strict=True))

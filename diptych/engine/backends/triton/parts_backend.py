@@ -1,0 +1,194 @@
+"""The Triton backend of one rank of a group, or of one process that computes all parts by itself.
+
+It is the backend of a whole model (backend.py) over the layers of the rank's parts (parts_layers.py): steps
+are packed, launched and recorded alike. Every rank is given the same steps in one order. Rank 0 samples; in a
+recorded step the others get its tokens within the graph, so that a step can follow one that is not over.
+
+    exchange           recorded steps   a step whose sequences are all aborted
+    on the device      yes              is computed to its end
+    through the host   no               ends before the same layer on every rank
+
+Ranks whose exchange is queued on the device launch layers without waiting for one another: rank 0 could not
+stop them at one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.backends.triton.cuda_graph import GraphCapture
+from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.backends.triton.parts_layers import PartsLayers
+from diptych.engine.backends.triton.prefill_attention import chosen_operators
+from diptych.engine.backends.triton.prompt_graphs import planned_recordings
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.kv_shares import KVShare
+from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.pipeline import Links
+from diptych.engine.parallel.stages import Stage
+from diptych.engine.parallel.stop_word import RunToEnd, StopWord
+from diptych.engine.sampling import SampleRow, SamplingParams
+from diptych.engine.weights import Weights
+
+_ELSEWHERE = SampleRow(SamplingParams(temperature=0.0), (), ())
+"""Sampling of a row on a rank that samples nothing."""
+_MOST_LAUNCHED = 2
+"""Steps that a rank computes or is about to; see `LaunchingBackend.launch`."""
+
+
+class TritonPartsBackend:
+    """Executes a rank's parts of steps; every rank of a group must be given the same steps in one order."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parts: Sequence[Part],
+        weights: Sequence[Weights],
+        links: Links,
+        stage: Stage,
+        *,
+        stop_word: StopWord,
+        device: torch.device | str,
+        operators: Operators | None = None,
+        kv_scales: torch.Tensor | None = None,
+        held: KVShare | None = None,
+    ) -> None:
+        """Pack the weights that the parts of `links.ranks.rank` have in the layers of `stage` onto `device`.
+
+        `kv_scales`, float32 `[layers, 2, kv_heads]` of the whole model, say that the KV cache is in FP8.
+        Memories hold whole blocks, or the share `held` of each. `operators` are the Triton kernels unless
+        given. Raises TritonUnavailable, or UnsupportedModel for weights that they do not multiply.
+        """
+        where = torch.device(device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        self._links, self._held = links, held
+        self._stop_word = RunToEnd() if links.on_device and not links.is_alone else stop_word
+        with _current(where), torch.no_grad():
+            scales = None if kv_scales is None else kv_scales.to(where)
+            chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)
+            layers = PartsLayers(
+                shape,
+                parts,
+                [pack(own, where) for own in weights],
+                chosen,
+                links,
+                stage,
+                self._stop_word,
+                kv_scales=scales,
+                held=held,
+            )
+        self._step = TritonBackend.over(layers)
+        self._followed: deque[Launched] = deque()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of weights, keys and values."""
+        return self._step.device
+
+    def set_threads(self, threads: int) -> None:
+        """Ignore `threads`: the host only launches."""
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
+
+        A sequence that is aborted may be written to the end of the step by other ranks.
+        """
+        rows = sum(step.logit_rows for step in sequences)
+        return self.forward_and_sample(sequences, [None] * rows, abort).logits
+
+    def forward_and_sample(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_sample`."""
+        if self._links.is_alone:
+            self._stop_word.reset()
+        return self._step.forward_and_sample(sequences, rows, abort)
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `LaunchingBackend.launch`: what was recorded can be launched."""
+        return self._step.launch(sequences, rows, abort)
+
+    def launches(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Return whether a step was recorded, the same on every rank: it ends without a word between them."""
+        return self._step.launches(sequences)
+
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
+        """Compute this rank's share of a step of rank 0's, after those that came before.
+
+        A recorded step is launched, once the one before the last is over; another is over at the return, and
+        only then is True returned: rank 0 waits for a word of it. Raises GroupBroken.
+        """
+        rows = sum(step.logit_rows for step in sequences)
+        if not self._step.launches(sequences):
+            self._collect(leave=0)
+            self._step.forward_and_sample(sequences, [None] * (rows if self._links.leads else 0), None)
+            return True
+        self._collect(leave=_MOST_LAUNCHED - 1)
+        launched = self._step.launch(sequences, [_ELSEWHERE] * rows, None)
+        assert launched is not None
+        self._followed.append(launched)
+        return False
+
+    def _collect(self, leave: int) -> None:
+        while len(self._followed) > leave:
+            self._followed.popleft().collect()
+
+    def samples_on_device(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.samples_on_device`."""
+        return True
+
+    def plan_decode(
+        self,
+        max_batch: int,
+        block_size: int,
+        capture: GraphCapture | None = None,
+        *,
+        windows: WindowGroups | None = None,
+    ) -> int:
+        """See `GraphBackend.plan_decode`; every rank is called. 0 where exchanges cannot be recorded."""
+        if not self._links.on_device:
+            return 0
+        return self._step.plan_decode(max_batch, block_size, capture, windows=windows)
+
+    def prepare_decode(self, memory: KVMemory) -> None:
+        """See `GraphBackend.prepare_decode`; every rank is called."""
+        if self._links.on_device:
+            self._step.prepare_decode(memory)
+
+    def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
+        """See `PromptGraphBackend.record_prompts`; every rank is called, with the `layout` of whole blocks.
+
+        All recordings are made, whatever the time: ranks that had made others would not meet.
+        """
+        if not self._links.on_device:
+            return 0
+        if self._held is not None:
+            layout = self._held.narrow(layout)
+        count = self._step.record_prompts(layout, most_tokens, capture, seconds=float("inf"))
+        if count < (planned := planned_recordings(most_tokens)):
+            raise RuntimeError(f"{count} of {planned} prompt steps could be recorded (--prompt-graph-tokens)")
+        return count
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make the device the calling thread's current one: tensors and kernels are made there."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,90 @@
+"""Ends of a forward pass in parts: embeddings from the ranks that hold them, logits to rank 0.
+
+Shapes depend on the number of tokens alone, so that a step with both can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from diptych.engine.backends.triton.layer_halves import LayerHalves
+from diptych.engine.backends.triton.layers import embedding_scale, finished_logits
+from diptych.engine.backends.triton.parts_activations import PartsActivations
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.pipeline import Links, receive, send
+from diptych.engine.parallel.stages import Stage
+
+
+class PartsEnds:
+    """Embedding and output matrix of a model, whose vocabulary is dealt to the parts."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parts: Sequence[Part],
+        halves: Sequence[LayerHalves],
+        links: Links,
+        stage: Stage,
+    ) -> None:
+        """Take all parts of the model, and the halves of those that are this rank's."""
+        self._shape, self._halves, self._links, self._stage = shape, halves, links, stage
+        ranks, weights = links.ranks, halves[0].weights
+        dealt = [parts_of_rank(len(parts), rank, ranks.ranks) for rank in range(ranks.ranks)]
+        self._own = [parts[number].vocab for number in dealt[ranks.rank]]
+        spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
+        self._widths = [len(span) for span in spans]
+        self._vocab_ends = torch.tensor([span.stop for span in spans], device=weights.device)
+        self._scale = embedding_scale(shape, weights.dtype)
+
+    def enter(self, tokens: torch.Tensor, buffers: PartsActivations) -> None:
+        """Write what enters the stage's first layer into the residual: embeddings of `tokens [T]`, or the
+        rows of the stage before. Raises GroupBroken.
+        """
+        residual = buffers.residual
+        if self._links.before is not None:
+            residual.copy_(receive(self._links.before, torch.zeros_like(residual)))
+            return
+        own_TH = torch.zeros_like(residual)
+        for vocab, half in zip(self._own, self._halves, strict=True):
+            here = (tokens >= vocab.start) & (tokens < vocab.stop)
+            found = half.weights.embed[(tokens - vocab.start).clamp(0, len(vocab) - 1)]
+            own_TH = torch.where(here[:, None], found, own_TH)
+        every_RTH = self._links.ranks.all_gather(own_TH)
+        holders = torch.bucketize(tokens, self._vocab_ends, right=True)
+        residual.copy_(every_RTH[holders, torch.arange(len(tokens), device=tokens.device)])
+        if self._scale != 1.0:
+            residual.mul_(self._scale)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits `[rows, vocab]` of rows of `hidden` on the process that leads, None on the
+        others. Raises GroupBroken.
+        """
+        logits = self._of_stage(hidden) if self._stage.is_last else None
+        if (home := self._links.home) is None:
+            return logits
+        if logits is not None:
+            send(home, logits)
+            return None
+        like = torch.zeros((len(hidden), self._shape.vocab_size), device=hidden.device)
+        return receive(home, like)
+
+    def _of_stage(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of all ranks' vocabulary on the stage's first rank."""
+        every = [
+            self._of_part(half, vocab, hidden) for half, vocab in zip(self._halves, self._own, strict=True)
+        ]
+        own = every[0] if len(every) == 1 else torch.cat(every, dim=1)
+        gathered = self._links.ranks.gather(functional.pad(own, (0, max(self._widths) - own.shape[1])))
+        if gathered is None:
+            return None
+        return torch.cat(
+            [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
+        )
+
+    def _of_part(self, half: LayerHalves, vocab: range, hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(hidden), len(vocab)), dtype=torch.float32, device=hidden.device)
+        return finished_logits(self._shape, half.products.head(hidden, out=out))

@@ -1,0 +1,52 @@
+"""Steps and recordings of a rank other than 0, as rank 0 orders them."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from diptych.engine.backends.native.parts_backend import NativePartsBackend
+from diptych.engine.backends.torch.parts_backend import PartsBackend
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.parallel.step_plan import StepPlan, follow_plan
+from diptych.worker_process.group.orders import (
+    AdapterOrder,
+    PlanDecode,
+    PrepareDecode,
+    Recording,
+    RecordPrompts,
+)
+from diptych.worker_process.group.rank_adapters import RankAdapters
+from diptych.worker_process.group.rank_memories import Memories
+
+Parts = PartsBackend | NativePartsBackend | TritonPartsBackend
+
+
+def carry_out(
+    order: StepPlan | Recording | AdapterOrder,
+    backend: Parts,
+    memories: Memories,
+    adapters: RankAdapters,
+    plans: Connection[Any, Any],
+) -> None:
+    """Compute this rank's share of a step, make a recording, or place an adapter; answer where rank 0 waits
+    for it.
+    """
+    if isinstance(order, AdapterOrder):
+        adapters.carry_out(order)
+    elif not isinstance(order, StepPlan):
+        _record(order, backend, memories)
+        plans.send_bytes(b"")
+    elif backend.follow(follow_plan(order, memories.mapped), order.greedy):
+        plans.send_bytes(b"")
+
+
+def _record(order: Recording, backend: Parts, memories: Memories) -> None:
+    assert isinstance(backend, TritonPartsBackend), "rank 0 has the same backend"
+    match order:
+        case PlanDecode(max_batch, block_size):
+            backend.plan_decode(max_batch, block_size)
+        case PrepareDecode(number):
+            backend.prepare_decode(memories.mapped[number])
+        case RecordPrompts(layout, most_tokens):
+            backend.record_prompts(layout, most_tokens)

@@ -1,0 +1,106 @@
+"""The Triton backend of rank 0 of a group: steps of all ranks, recorded and launched ahead.
+
+A recorded step ends for rank 0 with the logits of all ranks. These come after each rank's keys and values on
+its device, so that what rank 0 then promises of the step's blocks (Pushed, Commit, Stopped) it promises for
+all. Of any other step the ranks say that it is over, as where torch computes (group_backend.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.window_groups import WindowGroups
+from diptych.engine.parallel.step_plan import StepPlan, make_plan
+from diptych.engine.sampling import SampleRow
+from diptych.worker_process.group.native_group_backend import GroupStep
+from diptych.worker_process.group.orders import PlanDecode, PrepareDecode, Recording, RecordPrompts
+from diptych.worker_process.group.rank_group import RankGroup
+
+_Result = TypeVar("_Result")
+
+
+class TritonGroupBackend:
+    """Executes steps with the other ranks: sends the plan of each and computes `own` parts.
+
+    An error within a step ends the process: the ranks are out of step then.
+    """
+
+    def __init__(self, own: TritonPartsBackend, group: RankGroup) -> None:
+        self._own, self._group = own, group
+
+    def set_threads(self, threads: int) -> None:
+        """Ignore `threads`: the host only launches."""
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`."""
+        rows = sum(step.logit_rows for step in sequences)
+        return self.forward_and_sample(sequences, [None] * rows, abort).logits
+
+    def forward_and_sample(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_sample`."""
+        self._group.stop_word.reset()
+        return self._together(
+            self._plan(sequences),
+            lambda: self._own.forward_and_sample(sequences, rows, abort),
+            answered=not self._own.launches(sequences),
+        )
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `LaunchingBackend.launch`: what was recorded can be launched."""
+        if not self._own.launches(sequences):
+            return None
+        launched = self._together(
+            self._plan(sequences), lambda: self._own.launch(sequences, rows, abort), answered=False
+        )
+        return None if launched is None else GroupStep(launched, self._group)
+
+    def samples_on_device(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.samples_on_device`."""
+        return self._own.samples_on_device(row)
+
+    def plan_decode(self, max_batch: int, block_size: int, *, windows: WindowGroups | None = None) -> int:
+        """See `GraphBackend.plan_decode`; groups have no windowed tables."""
+        order = PlanDecode(max_batch, block_size)
+        return self._together(order, lambda: self._own.plan_decode(max_batch, block_size, windows=windows))
+
+    def prepare_decode(self, memory: KVMemory) -> None:
+        """See `GraphBackend.prepare_decode`."""
+        order = PrepareDecode(self._group.memories.number_of(memory))
+        self._together(order, lambda: self._own.prepare_decode(memory))
+
+    def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
+        """See `PromptGraphBackend.record_prompts`."""
+        order = RecordPrompts(layout, most_tokens)
+        return self._together(order, lambda: self._own.record_prompts(layout, most_tokens))
+
+    def _plan(self, sequences: Sequence[SequenceStep]) -> StepPlan:
+        return make_plan(sequences, self._group.memories.number_of)
+
+    def _together(
+        self, order: StepPlan | Recording, compute: Callable[[], _Result], *, answered: bool = True
+    ) -> _Result:
+        """Have all ranks carry out `order`, this one by `compute`; wait for answers where there are any."""
+        try:
+            self._group.begin_step(order)
+            result = compute()
+            if answered:
+                self._group.end_step()
+        except Exception as error:
+            self._group.fail(error)
+        return result

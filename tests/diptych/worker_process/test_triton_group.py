@@ -1,0 +1,131 @@
+"""Recorded steps of a group on the Triton step: rank 0's backend and the other ranks' loop, over pipes.
+
+Ranks are threads, and a recording is the work done anew. Processes are in tests/end_to_end and tests/gpu.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+import torch
+
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.step_plan import StepPlan
+from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
+from diptych.engine.weights.checkpoint import open_checkpoint
+from diptych.engine.weights.reader import OpenCheckpoint
+from diptych.worker_process.group.orders import Recording
+from diptych.worker_process.group.rank_adapters import RankAdapters
+from diptych.worker_process.group.rank_steps import carry_out
+from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
+from tests.diptych.engine.backends.triton.test_parts_backend import TritonRanks
+from tests.diptych.engine.models.family_models import config_of, oracle_of, save, text_of
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, go_on
+
+TOKENS, MEMORY = 6, 7
+GREEDILY = SampleRow(SamplingParams(temperature=0.0), (), ())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread, as ranks that are threads would else compete."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Memories:
+    """The memory of a test, under its number."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.mapped = {MEMORY: memory}
+
+    def number_of(self, memory: KVMemory) -> int:
+        assert memory is self.mapped[MEMORY]
+        return MEMORY
+
+
+class Group:
+    """Rank 1 as a thread behind a pipe, as rank 0 sees it; `answers` counts its words."""
+
+    def __init__(self, ranks: ThreadGroup, memory: KVMemory) -> None:
+        self.memories, self.stop_word, self.answers = Memories(memory), ranks.stop_word, 0
+        self._plans, theirs = Pipe()
+        self._thread = threading.Thread(target=self._follow, args=(ranks.backends[1], theirs))
+        self._thread.start()
+
+    def _follow(self, backend: Any, plans: Connection[Any, Any]) -> None:
+        while (order := plans.recv()) is not None:
+            carry_out(order, backend, cast(Any, self.memories), RankAdapters(backend), plans)
+
+    def begin_step(self, plan: StepPlan | Recording) -> None:
+        self._plans.send(plan)
+
+    def end_step(self) -> None:
+        self._plans.recv_bytes()
+        self.answers += 1
+
+    def fail(self, error: BaseException) -> NoReturn:
+        raise error
+
+    def end(self) -> None:
+        self._plans.send(None)
+        self._thread.join(60)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenCheckpoint:
+    return open_checkpoint(save(oracle_of(config_of("smollm3")), tmp_path), "fp32")
+
+
+@pytest.fixture
+def ranks(opened: OpenCheckpoint) -> ThreadGroup:
+    return TritonRanks(opened, 2, 2, on_device=True)
+
+
+@pytest.fixture
+def group(ranks: ThreadGroup) -> Iterator[Group]:
+    made = Group(ranks, ranks.memory())
+    yield made
+    made.end()
+
+
+def test_launched_steps_follow_one_another_without_a_word_of_the_ranks(
+    opened: OpenCheckpoint, ranks: ThreadGroup, group: Group
+) -> None:
+    text, memory = text_of(20), group.memories.mapped[MEMORY]
+    backend = TritonGroupBackend(ranks.backends[0], cast(Any, group))
+    assert backend.plan_decode(2, memory.layout.block_size) > 0
+    backend.prepare_decode(memory)
+    backend.forward([SequenceStep(memory, range(8), 0, text[:-1], False)], None)
+    assert group.answers == 3, "two recordings, and a step that is not recorded"
+
+    def launch(number: int) -> Any:
+        token, follows = (text[-1], None) if number == 0 else (0, 0)
+        step = SequenceStep(memory, range(8), len(text) - 1 + number, [token], True, 1, follows)
+        return backend.launch([step], [GREEDILY], None)
+
+    found, waiting = [], launch(0)
+    for number in range(1, TOKENS):
+        following = launch(number)
+        found += waiting.collect().tokens
+        waiting = following
+    found += waiting.collect().tokens
+    assert group.answers == 3
+    assert [token.token_id for token in found if isinstance(token, Sampled)] == expected_text(opened, text)
+
+
+def expected_text(opened: OpenCheckpoint, text: list[int]) -> list[int]:
+    """Return the tokens of one process that computes both parts, step by step."""
+    alone = TritonRanks(opened, 2, 1)
+    memory = alone.memory()
+    alone.step(memory, 0, text[:-1])
+    return go_on(alone, memory, text, TOKENS)[0]

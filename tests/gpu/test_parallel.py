@@ -1,0 +1,56 @@
+"""Groups on GPUs: ranks that share a card over Gloo, and with two cards NCCL and the cards' own memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.diptych.engine.parallel.test_communicators import free_port, start
+from tests.end_to_end import reference
+from tests.end_to_end.http_requests import many_greedy
+from tests.end_to_end.stack import running_stack
+
+TOKENS = reference.MOST_TOKENS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("host", 2), pytest.param("nccl", 2, marks=needs_two), pytest.param("peers", 2, marks=needs_two)],
+)
+def test_every_rank_gets_the_numbers_of_all(kind: str, ranks: int) -> None:
+    """Eagerly, and in a CUDA graph where the exchange stays on the device."""
+    processes = start(kind, ranks, free_port(), ())
+    assert [process.wait(300) for process in processes] == [0] * ranks
+
+
+def test_two_ranks_on_one_card_answer_as_transformers_does() -> None:
+    """Both workers are groups of two, which exchange over Gloo where the machine has one card."""
+    degrees = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
+    flags = ("--device", "cuda", "--dtype", "fp32", "--kv-memory-mib", "512", *degrees)
+    prompts = reference.prompts()[:30:5]
+    with running_stack(*flags) as stack:
+        answers = asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=2))
+        stack.wait_idle()
+    assert answers == [reference.greedy(prompt, TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("exchange", ["nccl", "peers"])
+@needs_two
+def test_two_cards_to_one_answer_as_transformers_does(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded decode steps hold the exchange of the decode worker's ranks."""
+    monkeypatch.setenv("DIPTYCH_GROUP_EXCHANGE", exchange)
+    degrees = ("--set", "prefill.sum-parts=2", "--set", "decode.tensor-parallel=2")
+    flags = ("--device", "cuda", "--dtype", "fp32", "--kv-memory-mib", "512", *degrees)
+    prompts = reference.prompts()[:30:5]
+    with running_stack(*flags) as stack:
+        answers = asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=4))
+        stack.wait_idle()
+    assert answers == [reference.greedy(prompt, TOKENS) for prompt in prompts]
