@@ -296,6 +296,11 @@ class ImpossibleSettings(StartupError):
 
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
     """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
+    if settings.ranks_have_memories(device_type) and settings.speculative_model is not None:
+        return (
+            f"--speculative-model {settings.speculative_model} does not go with {settings.group_flags} where "
+            "ranks have memories of their own (--device): they hold no keys and values of a draft model"
+        )
     return next(_faults_on_cpu(settings) if device_type == "cpu" else _faults_on_gpu(settings), None)
 
 
