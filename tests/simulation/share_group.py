@@ -106,9 +106,10 @@ class RankBackend:
     def __init__(self, rank: RankProcess) -> None:
         self._rank = rank
 
-    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
-        """Compute its share of a step."""
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
+        """Compute its share of a step, of whose end rank 0 waits for a word."""
         self._rank.group.compute(self._rank.number, self._rank.cells, sequences)
+        return True
 
 
 class RankProcess:
@@ -126,15 +127,16 @@ class RankProcess:
         order: Any = SimpleNamespace(share_host="127.0.0.1", holder=holder)
         loaded: Any = SimpleNamespace(backend=self._backend)
         memories: Any = SimpleNamespace(mapped=self.memories, serve=threads.stay)
+        adapters: Any = None  # none are loaded
         if self.alone:
-            threads.start(self.host, lambda: serve_holder(ends, order, loaded, memories))
+            threads.start(self.host, lambda: serve_holder(ends, order, loaded, memories, adapters))
         else:
             threads.start(self.host, lambda: self._follow(ends["plans"]))
 
     def _follow(self, plans: Any) -> None:
         try:
             while True:
-                self._backend.forward(follow_plan(plans.recv(), self.memories), None)
+                self._backend.follow(follow_plan(plans.recv(), self.memories))
                 plans.send_bytes(b"")
         except (OSError, EOFError):
             self.group.cluster.leave_rank()

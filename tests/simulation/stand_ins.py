@@ -28,7 +28,7 @@ from tests.simulation import model, tiers
 from tests.simulation.images import located
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
-from tests.simulation.share_group import RankBackend, make_share_memory
+from tests.simulation.share_group import make_share_memory
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.store import StoreClient
 from tests.simulation.thread_sockets import ThreadSockets
@@ -108,7 +108,6 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ),
         "diptych.worker_process.group.share_arrivals.KEPT_BYTES": _KEPT_BYTES,
         "diptych.worker_process.group.holder_program.ShareMemory": make_share_memory,
-        "diptych.worker_process.group.holder_program.PartsBackend": RankBackend,
         "diptych.worker_process.group.holder_program.leave": cluster.leave_rank,
         "kvtransfer.transports.registry.ByRankReceiver": cluster.shares.watched_receiver,
         "decode_worker.pool_memory.allocate_pool": _pool_memory,

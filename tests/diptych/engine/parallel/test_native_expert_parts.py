@@ -15,7 +15,7 @@ import torch
 from diptych.engine.backends.native.backend import NativeUnavailable
 from diptych.engine.backends.native.batch import NativeError
 from diptych.engine.backends.native.share import Share
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.parts import Part
@@ -131,6 +131,18 @@ def test_other_rows_chunks_and_threads_change_no_bit(precision: Precision, tmp_p
         for at, text in enumerate(texts)
     ]
     assert torch.equal(two.forward(steps), torch.cat(expected))
+
+
+@pytest.mark.parametrize("case", ["mixtral", "olmoe"])
+def test_an_aborted_step_ends_for_all_ranks_and_the_next_one_has_its_bits(case: str, tmp_path: Path) -> None:
+    """OLMoE's ranks meet within attention, too. Of few rows they begin the first layer."""
+    opened = opened_model(case, tmp_path)
+    group, alone = (NativeGroup(opened, 2, ranks, whole_experts=True) for ranks in (2, 1))
+    memory, text, words = group.memory(16), text_of(opened.shape.vocab_size, length=20), AbortWords(1)
+    words.abort(0)
+    assert group.forward([SequenceStep(memory, range(8, 12), 0, text, True)], words).isnan().all()
+    assert not memory.data[8:, 1:].any(), "no rank began the second layer"
+    assert torch.equal(group.step(memory, 0, text), alone.step(alone.memory(), 0, text))
 
 
 def test_experts_that_are_off_by_one_give_other_logits(tmp_path: Path) -> None:
