@@ -34,7 +34,9 @@ GROUPED = 16
 """Splits of a group: those of up to 8,192 tokens are one."""
 _GROUPED = tl.constexpr(GROUPED)
 _AT_ONCE = 4096
-"""Numbers that are joined at a time: 128 registers of one warp."""
+"""Numbers that are joined at a time: 128 registers of one warp. Over a cache in FP8, where a program without
+the fold has 168 and a multiprocessor twelve of them, half as many, or there would be eight.
+"""
 
 
 @dataclass(frozen=True)
@@ -252,13 +254,13 @@ def _join(
         )  # fmt: skip
 
 
-def join_sizes(group: int, head_dim: int) -> dict[str, int]:
-    """Return the sizes with which `joined` joins `group` heads a KV head: HEADS_PAD and TOGETHER."""
-    heads = power_of_two(group)
-    return {
-        "HEADS_PAD": heads,
-        "TOGETHER": min(GROUPED, max(1, _AT_ONCE // (heads * power_of_two(head_dim, 16)))),
-    }
+def join_sizes(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
+    """Return the sizes with which `joined` joins `group` heads a KV head, `itemsize` bytes a number of the
+    cache: HEADS_PAD and TOGETHER.
+    """
+    heads, most = power_of_two(group), _AT_ONCE // 2 if itemsize == 1 else _AT_ONCE
+    together = most // (heads * power_of_two(head_dim, 16))
+    return {"HEADS_PAD": heads, "TOGETHER": min(GROUPED, max(1, together))}
 
 
 def join_splits(
@@ -269,17 +271,20 @@ def join_splits(
     block_size: int,
     window: int,
     sinks: torch.Tensor | None = None,
+    *,
+    sizes: dict[str, int],
 ) -> None:
     """Write to `out [rows, heads, head_dim]` the rows that have more splits than one.
 
     `lengths` is int32 `[rows]`; `block_size` and `window` (0 is none), in tokens, are those with which the
-    splits were made. `sinks`, float32 `[heads]`, are logits beside each head's scores.
+    splits were made. `sinks`, float32 `[heads]`, are logits beside each head's scores; `sizes` are those of
+    `join_sizes`.
     """
     rows, heads, head_dim = out.shape
     group = heads // kv_heads
     _join[(kv_heads, rows)](
         lengths, scratch.sums if sinks is None else sinks, scratch.mixed, scratch.peaks, scratch.sums, out,
         scratch.sums.shape[2], KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=power_of_two(head_dim, 16),
-        BLOCK_SIZE=block_size, WINDOW=window, SINKS=sinks is not None, **join_sizes(group, head_dim),
+        BLOCK_SIZE=block_size, WINDOW=window, SINKS=sinks is not None, **sizes,
         num_warps=1,
     )  # fmt: skip

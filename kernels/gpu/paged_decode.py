@@ -19,10 +19,13 @@ with its maximum and sum, and then they are joined. The meaning is kernels/paged
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.decode_rotary import FreshRows, turned, write_fresh
 from kernels.gpu.decode_splits import (
     DecodeScratch,
     first_read,
@@ -34,6 +37,7 @@ from kernels.gpu.decode_splits import (
     split_size,
     store_joined,
 )
+from kernels.gpu.fp8_decode import add_rounded, rounded_rows
 from kernels.gpu.launch import (
     INTERPRETED,
     check_dense,
@@ -48,7 +52,16 @@ from kernels.gpu.tuning import decode_default, look_up, shape_class
 # What a step's packing leaves to chance (how many rows, where in an array its numbers begin) helps no load: a
 # kernel for every case would be compiled while requests wait.
 @triton.jit(
-    do_not_specialize=["tables", "lengths", "rows", "table_stride", "scratch_splits", "scratch_groups"]
+    do_not_specialize=[
+        "tables",
+        "lengths",
+        "rows",
+        "table_stride",
+        "scratch_splits",
+        "scratch_groups",
+        "block_ids",
+        "lanes",
+    ]
 )
 def _splits(
     query,
@@ -70,6 +83,14 @@ def _splits(
     scratch_groups,
     score_scale,
     cap_scale,
+    fresh,
+    cos,
+    sin,
+    block_ids,
+    lanes,
+    q_norm,
+    k_norm,
+    eps,
     KV_HEADS: tl.constexpr,
     KIND_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -85,6 +106,12 @@ def _splits(
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
+    FRESH: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_LATE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    EIGHT: tl.constexpr,
+    BY_HAND: tl.constexpr,
     FOLD: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -97,6 +124,8 @@ def _splits(
     `[heads]`; `mixed` to `finished` as in DecodeScratch, with room for `scratch_splits` splits and
     `scratch_groups` groups. With FOLD the last split of a row joins them, TOGETHER at a time. `score_scale`
     and `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none), GROUP is query heads a KV head.
+    EIGHT multiplies in FP8 (fp8_decode.py). FRESH rows have their new tokens in `fresh` to `eps`, as
+    FreshRows, and no `query`.
     """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -126,23 +155,41 @@ def _splits(
         end = tl.minimum(begin + size_here, length)
 
         heads = head * GROUP + group
-        q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
-        q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0)
-        key_scale = score_scale
+        keys = blocks + layer_offset + head * WIDTH
+        values = keys + KIND_STRIDE
+        key_scale = 1.0
         value_scale = 1.0
         if SCALED:
-            key_scale = score_scale * tl.load(scales + head)
+            key_scale = tl.load(scales + head)
             value_scale = tl.load(scales + KV_HEADS + head)
+        if FRESH:
+            token_at = fresh + row.to(tl.int64) * ((GROUP + 2) * KV_HEADS * D)
+            angles = row * (D // 2)
+            q = turned(
+                token_at + heads * D, in_group, q_norm, cos + angles, sin + angles, eps, D, D_PAD, NORM,
+                NORM_LATE, ROTATE,
+            ).to(query.dtype.element_ty)  # fmt: skip
+            if end == length:
+                write_fresh(
+                    token_at, keys, values, tl.load(block_ids + row), tl.load(lanes + row), block_stride,
+                    head, k_norm, cos + angles, sin + angles, eps, key_scale, value_scale, KV_HEADS * GROUP,
+                    KV_HEADS, D, D_PAD, BLOCK_SIZE, NORM, NORM_LATE, ROTATE, SCALED, BY_HAND,
+                )  # fmt: skip
+        else:
+            q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
+            q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0)
+        key_scale = score_scale * key_scale
         if HALVED:
             # A power of two off the query and back on the scores: bfloat16 goes beyond float16's 65,504.
             q = q.to(tl.float32) * 0.015625
             key_scale *= 64.0
-        q = q.to(OPERAND)
+        if EIGHT:
+            q, key_scale = rounded_rows(q.to(tl.float32), key_scale, OPERAND, BY_HAND)
+        else:
+            q = q.to(OPERAND)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-        keys = blocks + layer_offset + head * WIDTH
-        values = keys + KIND_STRIDE
         for position in range(begin, end, TILE):
             at = tl.multiple_of(position, BLOCK_SIZE) + tokens
             lane = at % BLOCK_SIZE
@@ -158,7 +205,10 @@ def _splits(
             v_place = values + start[:, None] + lane[:, None] * D + dims[None, :]
             v = tl.load(v_place, mask=seen[:, None] & in_head[None, :], other=0.0)
 
-            scores = tl.dot(q, k.to(OPERAND), input_precision="ieee") * key_scale
+            if EIGHT:
+                scores = tl.dot(q, k, max_num_imprecise_acc=D_PAD) * key_scale[:, None]
+            else:
+                scores = tl.dot(q, k.to(OPERAND), input_precision="ieee") * key_scale
             if CAPPED:
                 scores = tanh(scores) * cap_scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -168,7 +218,10 @@ def _splits(
             faded = tl.exp2(peak - higher)
             total = total * faded + tl.sum(weights, axis=1)
             acc = acc * faded[:, None]
-            acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
+            if EIGHT:
+                acc = add_rounded(weights, v, acc, TILE, BY_HAND)
+            else:
+                acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
             peak = higher
 
         acc = acc * value_scale
@@ -218,6 +271,9 @@ def paged_decode(
     scales: torch.Tensor | None = None,
     scratch: DecodeScratch | None = None,
     out: torch.Tensor | None = None,
+    eight: bool = False,
+    apart: bool = False,
+    fresh: FreshRows | None = None,
 ) -> torch.Tensor:
     """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
@@ -227,7 +283,10 @@ def paged_decode(
     (`head_dim ** -0.5` unless given), which `cap` then bends to `cap * tanh(score / cap)`; `sinks`, float32
     `[heads]`, take their share of each softmax. With `scales`, float32 `[layers, 2, kv_heads]`, keys and
     values are what `blocks` holds times the scale of their head. `scratch` (make_scratch) holds at least
-    these rows and `n * block_size` tokens. Returns `[rows, heads, head_dim]`.
+    these rows and `n * block_size` tokens. With `eight` products are of FP8, over a cache in FP8. With
+    `fresh` the new tokens' keys and values are not in `blocks` yet and are written; `query` is room for
+    queries that is not read. Splits are joined by a launch of their own where that is to be `apart`, or the
+    tuner found it better. Returns `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
@@ -242,8 +301,10 @@ def paged_decode(
     default = decode_default(head_dim, blocks.element_size(), block_size)
     tuned = look_up(query.device, "paged_decode", shapes, default)
     # FP8 becomes float16 in half an instruction a number, bfloat16 in several.
-    halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED
+    halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED and not eight
     programs = multiprocessors(query.device) * tuned["programs"]
+    fold = bool(tuned["fold"]) and not apart
+    sizes = join_sizes(heads // kv_heads, head_dim, blocks.element_size())
     scratch_splits = scratch.sums.shape[2]
     _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
         query,
@@ -264,6 +325,7 @@ def paged_decode(
         scratch_splits,
         scratch.finished.shape[2] - 1,
         *score_factors(head_dim**-0.5 if scale is None else scale, cap),
+        *_fresh_tensors(fresh, query),
         KV_HEADS=kv_heads,
         KIND_STRIDE=blocks.stride(2),
         GROUP=heads // kv_heads,
@@ -277,13 +339,27 @@ def paged_decode(
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         ROWS_PAD=power_of_two(rows, 64),
-        OPERAND=operand_type(torch.float16 if halved else query.dtype),
+        OPERAND=tl.float8e4nv if eight else operand_type(torch.float16 if halved else query.dtype),
         HALVED=halved,
-        FOLD=bool(tuned["fold"]),
-        **join_sizes(heads // kv_heads, head_dim),
+        FRESH=fresh is not None,
+        NORM=fresh is not None and fresh.q_norm is not None,
+        NORM_LATE=fresh is not None and fresh.norm_late,
+        ROTATE=fresh is not None and fresh.cos is not None,
+        EIGHT=eight,
+        BY_HAND=INTERPRETED,
+        FOLD=fold,
+        **sizes,
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
     )
-    if not tuned["fold"]:
-        join_splits(lengths, scratch, out, kv_heads, block_size, window or 0, sinks)
+    if not fold:
+        join_splits(lengths, scratch, out, kv_heads, block_size, window or 0, sinks, sizes=sizes)
     return out
+
+
+def _fresh_tensors(fresh: FreshRows | None, query: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of the kernel from `fresh` on; `query` stands for what there is none of."""
+    if fresh is None:
+        return (*[query] * 7, 0.0)
+    optional = (fresh.cos, fresh.sin, fresh.block_ids, fresh.lanes, fresh.q_norm, fresh.k_norm)
+    return (check_dense("qkv", fresh.qkv), *(query if one is None else one for one in optional), fresh.eps)

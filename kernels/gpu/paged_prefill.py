@@ -1,8 +1,9 @@
 """Prefill attention over blocks: packed chunks of several prompts, each causal over its cached prefix and
 itself.
 
-Flash attention 2 (Dao 2023) over keys and values that were gathered from their blocks (dense_context.py).
-The meaning is kernels/paged_attention.py, a sequence at a time.
+Flash attention 2 (Dao 2023) over keys and values that were gathered from their blocks (dense_context.py), or
+of short chunks over the blocks themselves (table_prefill.py). The meaning is kernels/paged_attention.py, a
+sequence at a time.
 
 - All query heads that share a KV head are in one tile: its rows are (token, head) pairs in memory's order, so
   any number of heads fits, and a chunk of few tokens still fills a tile.
@@ -21,24 +22,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.gpu.dense_context import FEW_SEQUENCES, bring_context, context_base
 from kernels.gpu.launch import check_dense, operand_type, power_of_two
 from kernels.gpu.scores import LOG2_E_F32, score_factors, tanh
+from kernels.gpu.table_prefill import MOST_TILES, table_tile
 from kernels.gpu.tuning import look_up, prefill_default, program_memory, shape_class
 
 
 @triton.jit
 def _advance(
-    acc, peak, total, q, position, row, seen_by, start, ancestors, keys, values, key_scale, cap_scale,
+    acc, peak, total, q, position, k, v, seen_by, start, ancestors, key_scale, cap_scale,
     TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     TREE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys and values, from `row` on, into the running softmax of every row.
+    """Fold one tile of keys across, `k [dims, TILE]`, and values `v [TILE, dims]`, the tokens from `position`
+    on, into the running softmax of every row.
 
     `acc [rows, dims]`, `peak [rows]` and `total [rows]` are the running sums; `q [rows, dims]`; `seen_by
     [rows]` is the last position that each row sees, of a TREE its own one, and `ancestors` int64 `[rows]`
-    has a bit for each token from `start` on that it sees; `keys` and `values` are those of one KV head,
-    `[rows, dims]`.
+    has a bit for each token from `start` on that it sees.
     """
-    k = keys.load([row, 0])
-    scores = tl.dot(q, k.to(OPERAND).T, input_precision="ieee")
+    scores = tl.dot(q, k.to(OPERAND), input_precision="ieee")
     factor = key_scale
     if CAPPED:
         scores = tanh(scores * key_scale)
@@ -63,25 +64,29 @@ def _advance(
     faded = tl.exp2(peak - anchor)
     total = total * faded + tl.sum(weights, axis=1)
     acc = acc * faded[:, None]
-    v = values.load([row, 0])
     acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
     return acc, higher, total
 
 
 # One kernel whatever a step's packing happens to be, as in paged_decode.py.
-@triton.jit(do_not_specialize=["starts", "offsets", "trees"])
+@triton.jit(do_not_specialize=["starts", "offsets", "trees", "tables", "origin", "table_stride"])
 def _paged_prefill(
     query, keys, values, starts, offsets, trees, scales, sinks, out, rows, score_scale, cap_scale,
+    tables, origin, layer_offset, block_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, TREE: tl.constexpr, OPERAND: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
+    BY_TABLE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND_STRIDE: tl.constexpr, BASED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS (token, head) pairs of one KV head of one sequence.
 
-    `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`; `starts` int32
-    `[S]`, `offsets` int32 `[S + 1]`, `trees` int64 `[T, 2]` of a TREE, `scales` float32 `[2, KV_HEADS]` of
-    the layer, `sinks` float32 `[heads]`. `score_scale` and `cap_scale` are those of `score_factors`, WINDOW
-    is tokens (0 none), GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
+    `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`. BY_TABLE `keys`
+    is the KV memory from `layer_offset` elements on instead, `block_stride` elements a block, values
+    KIND_STRIDE elements behind keys, whose blocks are in `tables` int32 `[S, table_stride]`; `origin` int64
+    `[1]`: with BASED the elements to it. `starts` int32 `[S]`, `offsets` int32 `[S + 1]`, `trees` int64 `[T,
+    2]` of a TREE, `scales` float32 `[2, KV_HEADS]` of the layer, `sinks` float32 `[heads]`. `score_scale` and
+    `cap_scale` are those of `score_factors`, WINDOW is tokens (0 none), GROUP is query heads a KV head; grid
+    `[tiles, KV_HEADS, S]`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -121,19 +126,40 @@ def _paged_prefill(
             begin = tl.maximum(nearest - WINDOW + 1, 0) // TILE * TILE
             diagonal = begin
 
-        base = head * rows + context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD)
+        length = start + tokens
+        base = 0
+        if BY_TABLE:
+            table = tables + sequence.to(tl.int64) * table_stride
+            k_base = keys + layer_offset + head * (D * BLOCK_SIZE)
+            if BASED:
+                k_base += tl.multiple_of(tl.load(origin), 16)
+            v_base = k_base + KIND_STRIDE
+        else:
+            base = head * rows + context_base(starts, offsets, sequence, TILE, SEQUENCES_PAD)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
         for position in range(begin, diagonal, TILE):
+            if BY_TABLE:
+                k, v = table_tile(
+                    k_base, v_base, table, position, length, block_stride, D, D_PAD, BLOCK_SIZE, TILE, False
+                )
+            else:
+                k, v = keys.load([base + position, 0]).T, values.load([base + position, 0])
             acc, peak, total = _advance(
-                acc, peak, total, q, position, base + position, seen_by, start, ancestors, keys, values,
-                key_scale, cap_scale, TILE, WINDOW, CAPPED, False, TREE, OPERAND,
+                acc, peak, total, q, position, k, v, seen_by, start, ancestors, key_scale, cap_scale,
+                TILE, WINDOW, CAPPED, False, TREE, OPERAND,
             )  # fmt: skip
         for position in range(diagonal, end, TILE):
+            if BY_TABLE:
+                k, v = table_tile(
+                    k_base, v_base, table, position, length, block_stride, D, D_PAD, BLOCK_SIZE, TILE, True
+                )
+            else:
+                k, v = keys.load([base + position, 0]).T, values.load([base + position, 0])
             acc, peak, total = _advance(
-                acc, peak, total, q, position, base + position, seen_by, start, ancestors, keys, values,
-                key_scale, cap_scale, TILE, WINDOW, CAPPED, True, TREE, OPERAND,
+                acc, peak, total, q, position, k, v, seen_by, start, ancestors, key_scale, cap_scale,
+                TILE, WINDOW, CAPPED, True, TREE, OPERAND,
             )  # fmt: skip
         if SINKS:
             sink = tl.load(sinks + head * GROUP + pair % GROUP) * LOG2_E_F32
@@ -186,27 +212,35 @@ def paged_prefill(
         return out
     shapes = shape_class(head_dim, group, block_size, query.dtype, blocks.dtype)
     default = prefill_default(head_dim, query.element_size(), program_memory(query.device))
-    tuned = look_up(query.device, "paged_prefill", shapes, default)
+    tuned = look_up(query.device, "paged_prefill", shapes, (*default, ("by_table", MOST_TILES)))
     tile, padded = tuned["tile"], power_of_two(head_dim, 16)
-    context = bring_context(
-        blocks, layer, tables, starts, offsets, head_dim=head_dim, tile=tile, window=window,
-        dtype=query.dtype, base=base,
-        context_tokens=tables.numel() * block_size if context_tokens is None else context_tokens,
-    )  # fmt: skip
-    rows = context.keys.shape[1]
-    keys, values = (
-        TensorDescriptor(part, [kv_heads * rows, head_dim], [head_dim, 1], [tile, padded])
-        for part in (context.keys, context.values)
-    )
-    _paged_prefill[(triton.cdiv(max_tokens * group, tuned["rows"]), kv_heads, sequences)](
+    tiles = triton.cdiv(max_tokens * group, tuned["rows"])
+    by_table = tiles <= tuned.get("by_table", MOST_TILES)
+    keys = values = blocks
+    rows = 0
+    if not by_table:
+        context = bring_context(
+            blocks, layer, tables, starts, offsets, head_dim=head_dim, tile=tile, window=window,
+            dtype=query.dtype, base=base,
+            context_tokens=tables.numel() * block_size if context_tokens is None else context_tokens,
+        )  # fmt: skip
+        rows = context.keys.shape[1]
+        keys, values = (
+            TensorDescriptor(part, [kv_heads * rows, head_dim], [head_dim, 1], [tile, padded])
+            for part in (context.keys, context.values)
+        )
+    _paged_prefill[(tiles, kv_heads, sequences)](
         query, keys, values, starts, offsets, offsets if tree is None else check_dense("tree", tree),
         query if scales is None else scales[layer],
         query if sinks is None else sinks, out, rows,
-        *score_factors(head_dim**-0.5 if scale is None else scale, cap), KV_HEADS=kv_heads, GROUP=group,
-        D=head_dim, D_PAD=padded, ROWS=tuned["rows"], TILE=tile, WINDOW=window or 0,
-        SCALED=scales is not None, CAPPED=cap is not None, SINKS=sinks is not None,
-        TREE=tree is not None, OPERAND=operand_type(query.dtype),
-        SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES),
-        num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
+        *score_factors(head_dim**-0.5 if scale is None else scale, cap),
+        tables, starts if base is None else base, layer * blocks.stride(1), blocks.stride(0),
+        tables.stride(0), KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=padded, ROWS=tuned["rows"],
+        TILE=tile, WINDOW=window or 0, SCALED=scales is not None, CAPPED=cap is not None,
+        SINKS=sinks is not None, TREE=tree is not None, OPERAND=operand_type(query.dtype),
+        SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), BY_TABLE=by_table, BLOCK_SIZE=block_size,
+        KIND_STRIDE=blocks.stride(2), BASED=base is not None, num_stages=tuned["num_stages"],
+        # Addresses of a tile take registers as well, which four warps have not beside 128 rows.
+        num_warps=max(tuned["num_warps"], tuned["rows"] // 16) if by_table else tuned["num_warps"],
     )  # fmt: skip
     return out

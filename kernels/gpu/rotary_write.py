@@ -44,7 +44,7 @@ def _on_grid(x):
 
 
 @triton.jit
-def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return `x [...]` as the cache holds it; beyond what FP8 can say it is cut off, not infinite. NaN stays
     NaN.
     """
@@ -147,8 +147,8 @@ def _rotary_write(
         start = tl.maximum(block, 0).to(tl.int64) * block_stride
         if BASED:
             start += tl.multiple_of(tl.load(origin), 16)
-        low = _stored(first, scale, SCALED, STORED, INTERPRETED)
-        high = _stored(second, scale, SCALED, STORED, INTERPRETED)
+        low = stored(first, scale, SCALED, STORED, INTERPRETED)
+        high = stored(second, scale, SCALED, STORED, INTERPRETED)
         if is_value == 0:
             k_place = base + start[None, :] + at[:, None] * BLOCK_SIZE + lane[None, :]
             k_here = kept[None, :] & inside[:, None]

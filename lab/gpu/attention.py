@@ -10,6 +10,7 @@ import torch
 
 from lab.gpu.attention_peers import Peer, decode_peers, prefill_peers
 from lab.gpu.ceilings import COPY, GEMM
+from lab.gpu.folded_attention import folded_figures
 from lab.gpu.fp8_attention import fp8_prefill_figure
 from lab.gpu.paged_case import HEAD_DIM, HEADS, KV_HEADS, PagedCase, paged_case, random_query
 from lab.gpu.section import Context, Figure, Unmeasured, device_of, figure
@@ -33,6 +34,7 @@ def attention(context: Context) -> Iterator[Figure]:
     device = device_of(context)
     for rows, tokens, target in context.pick(_DECODE, _DECODE[:1] + _DECODE[-1:], _DRY_DECODE):
         yield from _decode_point(context, device, rows, tokens, target)
+    yield from folded_figures(context, SECTION, device)
     yield _fp8_point(context, device, *context.pick(_FP8, _FP8, _DRY_DECODE[0][:2]))
     for tokens in context.pick(_PREFILL, _PREFILL[:1], (20,)):
         yield from _prefill_point(context, device, tokens)

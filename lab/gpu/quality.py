@@ -38,6 +38,7 @@ from lab.quality.text import python_reference, windows
 
 SECTION, TEXT = "divergence", "greedy text"
 _MOST_KL = 0.002
+_FEW_ROWS = 16
 _BLOCK = 16
 _FEW_TOKENS = 99
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -62,11 +63,30 @@ def divergence(context: Context) -> Iterator[Figure]:
         step = TritonBackend(shape, _as_bf16(quantised), device)
         meaning = TorchBackend(shape, _on(_with_matrices(quantised, plain), device))
         total = sum(_mean_kl(meaning, step, shape, device, piece) for piece in pieces)
+        if name == "FP8":
+            yield _decoded_figure(context, meaning, step, shape, device, pieces)
         yield figure(
             SECTION, f"mean KL of {name}", total / len(pieces), "nats", at_most=_MOST_KL,
             note=f"{count} windows of {length} tokens, activations and KV in bf16",
         )  # fmt: skip
     yield from _attention_figure(context, shape, weights, pieces)
+
+
+def _decoded_figure(
+    context: Context,
+    meaning: Backend,
+    step: Backend,
+    shape: ModelShape,
+    device: torch.device,
+    pieces: Sequence[Sequence[int]],
+) -> Figure:
+    """Return the mean KL of FP8 in what is decoded, few rows a step, behind the first half of each piece."""
+    half = len(pieces[0]) // 2
+    total = sum(_mean_kl(meaning, step, shape, device, piece, prompt=half) for piece in pieces)
+    return figure(
+        SECTION, f"mean KL of FP8 in steps of {_FEW_ROWS} rows", total / len(pieces), "nats",
+        at_most=_MOST_KL, note=f"{len(pieces)} windows, prompts of {half} tokens in FP8",
+    )  # fmt: skip
 
 
 def _attention_figure(
@@ -141,24 +161,40 @@ def _mean_kl(
     device: torch.device,
     token_ids: Sequence[int],
     kept: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.bfloat16),
+    prompt: int = 0,
 ) -> float:
-    """Return the mean KL of `step` from `meaning`, whose keys and values are `kept` in such numbers."""
+    """Return the mean KL of `step` from `meaning`, whose keys and values are `kept` in such numbers, behind a
+    `prompt` of so many tokens.
+    """
     logits = [
-        _logits(backend, shape, dtype, device, token_ids).log_softmax(-1)
+        _logits(backend, shape, dtype, device, token_ids, prompt).log_softmax(-1)
         for backend, dtype in zip((meaning, step), kept, strict=True)
     ]
     return float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean())
 
 
 def _logits(
-    backend: Backend, shape: ModelShape, dtype: torch.dtype, device: torch.device, token_ids: Sequence[int]
+    backend: Backend,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    token_ids: Sequence[int],
+    prompt: int,
 ) -> torch.Tensor:
-    """Return float32 logits after each token, `[tokens, vocab]`."""
+    """Return float32 logits after each token, `[tokens, vocab]`; behind a `prompt`, if there is one, of those
+    that follow, few a step.
+    """
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
     blocks = layout.blocks_for(len(token_ids))
     memory = KVMemory.on_device(layout, blocks, device)
-    step = SequenceStep(memory, range(blocks), 0, list(token_ids), True, trailing=len(token_ids))
-    return backend.forward([step], None).float()
+    cuts = [0, *range(prompt, len(token_ids), _FEW_ROWS)] if prompt else [0]
+    found = []
+    for begin, end in zip(cuts, [*cuts[1:], len(token_ids)], strict=True):
+        step = SequenceStep(
+            memory, range(blocks), begin, list(token_ids[begin:end]), True, trailing=end - begin
+        )
+        found.append(backend.forward([step], None).float())
+    return torch.cat(found[1:] if prompt else found)
 
 
 def greedy_text(context: Context) -> Iterator[Figure]:

@@ -63,8 +63,34 @@ def tune_attention(context: Context, device: torch.device, kept: Keep) -> None:
     for operator, (_, make) in _OPERATORS.items():
         work = make(device, context.pick(_TOKENS, _TOKENS, _DRY_TOKENS))
         best = _fastest(context, operator, candidates[operator], work)
+        if operator == "paged_prefill":
+            best = {**best, "by_table": _tiles_by_table(context, device, best)}
         kept(operator, shapes, best)
         context.say(f"{operator}: {best}")
+
+
+def _tiles_by_table(context: Context, device: torch.device, tile: Config) -> int:
+    """Return the most tiles of rows to read through the block table: 0, or those of one of two chunks."""
+    from kernels.gpu.paged_prefill import paged_prefill
+
+    most = 0
+    for tokens in context.pick((128, 512), (128, 512), (16,)):
+        case, query = (
+            paged_case(1, context.pick(2048, 2048, _DRY_TOKENS), device),
+            random_query(tokens, device),
+        )
+        starts = torch.tensor([case.tables.shape[1] * BLOCK_SIZE - tokens], dtype=torch.int32, device=device)
+        offsets = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        work = partial(paged_prefill, query, case.blocks, 0, case.tables, starts, offsets, max_tokens=tokens)
+        tiles = -(-tokens * (HEADS // KV_HEADS) // tile["rows"])
+        seconds = {}
+        for by_table in (0, tiles):
+            with mock.patch("kernels.gpu.paged_prefill.look_up", _always({**tile, "by_table": by_table})):
+                seconds[by_table] = measure(context, {"prefill": work}, rounds=10)["prefill"].median_s
+        context.say(f"{tokens} tokens through the table: {seconds[tiles] / seconds[0]:.2f} of gathered")
+        if seconds[tiles] <= seconds[0]:
+            most = tiles
+    return most
 
 
 def _compile(context: Context, run: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:

@@ -155,9 +155,11 @@ class Faults:
         return bool(connections)
 
     def _connected(self, fault: Fault) -> bool:
-        connections = self._cluster.sockets.open_connections()
-        between = any(set(one.ends) == set(fault.target) for one in connections)
-        return between or bool(self._cluster.network.between(*fault.target))
+        one, other = fault.target
+        if other.startswith(f"{one}/"):  # rank 0 and a rank of its group
+            return self._cluster.process(other) is not None
+        ends = (connection.ends for connection in self._cluster.sockets.open_connections())
+        return set(fault.target) in map(set, ends) or bool(self._cluster.network.between(one, other))
 
     def _conditions_of(self, fault: Fault) -> list[LinkConditions]:
         one, other = fault.target

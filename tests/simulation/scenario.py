@@ -257,7 +257,7 @@ def _groups(seed: int, theme: Theme) -> dict[str, GroupShape]:
 
 
 def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
-    """Return faults of the data connections between ranks, most of them while shares are on their way."""
+    """Return faults of the connections between ranks, most of them while shares are on their way."""
     rng = random.Random(f"pairs {shape.network}")
     if not shape.groups:
         return []
@@ -273,7 +273,22 @@ def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
         lasts = rng.choice([0.05, 0.3, 1.0]) if kind in ("delay", "partition") else 0.0
         at = round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4)
         found.append(Fault(at, kind, pair, lasts, rng.getrandbits(16)))
-    return found
+    return found + _faults_within_groups(shape, requests)
+
+
+def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return delays between rank 0 and ranks of its group, which see late what it orders, and its death."""
+    rng = random.Random(f"within groups {shape.network}")
+    pairs = [(worker, rank) for worker in shape.workers for rank in shape.others(worker)]
+    return [
+        Fault(
+            round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4),
+            rng.choice(["delay", "partition"]),
+            rng.choice(pairs),
+            rng.choice([0.05, 0.3, 1.0]),
+        )
+        for _ in range(rng.choice([0, 1, 2]) if pairs else 0)
+    ]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:

@@ -98,6 +98,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.change_table import ChangeTable
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
+    from kernels.gpu.decode_rotary import FreshRows
     from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
     from kernels.gpu.fp8_prefill import fp8_prefill
     from kernels.gpu.norm_round import norm_round
@@ -159,7 +160,39 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 ),
             )
         )
+        made.append(
+            (
+                f"prefill of gathered keys {name}",
+                lambda: paged_prefill(
+                    query, blocks, 1, tables, lengths[:16], lengths, max_tokens=4096, scales=scales
+                ),
+            )
+        )
+        new = FreshRows(
+            torch.zeros(16, heads + 2 * kv_heads, head_dim, dtype=dtype), *torch.zeros(2, 16, head_dim // 2),
+            torch.zeros(16, dtype=torch.int64), lengths[:16], query[0, 0], query[0, 0],
+        )  # fmt: skip
+        made.append(
+            (
+                f"decode that rotates and writes {name}",
+                lambda: paged_decode(
+                    query, blocks, 1, tables, lengths[:16], scales=scales, fresh=new, window=80
+                ),
+            )
+        )
+        made.append(
+            (
+                f"decode joined apart {name}",
+                lambda: paged_decode(query, blocks, 1, tables, lengths[:16], scales=scales, apart=True),
+            )
+        )
         if kept == torch.float8_e4m3fn and scales is not None:
+            made.append(
+                (
+                    f"decode in FP8 {name}",
+                    lambda: paged_decode(query, blocks, 1, tables, lengths[:16], scales=scales, eight=True),
+                )
+            )
             for what, rule in (
                 ("", {}),
                 (" with window, cap and sinks", {"window": 80, "cap": 9.0, "sinks": sinks}),

@@ -178,13 +178,12 @@ def test_the_last_split_joins_as_a_pass_of_its_own_does(
     few = Paged(memory.blocks, memory.tables[:1]), lengths[:1]
     again = run(query[:1].clone(), *few, window, sinks=sinks, scratch=scratch)
     assert torch.equal(again[0], folded[0])
-    found = kernel.look_up
-    monkeypatch.setattr(kernel, "look_up", lambda *given: {**found(*given), "fold": 0})
-    apart = run(query, memory, lengths, window, sinks=sinks, scratch=scratch)
+    how: dict[str, Any] = {"sinks": sinks, "scratch": scratch, "apart": True}
+    apart = run(query, memory, lengths, window, **how)
     assert torch.equal(folded, apart) or device.type == "cuda"
     assert error(folded, apart) < 2e-6
-    monkeypatch.setattr(kernel, "join_splits", lambda *given: None)
-    assert not torch.equal(run(query[:1].clone(), *few, window, sinks=sinks, scratch=scratch)[0], apart[0])
+    monkeypatch.setattr(kernel, "join_splits", lambda *given, **how: None)
+    assert not torch.equal(run(query[:1].clone(), *few, window, **how)[0], apart[0])
 
 
 def test_scratch_may_be_larger_and_must_not_be_smaller(device: torch.device) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diptych.engine.backends.triton.step_plan import ancestors
+from kernels.gpu import paged_prefill as kernel
 from kernels.gpu.paged_prefill import paged_prefill
 from kernels.paged_attention import paged_attention as meaning
 from tests.diptych.engine.backends.triton.reference_operators import seen_in_tree
@@ -84,6 +85,39 @@ def test_paged_prefill_equals_causal_attention(
     assert error(got, expected(query, memory, starts, chunks, window)) < 2e-6
 
 
+@pytest.mark.parametrize("rule", [{}, {"window": 13}, {"cap": 2.0}, {"tree": True}, {"base": 1}], ids=str)
+@pytest.mark.parametrize("kept", [torch.float32, torch.float8_e4m3fn])
+def test_reading_through_the_table_equals_gathering(
+    rule: dict[str, Any], kept: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(12)
+    starts, chunks = [3, 40, 0], [1, 9, 33]
+    query, memory = case(SMALL, starts, chunks, torch.float32, device)
+    memory = Paged(memory.blocks.nan_to_num(3.0).to(kept), memory.tables)
+    how: dict[str, Any] = dict(rule)
+    if kept.itemsize == 1:
+        how["scales"] = torch.rand(2, 2, SMALL.kv_heads, device=device) + 0.5
+    if how.pop("tree", False):
+        own = [torch.from_numpy(ancestors([n - 1 for n in range(count)])) for count in chunks]
+        how["tree"] = torch.cat(own).to(device)
+    if how.pop("base", 0):  # the memory lies a block behind what is given
+        whole = torch.cat([memory.blocks[:1], memory.blocks])
+        memory = Paged(whole[:-1], memory.tables)
+        how["base"] = torch.tensor([whole.stride(0)], device=device)
+    gathered: list[int] = []
+    bring = kernel.bring_context
+    monkeypatch.setattr(kernel, "bring_context", lambda *a, **k: (gathered.append(1), bring(*a, **k))[1])
+    through = run(query, memory, starts, chunks, **how)
+    assert not gathered, "short chunks are read through the table"
+    found = kernel.look_up
+    monkeypatch.setattr(kernel, "look_up", lambda *given: {**found(*given), "by_table": 0})
+    apart = run(query, memory, starts, chunks, **how)
+    assert gathered == [1]
+    assert error(through, apart) < 2e-6
+    other = Paged(memory.blocks, memory.tables.flip(0).contiguous())
+    assert error(run(query, other, starts, chunks, **how), apart) > 1e-2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_prefill_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(2)
@@ -94,9 +128,13 @@ def test_paged_prefill_sums_in_float32(dtype: torch.dtype, device: torch.device)
     assert error(got, expected(query, memory, starts, chunks, None)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_neighbours_and_cuts_change_no_bit(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize(("window", "by_table"), [(None, 16), (50, 16), (50, 0)])
+def test_neighbours_and_cuts_change_no_bit(
+    window: int | None, by_table: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(3)
+    found = kernel.look_up
+    monkeypatch.setattr(kernel, "look_up", lambda *given: {**found(*given), "by_table": by_table})
     starts, chunks = [0, 0], [130, 37]
     query, memory = case(SMALL, starts, chunks, torch.bfloat16, device)
     whole = run(query, memory, starts, chunks, window)

@@ -53,6 +53,7 @@ def invariant_operators() -> Operators:
         paged_prefill=invariant_prefill,
         make_scratch=make_invariant_scratch,
         rotary_write=partial(plain.rotary_write, one_tile=True),
+        fresh_rows=None,
         expert_swiglu=partial(plain.expert_swiglu, one_tile=True),
         expert_linear=partial(plain.expert_linear, one_tile=True),
         packed_expert_swiglu=partial(plain.packed_expert_swiglu, one_tile=True),

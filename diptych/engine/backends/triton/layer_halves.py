@@ -73,12 +73,14 @@ class LayerHalves:
         """Compute attention of `buffers.qkv`, whose keys and values are kept, into `buffers.added`."""
         layer = self.weights.layers[index]
         seen, slot = step.seen_by(index)
-        for group in seen.groups:
-            self._write(index, layer, step.lanes, (seen, slot), group, buffers)
+        fresh = [
+            self._write(index, layer, step.lanes, (seen, slot), group, buffers, grows=growth is not None)
+            for group in seen.groups
+        ]
         if growth is not None:
             buffers.queries.mul_(growth)
-        for group in seen.groups:
-            self._attend(index, slot, layer, group, buffers, scratch)
+        for group, rows in zip(seen.groups, fresh, strict=True):
+            self._attend(index, slot, layer, group, buffers, scratch, rows)
         for seeing in seen.seeing:
             self._attend_beyond(index, slot, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
@@ -135,32 +137,45 @@ class LayerHalves:
         seen: tuple[TableRows, int],
         group: Group,
         buffers: Activations,
-    ) -> None:
+        *,
+        grows: bool,
+    ) -> Any:
         """Rotate queries and keys of layer `index`, and write keys and values to the blocks of its table, at
         its place there (`PackedStep.seen_by`).
+
+        Of decode rows alone, whose queries do not grow, attention does so itself: what it takes for that is
+        returned, else None.
         """
         table, slot = seen
         shape, rows, rotation = self.shape, group.rows, self.shape.layers[index].rotation
         cos, sin = (None, None) if rotation is None else buffers.angles[rotation]
         by_head = shape.qk_norm == "head"
+        qkv = buffers.qkv[rows].view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        angles = None if cos is None else cos[rows], None if sin is None else sin[rows]
+        norms: dict[str, Any] = {
+            "q_norm": layer.q_norm if by_head else None,
+            "k_norm": layer.k_norm if by_head else None,
+            "norm_late": by_head and shape.qk_norm_after_rotation,
+            "eps": shape.rms_eps,
+        }
+        alone = group.decodes is not None and not group.chunks and group.base is None and not grows
+        if alone and self.operators.fresh_rows is not None:
+            return self.operators.fresh_rows(qkv, *angles, table.block_ids[rows], lanes[rows], **norms)
         self.operators.rotary_write(
-            buffers.qkv[rows].view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),
-            None if cos is None else cos[rows],
-            None if sin is None else sin[rows],
+            qkv,
+            *angles,
             group.blocks,
             slot,
             table.block_ids[rows],
             lanes[rows],
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
-            q_norm=layer.q_norm if by_head else None,
-            k_norm=layer.k_norm if by_head else None,
-            norm_late=by_head and shape.qk_norm_after_rotation,
-            eps=shape.rms_eps,
             scales=self._scales_at(index, slot),
             out=buffers.queries[rows],
+            **norms,
             **_based(group),
         )
+        return None
 
     def _attend_beyond(
         self, index: int, slot: int, layer: PackedLayer, seeing: SeeingRows, buffers: Activations
@@ -190,6 +205,7 @@ class LayerHalves:
         group: Group,
         buffers: Activations,
         scratch: Any,
+        fresh: Any,
     ) -> None:
         operators = self.operators
         rule: dict[str, Any] = {
@@ -209,6 +225,7 @@ class LayerHalves:
                 scratch=scratch,
                 out=buffers.mixed[decodes.rows],
                 **rule,
+                **({} if fresh is None else {"fresh": fresh}),
             )
         for chunks in group.chunks:
             operators.paged_prefill(

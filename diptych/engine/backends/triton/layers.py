@@ -1,11 +1,12 @@
 """The decoder's layers as kernels, in the order of launches; the meaning is backends/torch/decoder.py.
 
-Ten launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with the
-write of keys and values, attention (two: of decode rows splits and their join, of chunks the gathering of
-their contexts and the rest), output, norm with addition, gate and up, their activation (in the same launch
-where rows are few), down. Norms of what a half adds, norms over the whole width of queries and keys, and
-scales are launches of their own in the models that have them; so are experts (expert_layers.py). Rounding to
-FP8 or int8 is in the launch of the norm or activation before (rounded_inputs.py), but for the output product.
+Seven launches a layer of few decode rows, of which four are products: norm (with the residual's addition),
+qkv, attention (with norms and rotation of queries and keys, the write of keys and values, and the join of
+splits), output, norm with addition, gate and up (with their activation), down. Chunks rotate and write in a
+launch of their own, and long ones gather their contexts in another; of many rows the activation is one.
+Norms of what a half adds, norms over the whole width of queries and keys, and scales are launches of their
+own in the models that have them; so are experts (expert_layers.py). Rounding to FP8 or int8 is in the launch
+of the norm or activation before (rounded_inputs.py), but for the output product.
 """
 
 from __future__ import annotations

@@ -51,6 +51,10 @@ class Operators:
     """`(rows, experts, experts a row, device)`: what `route_experts` writes its choices to."""
     make_sample_scratch: Callable[[int, int, torch.device], Any]
     """`(rows, vocab, device)`: what `sample` writes what is left of a distribution to."""
+    fresh_rows: Callable[..., Any] | None = None
+    """Rows that `paged_decode` rotates and writes by itself, of the arguments of FreshRows in
+    kernels/gpu/decode_rotary.py; None: `rotary_write` does it before.
+    """
     invariant_linear: Operator | None = None
     """The product of the batch-invariant step (batch_invariant.py), whose other operators have one order of
     sums then, too; None: products are chosen by their rows.
@@ -62,6 +66,7 @@ def triton_operators() -> Operators:
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
         from kernels.gpu.adapted_linear import adapted_linear
+        from kernels.gpu.decode_rotary import FreshRows
         from kernels.gpu.decode_splits import make_scratch
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
         from kernels.gpu.norm_round import norm_round
@@ -111,4 +116,5 @@ def triton_operators() -> Operators:
         make_scratch=make_scratch,
         make_routed=RoutedRows.make,
         make_sample_scratch=make_sample_scratch,
+        fresh_rows=FreshRows,
     )
