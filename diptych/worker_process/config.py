@@ -307,6 +307,11 @@ class ImpossibleSettings(StartupError):
 
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
     """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
+    if settings.ranks_have_memories(device_type) and settings.speculative_model is not None:
+        return (
+            f"--speculative-model {settings.speculative_model} does not go with {settings.group_flags} where "
+            "ranks have memories of their own (--device): they hold no keys and values of a draft model"
+        )
     return next(_faults_on_cpu(settings) if device_type == "cpu" else _faults_on_gpu(settings), None)
 
 
@@ -337,8 +342,8 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--kv-tier {settings.kv_tier} does not go with {flag}"
     if settings.batch_invariant:
         yield f"--batch-invariant is not promised with {flag}"
-    if ranks * settings.pipeline_parallel > 1 and settings.transport not in ("auto", "shared_memory", "tcp"):
-        yield f"--transport {settings.transport} does not go with {flag}: shared_memory and tcp do"
+    if ranks * settings.pipeline_parallel > 1 and settings.transport in ("nccl", "gloo"):
+        yield f"--transport {settings.transport} does not go with {flag}: shared_memory, cuda_ipc and tcp do"
 
 
 def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:

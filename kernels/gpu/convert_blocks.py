@@ -57,14 +57,16 @@ def _places(
 
 
 @triton.jit
-def _moved(origin, place, real, WHOLE: tl.constexpr):
-    """Copy what lies at addresses `origin [...]` to `place [...]`, where `real`, and return it."""
+def _moved(origin, place, real, WHOLE: tl.constexpr, STORE: tl.constexpr):
+    """Return what lies at addresses `origin [...]`, where `real`; with STORE copy it to `place [...]`."""
     if WHOLE:
         bits = tl.load(origin)
-        tl.store(place, bits)
+        if STORE:
+            tl.store(place, bits)
     else:
         bits = tl.load(origin, mask=real, other=0)
-        tl.store(place, bits, mask=real)
+        if STORE:
+            tl.store(place, bits, mask=real)
     return bits
 
 
@@ -104,6 +106,7 @@ def _convert(
     source_head, target_head, first_tile, SOURCE_SIZE: tl.constexpr, TARGET_SIZE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, RUNS: tl.constexpr,
     RUN: tl.constexpr, MASK: tl.constexpr, DIGEST: tl.constexpr, WHOLE: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     """Convert one tile of RUNS runs of RUN tokens of one head of one layer's keys or values.
 
@@ -111,7 +114,7 @@ def _convert(
     elements, their tables `[n]`; `digests`, `binding`, UNIT and MASK as in `_add_digest`. SOURCE_SIZE and
     TARGET_SIZE are tokens a block; grid `[layers * 2 * HEADS, tiles]`, the first of which is `first_tile`.
     WHOLE tiles have all tokens and dimensions: a mask of single tokens would cut the loads of keys, which lie
-    token beside token, into single numbers.
+    token beside token, into single numbers. Without STORE the source is only read.
     """
     # Of all layers, their keys and values (a plane each), and the heads of these.
     row = tl.program_id(0)
@@ -130,7 +133,7 @@ def _convert(
             target_keys, target_ids, first, tokens, layer, target_head + head,
             tk0, tk1, tk2, tk3, tk4, TARGET_SIZE, RUNS, RUN, D_PAD,
         )  # fmt: skip
-        bits = _moved(origin, place, real, WHOLE)
+        bits = _moved(origin, place, real, WHOLE, STORE)
         if DIGEST:
             _add_digest(bits, digests, binding, first, tokens, row, UNIT, RUNS, RUN, D_PAD, MASK)
     else:
@@ -142,7 +145,7 @@ def _convert(
             target_values, target_ids, first, tokens, layer, target_head + head,
             tv0, tv1, tv2, tv3, tv4, TARGET_SIZE, RUNS, RUN, D_PAD,
         )  # fmt: skip
-        bits = _moved(origin, place, real, WHOLE)
+        bits = _moved(origin, place, real, WHOLE, STORE)
         if DIGEST:
             _add_digest(bits, digests, binding, first, tokens, row, UNIT, RUNS, RUN, D_PAD, MASK)
 
@@ -168,6 +171,38 @@ def convert_blocks(
     check(source, source_ids, target, target_ids, heads, tokens)
     if (digests is None) != (binding is None):
         raise ValueError("a digest needs a binding, and a binding is for a digest")
+    _launch(source, source_ids, target, target_ids, heads, tokens, digests, binding, store=True)
+
+
+def digest_blocks(
+    view: KVView,
+    ids: torch.Tensor,
+    heads: range,
+    tokens: int,
+    *,
+    digests: torch.Tensor,
+    binding: torch.Tensor,
+) -> None:
+    """Leave in `digests` (int64 `[n]`) what `convert_blocks` leaves there of the KV heads `heads` of a
+    sequence whose blocks in `view` are `ids [n]`, as they are now. Nothing is written beside.
+    """
+    own = HeadRange(heads.start, heads.start, len(heads))
+    check(view, ids, view, ids, own, tokens)
+    _launch(view, ids, view, ids, own, tokens, digests, binding, store=False)
+
+
+def _launch(
+    source: KVView,
+    source_ids: torch.Tensor,
+    target: KVView,
+    target_ids: torch.Tensor,
+    heads: HeadRange,
+    tokens: int,
+    digests: torch.Tensor | None,
+    binding: torch.Tensor | None,
+    *,
+    store: bool,
+) -> None:
     if digests is not None:
         digests.zero_()
     if tokens == 0 or heads.count == 0:
@@ -192,7 +227,7 @@ def convert_blocks(
             heads.source, heads.target, first, source.block_size, target.block_size,
             HEADS=heads.count, D=head_dim, D_PAD=width, UNIT=target.block_size, RUNS=_TOKENS // run, RUN=run,
             MASK=(1 << 8 * parts[0].element_size()) - 1, DIGEST=digests is not None, WHOLE=end == whole,
-            num_warps=min(_MOST_WARPS, max(1, warps)),
+            STORE=store, num_warps=min(_MOST_WARPS, max(1, warps)),
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
-from kvtransfer.transports import in_process, registry, tcp
+from kvtransfer.transports import cuda_ipc, in_process, registry, tcp
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
 from kvtransfer.transports.tcp_by_rank import can_go_by_rank, one_holder
 
@@ -40,7 +40,11 @@ _RELINK_FOR_S = 120.0
 
 
 class RanksUnreachable(HandoffDenied):
-    """Ranks of a decode worker that ranks of this one do not reach."""
+    """Ranks of a decode worker that ranks of this one do not reach by a transport."""
+
+    def __init__(self, transport: str, why: str) -> None:
+        super().__init__(_PEER_LOST, why)
+        self.transport = transport
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class HandoffClient:
         """Last failed try to link to each address: all calls that waited for it fail with it."""
         self._takes_whole: set[tuple[str, int]] = set()
         """Decode processes some of whose ranks were not reached from some of this worker's."""
+        self._unmapped: set[tuple[str, int]] = set()
+        """Decode processes whose memory some rank of this worker could not map."""
         self._opening: set[PeerLink] = set()
         """Links whose transport is being opened: they get heartbeats and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,25 +170,33 @@ class HandoffClient:
         self._peers.clear()
 
     async def _link(self, address: str, expected_incarnation: int) -> Peer:
-        """Return the linked Peer; its ranks send whole blocks to this one where they reach none of its."""
+        """Return the linked Peer; what ranks do not map goes by sockets, and what these do not reach goes
+        whole, from rank 0 to rank 0.
+        """
         process = (address, expected_incarnation)
-        try:
-            return await self._link_once(address, expected_incarnation)
-        except RanksUnreachable as error:
-            if process in self._takes_whole:
-                raise
-            _log.warning("blocks for the decode worker at %s go whole: %s", address, error.failure.message)
-            self._takes_whole.add(process)
-            return await self._link_once(address, expected_incarnation)
+        for _ in (self._unmapped, self._takes_whole):
+            try:
+                return await self._link_once(address, expected_incarnation)
+            except RanksUnreachable as error:
+                by_map = error.transport == cuda_ipc.NAME
+                avoided, instead = (self._unmapped, "by tcp") if by_map else (self._takes_whole, "whole")
+                if process in avoided or (by_map and tcp.NAME not in self._transports):
+                    raise
+                why = error.failure.message
+                _log.warning("blocks for the decode worker at %s go %s: %s", address, instead, why)
+                avoided.add(process)
+        return await self._link_once(address, expected_incarnation)
 
     def _holders(self, process: tuple[str, int]) -> Holders:
         """Return the processes that send shares of blocks to a decode process; empty: blocks go whole."""
-        if tcp.NAME not in self._transports or process in self._takes_whole:
-            return ()
-        if not can_go_by_rank(self._layout, self._tls):
+        if process in self._takes_whole or not can_go_by_rank(self._layout):
             return ()
         own = None if self._ranks is None else self._ranks.holders
         return own if own is not None else one_holder(self._layout)
+
+    def _transports_to(self, process: tuple[str, int]) -> list[str]:
+        """Return the transports to offer to a decode process."""
+        return [t for t in self._transports if t != cuda_ipc.NAME or process not in self._unmapped]
 
     async def _link_once(self, address: str, expected_incarnation: int) -> Peer:
         if self._closed:
@@ -191,7 +205,7 @@ class HandoffClient:
             address,
             self._writer_id,
             self._fingerprint,
-            self._transports,
+            self._transports_to((address, expected_incarnation)),
             gpu_uuid(self._device),
             () if self._ranks is None else self._ranks.pids,
             self._tls,
@@ -261,8 +275,9 @@ class HandoffClient:
                 channel = await registry.open_channel(hello.transport, welcome, sent)
                 copying = Copying(scratch, sent, channel, self._puller(welcome, channel, sent))
         except TransportError as error:
-            denied = RanksUnreachable if welcome.holders else HandoffDenied
-            raise denied(_PEER_LOST, str(error)) from error
+            if welcome.holders:
+                raise RanksUnreachable(hello.transport, str(error)) from error
+            raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
         lease = Lease(now, self._lease_times)
         progress = TransferProgress(now, self._lease_times.interval_s, self._stall_s)

@@ -88,6 +88,8 @@ class EmbeddingServer:
             await link.run(stream, handle)
         finally:
             self._links.discard(link)
+            if listener is not None:
+                listener.withdraw(reader, channel.token)
             self._on_lost(link)
 
     async def close(self) -> None:

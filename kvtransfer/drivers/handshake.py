@@ -18,6 +18,7 @@ from kvtransfer.drivers.holder_codec import holder_message, read_holders
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import pull_mapped
 from kvtransfer.transports.base import (
+    HolderReach,
     HolderReceiver,
     KVHolder,
     Locality,
@@ -116,11 +117,20 @@ def _admit_holders(
     """Let the processes of a writer register that hold shares of its blocks; empty where blocks go whole."""
     if not hello.holders or not isinstance(transport, HolderReceiver):
         return ()
-    return transport.admit_holders(writer, read_holders(hello.holders))
+    return transport.admit_holders(writer, read_holders(hello.holders), [hello.pid, *hello.rank_pids])
 
 
-def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None) -> str:
-    if transport.name in PULLS_MAPPED:
+def _unreachable_reason(transport: ReceivingTransport, hello: handoff_pb2.HandoffHello) -> str | None:
+    """Return why the processes of a hello cannot use a transport, None if they can."""
+    reason = transport.unreachable_reason(Locality(hello.host_id, hello.device, hello.pid))
+    if reason is None and isinstance(transport, HolderReach):
+        pids = [hello.pid, *hello.rank_pids]
+        reason = transport.unreachable_holders(read_holders(hello.holders), pids)
+    return reason
+
+
+def _pull_endpoint(transport: ReceivingTransport, pulls: PullServer | None, *, by_rank: bool) -> str:
+    if transport.name in PULLS_MAPPED and not by_rank:
         return pull_mapped.ENDPOINT
     return "" if pulls is None else pulls.endpoint
 
@@ -150,11 +160,10 @@ class Handshake:
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field
-        locality = Locality(hello.host_id, hello.device, hello.pid)
         whole = self.shares_drafter(hello)
         why = []
         for transport in (t for name in hello.transports for t in self.transports if t.name == name):
-            reason = transport.unreachable_reason(locality)
+            reason = _unreachable_reason(transport, hello)
             if reason is None and not whole and transport.name not in MOVES_SEGMENTS:
                 reason = "moves whole blocks, and the drafters differ"
             if reason is None:
@@ -174,9 +183,10 @@ class Handshake:
         `forgotten` is the count of PrefixForgotten messages so far.
         """
         writer = WriterId(hello.worker_id, hello.incarnation)
-        pulls = self._pulls if transport.name in PULLS_FRAMES else None
         token, *rank_tokens = _admit(transport, writer, [hello.pid, *hello.rank_pids])
         holders = _admit_holders(transport, writer, hello)
+        by_rank = bool(holders)
+        pulls = self._pulls if by_rank or transport.name in PULLS_FRAMES else None
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,
@@ -188,7 +198,7 @@ class Handshake:
                 rank_tokens=rank_tokens,
                 holders=map(holder_message, holders),
                 num_blocks=self._num_blocks,
-                pull_endpoint=_pull_endpoint(transport, pulls),
+                pull_endpoint=_pull_endpoint(transport, pulls, by_rank=by_rank),
                 pull_token=b"" if pulls is None else pulls.admit(writer),
                 forgotten=forgotten,
                 block_bytes=self._block_bytes,

@@ -115,11 +115,28 @@ class RankedReceiver(ReceivingTransport, Protocol):
 
 
 @runtime_checkable
+class HolderReach(Protocol):
+    """A receiving end for which it matters who holds which shares of a writer's blocks."""
+
+    def unreachable_holders(self, holders: Holders, pids: Sequence[int]) -> str | None:
+        """Return why blocks of a writer cannot come whose processes `pids` hold these shares; None: they can.
+
+        Without holders the writer sends whole blocks.
+        """
+        ...
+
+
+@runtime_checkable
 class HolderReceiver(ReceivingTransport, Protocol):
     """A receiving end to which each process with a share of the blocks may send its own."""
 
-    def admit_holders(self, writer: WriterId, holders: Holders) -> Sequence[KVHolder]:
+    def admit_holders(
+        self, writer: WriterId, holders: Holders, pids: Sequence[int] = ()
+    ) -> Sequence[KVHolder]:
         """Let the processes that hold these shares of a writer's blocks register as that writer.
+
+        Args:
+            pids: those of them on the writer's host, the writer's own first.
 
         Returns where each of them sends which shares; nothing where blocks are to be sent whole.
         """
@@ -232,7 +249,7 @@ class KVHolder:
     shares: tuple[KVShare, ...]
     """Shares of each block that are there."""
     endpoint: str
-    """Address for its shares, as host:port."""
+    """Address for its shares, as host:port, or behind an @ where its memory is mapped."""
     tokens: tuple[bytes, ...]
     """Proof of admission for each holder of the other worker, in their order."""
 

@@ -51,6 +51,10 @@ class BlockingThread:
         self._calls.put(call)
         return await result
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a call after those that wait; nothing hears of its end."""
+        self._calls.put(function)
+
     def stop(self) -> None:
         """End after the calls that wait."""
         self._calls.put(None)

@@ -19,8 +19,11 @@ from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import cuda_driver
 from kvtransfer.transports.base import Locality, Run, gpu_uuid
 from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
+from kvtransfer.transports.device_pieces import DigestedPieces
+from kvtransfer.transports.held_blocks import Pieces
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, FlagWord
 from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.share_mapping import ShareRun
 
 _HANDLE = struct.Struct(f"<4s{cuda_driver.HANDLE_BYTES}sQ")
 _KIND = b"cuda"
@@ -101,6 +104,40 @@ class CudaMapping:
             copy.launch()
             stream.synchronize()
         return copy.digests()
+
+    def start_share_copy(self, run: ShareRun, flag: FlagWord) -> Callable[[], list[bytes]]:
+        """Launch the conversion of each piece on a stream of its own, behind these blocks' computation."""
+        stream = self._side_stream()
+        copy = DigestedPieces(run.memory, run.block_ids, run.pieces, run.ref, run.first)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            if run.computed is not None:
+                stream.wait_event(run.computed)
+            try:
+                copy.launch(run.target, run.target_ids, run.target_pieces)
+                page = self._pages[flag.flags.address]
+                cuda_driver.write_in_stream_order(self._device, stream, page + flag.offset, flag.value)
+            except BaseException:
+                stream.synchronize()  # pieces that were launched still write
+                raise
+            done = torch.cuda.Event()
+            done.record(stream)
+
+        def finish() -> list[bytes]:
+            done.synchronize()
+            return copy.hashes()
+
+        return finish
+
+    def share_hashes(
+        self, memory: KVMemory, block_ids: Sequence[int], pieces: Pieces, ref: GrantRef, first: int
+    ) -> list[bytes]:
+        """Compute the hashes on the side stream; nothing is written."""
+        stream = self._side_stream()
+        copy = DigestedPieces(memory, block_ids, pieces, ref, first)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            copy.launch()
+            stream.synchronize()
+        return copy.hashes()
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the digests of blocks in the pool: the copy kernel reads them and writes nothing.

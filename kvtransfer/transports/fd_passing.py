@@ -20,13 +20,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from diptych.runtime.peer_credentials import peer_credentials
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import Admission, TransportError
 from kvtransfer.transports.memory_mapping import ExportedPool
-from kvtransfer.transports.registered_writers import TOKEN_BYTES, RegisteredWriters
+from kvtransfer.transports.registered_writers import TOKEN_BYTES, MappingProcess, RegisteredWriters
 from kvtransfer.transports.writer_process import WriterProcess
 
 _REGISTRATION_S = 2.0
@@ -37,16 +37,26 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class PoolFdSocket:
-    """Listening socket that sends the result of `export` to admitted writers, and keeps a pidfd of each."""
+class Admissions(Protocol):
+    """Processes that may register at a socket."""
 
-    def __init__(self, export: Callable[[WriterId], ExportedPool], dead: Callable[[WriterId], None]) -> None:
-        """Take `export`, which runs off the event loop, and `dead`, which is called on it.
+    def take(self, token: bytes, pid: int) -> WriterId:
+        """Return the writer that the process `pid` registers as. Raises TransportError."""
+        ...
 
-        `export` may raise OSError and TransportError.
-        """
-        self._export = export
-        self._writers = RegisteredWriters(dead)
+    async def keep(self, writer: WriterId, process: MappingProcess) -> None:
+        """Register a process, which has mapped the memory. Raises TransportError."""
+        ...
+
+
+class RegistrationSocket:
+    """Listening socket that sends the result of `export` to admitted processes of this user."""
+
+    def __init__(
+        self, export: Callable[[WriterId], ExportedPool], admissions: Admissions, token_bytes: int
+    ) -> None:
+        """Take `export`, which runs off the event loop and may raise OSError and TransportError."""
+        self._export, self._admissions, self._token_bytes = export, admissions, token_bytes
         self._listener: socket.socket | None = None
         self._path = f"diptych-{secrets.token_hex(16)}"
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,24 +74,8 @@ class PoolFdSocket:
         """Abstract name of the socket behind an @."""
         return "@" + self._path
 
-    def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`; return the token."""
-        return self._writers.admit(writer, [pid])[0]
-
-    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
-        """Let the processes `pids` register as `writer`, all of them; return the token of each."""
-        return self._writers.admit(writer, pids)
-
-    def registered(self, writer: WriterId) -> bool:
-        """Return True if all processes of this writer map the pool, as far as this process knows."""
-        return self._writers.registered(writer)
-
-    def fence(self, writer: WriterId) -> None:
-        """Kill the writer's processes; `dead` follows."""
-        self._writers.fence(writer)
-
     async def close(self) -> None:
-        """Stop listening and forget the writers."""
+        """Stop listening."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -89,7 +83,6 @@ class PoolFdSocket:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writers.close()
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -110,21 +103,71 @@ class PoolFdSocket:
         process: WriterProcess | None = None
         with connection:
             try:
-                token = await asyncio.to_thread(connection.recv, TOKEN_BYTES + 1)
-                writer = self._writers.take(token, peer_credentials(connection).pid)
+                token = await asyncio.to_thread(connection.recv, self._token_bytes + 1)
+                writer = self._admissions.take(token, peer_credentials(connection).pid)
                 process = WriterProcess.of_peer(connection)
                 exported = await asyncio.to_thread(self._export, writer)
                 socket.send_fds(connection, [_MAP + exported.handle], exported.fds)
                 if await asyncio.to_thread(connection.recv, 16) != b"mapped":
                     raise TransportError("the writer did not map the pool")
-                self._writers.keep(writer, process)
-                process = None
+                kept, process = process, None
+                await self._admissions.keep(writer, kept)
                 connection.send(b"registered")
             except (OSError, TransportError) as error:
                 _log.warning("a registration for shared memory failed: %s", error)
             finally:
                 if process is not None:
                     process.close()
+
+
+class PoolFdSocket:
+    """Listening socket that sends the result of `export` to admitted writers, and keeps a pidfd of each."""
+
+    def __init__(self, export: Callable[[WriterId], ExportedPool], dead: Callable[[WriterId], None]) -> None:
+        """Take `export`, which runs off the event loop, and `dead`, which is called on it.
+
+        `export` may raise OSError and TransportError.
+        """
+        self._writers = RegisteredWriters(dead)
+        self._socket = RegistrationSocket(export, self, TOKEN_BYTES)
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        await self._socket.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Abstract name of the socket behind an @."""
+        return self._socket.endpoint
+
+    def admit(self, writer: WriterId, pid: int) -> bytes:
+        """Let the process `pid` register as `writer`; return the token."""
+        return self._writers.admit(writer, [pid])[0]
+
+    def admit_ranks(self, writer: WriterId, pids: Sequence[int]) -> list[bytes]:
+        """Let the processes `pids` register as `writer`, all of them; return the token of each."""
+        return self._writers.admit(writer, pids)
+
+    def registered(self, writer: WriterId) -> bool:
+        """Return True if all processes of this writer map the pool, as far as this process knows."""
+        return self._writers.registered(writer)
+
+    def fence(self, writer: WriterId) -> None:
+        """Kill the writer's processes; `dead` follows."""
+        self._writers.fence(writer)
+
+    async def close(self) -> None:
+        """Stop listening and forget the writers."""
+        await self._socket.close()
+        self._writers.close()
+
+    def take(self, token: bytes, pid: int) -> WriterId:
+        """See `Admissions.take`."""
+        return self._writers.take(token, pid)
+
+    async def keep(self, writer: WriterId, process: MappingProcess) -> None:
+        """See `Admissions.keep`."""
+        self._writers.keep(writer, process)
 
 
 async def register(welcome: Admission, mapped: Callable[[ExportedPool], T]) -> T:

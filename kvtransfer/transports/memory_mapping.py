@@ -18,8 +18,11 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Locality, Run
 from kvtransfer.transports.failpoints import damage_payload
+from kvtransfer.transports.held_blocks import Pieces, read_pieces, write_pieces
 from kvtransfer.transports.host_blocks import block_digest
 from kvtransfer.transports.pool_memory import PoolMemory, map_pool
+from kvtransfer.transports.rank_data import share_hash
+from kvtransfer.transports.share_mapping import ShareRun
 
 _FLAG_BYTES = 8
 _COUNT_BITS = 24
@@ -71,6 +74,19 @@ class MemoryMapping(Protocol):
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the digests of blocks in `memory` as they are now; `first` is the index of the first."""
+        ...
+
+    def start_share_copy(self, run: ShareRun, flag: FlagWord) -> Callable[[], list[bytes]]:
+        """Start to copy shares of blocks to their places in `run.target`, then to set the flag.
+
+        The returned call blocks until both are done and gives the hash of each block's share.
+        """
+        ...
+
+    def share_hashes(
+        self, memory: KVMemory, block_ids: Sequence[int], pieces: Pieces, ref: GrantRef, first: int
+    ) -> list[bytes]:
+        """Compute the hashes of shares of blocks in `memory` as they are now, as `start_share_copy` does."""
         ...
 
 
@@ -208,6 +224,26 @@ class HostMapping:
             digests.append(block_digest(run.ref, index, payload))
             target.block_bytes(block)[:] = damage_payload(payload)
         return digests
+
+    def start_share_copy(self, run: ShareRun, flag: FlagWord) -> Callable[[], list[bytes]]:
+        """Return a call that copies on the thread of its caller."""
+
+        def finish() -> list[bytes]:
+            hashes = []
+            for source, block in zip(run.block_ids, run.target_ids, strict=True):
+                payload = read_pieces(run.memory, source, run.pieces)
+                hashes.append(share_hash(payload))
+                write_pieces(run.target, block, run.target_pieces, damage_payload(payload))
+            flag.set()
+            return hashes
+
+        return finish
+
+    def share_hashes(
+        self, memory: KVMemory, block_ids: Sequence[int], pieces: Pieces, ref: GrantRef, first: int
+    ) -> list[bytes]:
+        """Compute the xxh3 hash of each share; grant and place are bound to it later (rank_data.py)."""
+        return [share_hash(read_pieces(memory, block, pieces)) for block in block_ids]
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
         """Compute the xxh3 digest of each block in place."""

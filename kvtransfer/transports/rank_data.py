@@ -24,6 +24,7 @@ from diptych.engine.parallel.kv_shares import KVShare
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.held_blocks import Pieces
 from kvtransfer.transports.host_blocks import DIGEST_BYTES, block_digest
+from kvtransfer.transports.share_mapping import MappedRanks
 
 HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")
 ACCEPTED = b"+"
@@ -117,6 +118,11 @@ class RankBlocks(Protocol):
     @property
     def holders(self) -> Holders:
         """Shares of each process with a memory of its own."""
+        ...
+
+    @property
+    def mapped(self) -> MappedRanks:
+        """The other holders, where memories are mapped."""
         ...
 
     def listen(self, secret: bytes, on_event: Callable[[int, RankEvent], None]) -> list[Future[str]]:

@@ -31,6 +31,8 @@ from kvtransfer.transports.base import (
     host_id,
 )
 from kvtransfer.transports.cuda_mapping import CudaMapping
+from kvtransfer.transports.ipc_by_rank import IpcByRankChannel
+from kvtransfer.transports.ipc_receiver_by_rank import IpcByRankReceiver
 from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.tcp_by_rank import ByRankChannel, can_go_by_rank
@@ -45,7 +47,7 @@ PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 PULLS_MAPPED = frozenset({cuda_ipc.NAME})
 """Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
-_BY_RANK = (tcp.NAME,)
+_BY_RANK = (cuda_ipc.NAME, tcp.NAME)
 """Transports between groups whose ranks have memories of their own."""
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _MAPPED = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME})
@@ -119,7 +121,7 @@ def make_receiver(
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, mapping_for(pool.memory.data.device), hooks)
         case cuda_ipc.NAME:
-            return cuda_ipc.CudaIpcReceiver(pool, mapping_for(pool.memory.data.device), hooks)
+            return IpcByRankReceiver(pool, mapping_for(pool.memory.data.device), hooks)
         case tcp.NAME:
             return _tcp_receiver(pool.memory, host, hooks, tls)
         case process_group.GLOO | process_group.NCCL:
@@ -132,7 +134,7 @@ def _tcp_receiver(
 ) -> ReceivingTransport:
     """Make the end of the decode worker over tcp: by rank as well, where that can be."""
     whole = tcp.tcp_receiver(host, memory, hooks, tls)
-    if not can_go_by_rank(memory.layout, tls):
+    if tls is not None or not can_go_by_rank(memory.layout):
         return whole
     return ByRankReceiver(whole, host, memory, hooks)
 
@@ -154,7 +156,10 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
         case process_group.GLOO | process_group.NCCL:
             return await nccl.ProcessGroupChannel.open(name, welcome, scratch)
         case cuda_ipc.NAME:
-            return await cuda_ipc.CudaIpcChannel.open(welcome, mapping_for(scratch.data.device))
+            mapping = mapping_for(scratch.data.device)
+            if welcome.holders:
+                return await IpcByRankChannel.open(welcome, scratch, mapping)
+            return await cuda_ipc.CudaIpcChannel.open(welcome, mapping)
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
 
 

@@ -88,6 +88,10 @@ class RowListener(Protocol):
         """Let the process `pid` register as `reader`; return the endpoint and the token. Raises OSError."""
         ...
 
+    def withdraw(self, reader: WriterId, token: bytes) -> None:
+        """Take back what was offered with a token, if no sender was opened; the reader's link has ended."""
+        ...
+
     def open_sender(self, reader: WriterId) -> RowSender:
         """Return the sender to a reader that has registered. Raises TransportError."""
         ...

@@ -91,6 +91,9 @@ class FrameListener:
         """Let the process that shows the returned token register; pids mean nothing across hosts."""
         return self._listener.endpoint, self._listener.admit(reader)
 
+    def withdraw(self, reader: WriterId, token: bytes) -> None:
+        """Do nothing: all that waits is a token, in whose place the reader's next one comes."""
+
     def open_sender(self, reader: WriterId) -> FrameSender:
         """Return the sender to a reader that has registered. Raises TransportError."""
         if (connection := self._sockets.get(reader)) is None:

@@ -100,7 +100,8 @@ class RegionListener:
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
         self._socket = PoolFdSocket(self._export, lambda reader: None)
-        self._admitted: dict[WriterId, RowRegion] = {}
+        self._admitted: dict[WriterId, tuple[bytes, RowRegion]] = {}
+        """Token and region of each reader that has not opened it yet."""
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -112,15 +113,22 @@ class RegionListener:
 
     def admit(self, reader: WriterId, pid: int) -> tuple[str, bytes]:
         """Make a region for a reader, and let it register. Raises OSError."""
-        self._admitted[reader] = RowRegion()
-        return self._socket.endpoint, self._socket.admit(reader, pid)
+        region = RowRegion()
+        token = self._socket.admit(reader, pid)
+        self._admitted[reader] = token, region
+        return self._socket.endpoint, token
+
+    def withdraw(self, reader: WriterId, token: bytes) -> None:
+        """Keep the region no longer for a reader that did not open it, unless it was offered another."""
+        if reader in self._admitted and self._admitted[reader][0] == token:
+            del self._admitted[reader]
 
     def open_sender(self, reader: WriterId) -> RegionSender:
         """Return the sender to a reader, to which its region belongs from now on. Raises TransportError."""
-        region = self._admitted.pop(reader, None)
-        if region is None or not self._socket.registered(reader):
+        offered = self._admitted.pop(reader, None)
+        if offered is None or not self._socket.registered(reader):
             raise TransportError("a prefill worker did not map the region that it was offered")
-        return RegionSender(region)
+        return RegionSender(offered[1])
 
     async def close(self) -> None:
         """Stop listening, and forget the readers."""
@@ -128,10 +136,10 @@ class RegionListener:
         self._admitted.clear()
 
     def _export(self, reader: WriterId) -> ExportedPool:
-        region = self._admitted.get(reader)
-        if region is None:
+        offered = self._admitted.get(reader)
+        if offered is None:
             raise TransportError("no region waits for this prefill worker")
-        return region.export()
+        return offered[1].export()
 
 
 class RegionReceiver:

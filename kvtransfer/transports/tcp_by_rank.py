@@ -18,7 +18,6 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_routes import Holders, kv_routes, within
 from diptych.engine.parallel.kv_shares import KVShare, whole_share
 from diptych.runtime.bind_address import join_host_port
-from diptych.runtime.internal_tls import InternalTls
 from kvtransfer.transports.base import Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.blocking import finished
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
@@ -34,6 +33,7 @@ from kvtransfer.transports.rank_data import (
     share_digest,
     share_hash,
 )
+from kvtransfer.transports.share_mapping import MappedRanks
 
 STUCK_S = 15.0
 """Seconds in which a rank must have left a block, once its connections are closed."""
@@ -47,11 +47,18 @@ def holders_of(memory: KVMemory) -> Holders:
     return one_holder(memory.layout)
 
 
-def can_go_by_rank(layout: KVLayout, tls: InternalTls | None) -> bool:
-    """Return whether each rank can send and receive its own shares of blocks: nothing is in a block beside
-    shares of heads (a draft model's segment, a window), and sockets are plain.
+def mapped_ranks(memory: KVMemory) -> MappedRanks | None:
+    """Return the other processes of this worker that hold shares of `memory`'s blocks, to map and be mapped;
+    None: there are none.
     """
-    return tls is None and layout.draft is None and layout.windows is None
+    return memory.spread.mapped if isinstance(memory.spread, RankBlocks) else None
+
+
+def can_go_by_rank(layout: KVLayout) -> bool:
+    """Return whether each rank can send and receive its own shares of blocks: nothing is in a block beside
+    shares of heads, as a draft model's segment or a window.
+    """
+    return layout.draft is None and layout.windows is None
 
 
 def one_holder(layout: KVLayout) -> Holders:

@@ -121,7 +121,9 @@ class ByRankReceiver:
         self._drop(self._session_of(writer))
         return self._whole.admit(writer, pid)
 
-    def admit_holders(self, writer: WriterId, holders: Holders) -> Sequence[KVHolder]:
+    def admit_holders(
+        self, writer: WriterId, holders: Holders, pids: Sequence[int] = ()
+    ) -> Sequence[KVHolder]:
         """See `HolderReceiver.admit_holders`."""
         if len(holders) <= 1 and len(self._holders) <= 1:
             return ()

@@ -39,12 +39,18 @@ def pool_bytes(pid: int) -> int:
 
 
 def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> None:
-    """Uneven heads; blocks are copied between two choices, and a killed rank is the end of its group."""
+    """Uneven heads, and ranks that map one another's memories; blocks are pulled back by the prefill worker,
+    and copied between two choices; a killed rank is the end of its group.
+    """
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
-    with serving(model, own(2), own(2), "tcp", backend="torch") as stack:
+    with serving(model, own(2, **{"pull-prefixes": "always"}), own(2), "auto", backend="torch") as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
-        assert "transport tcp between 2 ranks there and those here" in stack.log.read_text()
+        assert "transport cuda_ipc between 2 ranks there and those here" in stack.log.read_text()
+        longer = [*PROMPTS[2], *expected[2], 7, 9]
+        (after,) = alone(model, 2, [longer], TOKENS, backend="torch")
+        assert answer(stack, longer, TOKENS) == after
+        assert stack.metric("prefill", "diptych_kv_pulled_tokens_total") >= 16
         held = [pool_bytes(pid) for pid in processes(stack, "decode")]
         assert held == [_BLOCKS * 2 * 2 * heads * _ROW_BYTES for heads in (1, 2)]
         with Client(stack.address, retries=0) as client:
@@ -72,6 +78,7 @@ def check(stack: Stack, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
 @pytest.mark.parametrize("sizes", [ODD, ONE_KV_HEAD], ids=["odd", "one-kv-head"])
 @pytest.mark.parametrize(
     ("prefill", "decode", "parts"),
@@ -87,11 +94,12 @@ def check(stack: Stack, expected: list[list[int]]) -> None:
     ids=["1-2", "2-1", "2-6", "6-2", "3-1", "2x2-2", "1x2-2x2"],
 )
 def test_any_degree_to_any_other_is_one_process(
-    tmp_path: Path, prefill: Degrees, decode: Degrees, parts: int, sizes: dict[str, int]
+    tmp_path: Path, prefill: Degrees, decode: Degrees, parts: int, sizes: dict[str, int], transport: str
 ) -> None:
+    """Without a transport's name ranks map one another's memories, where both workers are groups."""
     model = tiny_model.write(tmp_path, **sizes)
     expected = alone(model, parts, PROMPTS, TOKENS, backend="torch")
-    with serving(model, prefill, decode, "tcp", backend="torch") as stack:
+    with serving(model, prefill, decode, transport, backend="torch") as stack:
         check(stack, expected)
 
 

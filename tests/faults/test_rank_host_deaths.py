@@ -6,9 +6,6 @@ Blocks go from rank to rank. Where a rank is stopped, its process and what it ha
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,9 +16,9 @@ from tests.end_to_end.rank_hosts import children, serving_across_hosts
 from tests.end_to_end.rank_processes import processes
 from tests.faults.conftest import Breakable
 from tests.faults.failpoints import Armory, kill
-from tests.faults.requests import ask, check_same, retries
+from tests.faults.group_deaths import STATES, kill_in_state, stop_in_step
+from tests.faults.requests import ask, check_same
 from tests.faults.system import alive, eventually, settle
-from tests.faults.test_rank_deaths import MIX, STATES
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 BETWEEN_SHARES = "handoff.corrupt_push"
@@ -54,46 +51,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("role", "where", "after"), STATES, ids=[where for _, where, _ in STATES])
-def test_streams_outlive_a_rank(hosts: Hosts, role: str, where: str, after: int, victim: int) -> None:
-    """Rank 0 is stopped in a state; then either rank is killed, and rank 0 goes on if it was the other."""
-    length = 100 + 2 * STATES.index((role, where, after)) + victim
-    hosts.armory.arm(where, "freeze", after=after)
-    with ThreadPoolExecutor(1) as other:
-        asked = other.submit(ask, hosts.address, MIX, length=length)
-        stopped = hosts.armory.wait_taken(where)
-        ranks = hosts.ranks(role)
-        assert ranks[0] == stopped
-        assert len(ranks) == 2
-        kill(ranks[victim])
-        if victim:
-            os.kill(stopped, signal.SIGCONT)
-        eventually(lambda: not alive(ranks), 60, "the whole group is gone")
-        answers = asked.result()
-    settle(hosts.stack)
-    check_same(ask(hosts.address, MIX, length=length), answers)
-    assert where == "prefill.committed" or retries(answers.values())
-    hosts.stack.wait_idle(120)
+@pytest.mark.parametrize("state", STATES, ids=[where for _, where, _ in STATES])
+def test_streams_outlive_a_rank(hosts: Hosts, state: tuple[str, str, int], victim: int) -> None:
+    kill_in_state(hosts, hosts.ranks, state, victim, gone_s=60)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_streams_outlive_a_rank_that_stops(hosts: Hosts, role: str) -> None:
     """Shares of that rank neither leave nor are taken: the step is late, or blocks stay unacknowledged."""
-    expected = ask(hosts.address, ["greedy"], length=120)
-    where = {"prefill": "prefill.granted", "decode": "decode.step"}[role]
-    hosts.armory.arm(where, "freeze", after=0 if role == "prefill" else 8)
-    with ThreadPoolExecutor(1) as other:
-        asked = other.submit(ask, hosts.address, ["greedy"], length=121)
-        stopped = hosts.armory.wait_taken(where)
-        ranks = hosts.ranks(role)
-        os.kill(ranks[1], signal.SIGSTOP)
-        os.kill(stopped, signal.SIGCONT)
-        time.sleep(3)
-        kill(ranks[1])
-        answers = asked.result()
-    settle(hosts.stack)
-    check_same(ask(hosts.address, ["greedy"], length=121), answers)
-    check_same(expected, ask(hosts.address, ["greedy"], length=120))
+    stop_in_step(hosts, hosts.ranks, role)
 
 
 @pytest.mark.parametrize("after", [3, 4, 5, 6])

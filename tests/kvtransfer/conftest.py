@@ -29,7 +29,7 @@ from kvtransfer.protocol.messages import Key, PendingTransfer
 from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
-from tests.kvtransfer.thread_ranks import spread_over_threads, writer_ranks
+from tests.kvtransfer.thread_ranks import own_pool, spread_over_threads, writer_ranks
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
 FINGERPRINT = Fingerprint(
@@ -60,8 +60,18 @@ BY_RANK: dict[str, tuple[Holders, Holders]] = {
         ((KVShare(range(2), range(3)),),),
     ),
 }
-"""Prefill and decode workers whose ranks have memories of their own, over tcp: each sends to each what both
-hold. In the first pair both prefill ranks have the head in the middle."""
+"""Prefill and decode workers whose ranks have memories of their own: each sends to each what both hold.
+
+In the first pair both prefill ranks have the head in the middle.
+"""
+MAPPED = {f"{name}, mapped": holders for name, holders in BY_RANK.items()}
+"""The same, where ranks map the memories that they write; blocks go over tcp in the others."""
+APART = BY_RANK | MAPPED
+
+
+def transport_of(name: str) -> str:
+    """Return the transport that a pair of this name uses."""
+    return "cuda_ipc" if name in MAPPED else "tcp" if name in BY_RANK else name
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -182,16 +192,19 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         timeouts: EscalationTimeouts | None = None,
         **fingerprint: object,
     ) -> DecodeEnd:
-        end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
-        if transport in BY_RANK:
-            ranks.enter_context(spread_over_threads(end.memory.memory, BY_RANK[transport][1]))
+        held = APART[transport][1] if transport in APART else ()
+        (own,) = held[0] if transport in MAPPED else (None,)
+        pool = allocate_pool(LAYOUT, blocks) if own is None else own_pool(LAYOUT, blocks, own)
+        end = DecodeEnd(BlockPool(blocks), pool)
+        if len(held) > 1:
+            ranks.enter_context(spread_over_threads(end.memory.memory, held))
         end.server = HandoffServer(
             worker_id="decode",
             incarnation=INCARNATION,
             fingerprint=replace(FINGERPRINT, **fingerprint),
             memory=end.memory,
             pool=end.pool,
-            transports=["tcp" if transport in BY_RANK else transport],
+            transports=[transport_of(transport)],
             running=lambda: end.running,
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
@@ -212,11 +225,13 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         aborted: list[Key] = []
         lost: list[tuple[str, list[Key]]] = []
         scratch = BlockPool(scratch_blocks)
-        holders = BY_RANK[transport][0] if transport in BY_RANK else None
+        holders = APART[transport][0] if transport in APART else None
 
         def make_scratch() -> tuple[KVMemory, BlockPool]:
             memory = KVMemory(LAYOUT, scratch_blocks)
-            if holders is not None:
+            if holders is not None and transport in MAPPED:
+                memory = own_pool(LAYOUT, scratch_blocks, holders[0][0]).memory
+            if holders is not None and len(holders) > 1:
                 ranks.enter_context(spread_over_threads(memory, holders))
             return memory, scratch
 
@@ -225,7 +240,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             incarnation=11,
             fingerprint=FINGERPRINT,
             layout=LAYOUT,
-            transports=["tcp" if transport in BY_RANK else transport],
+            transports=[transport_of(transport)],
             scratch=make_scratch,
             ranks=None if holders is None else writer_ranks(holders),
             on_abort=aborted.append,

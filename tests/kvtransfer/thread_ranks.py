@@ -14,12 +14,16 @@ from typing import Any, NoReturn
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group.mapping_service import MappingService
 from diptych.worker_process.group.orders import ReadShare
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import KINDS, Joined
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
 from diptych.worker_process.group.spread_blocks import SpreadShares
+from kvtransfer.transports.base import CPU, host_id
+from kvtransfer.transports.memory_mapping import HostMapping
+from kvtransfer.transports.pool_memory import PoolMemory, allocate_share
 from kvtransfer.transports.rank_data import share_hash
 
 HERE = "127.0.0.1"
@@ -53,7 +57,9 @@ class ThreadRank:
         in_step: bool = False,
         damages: bool = False,
     ) -> None:
-        self.memory = KVMemory(share.narrow(layout), num_blocks)
+        pool = allocate_share(share.narrow(layout), num_blocks, CPU)
+        self.memory = pool.memory
+        self._files = [pool.file()]
         pairs = {kind: socket.socketpair() for kind in KINDS}
         ends = {kind: Connection(ours.detach()) for kind, (ours, _) in pairs.items()}
         self._closing = False
@@ -61,7 +67,8 @@ class ThreadRank:
         self._sockets = [theirs for _, theirs in pairs.values()]
         self._theirs = {kind: Connection(os.dup(theirs.fileno())) for kind, (_, theirs) in pairs.items()}
         self.own = ShareMemory({0: self.memory})
-        self.service = ShareService(self._theirs["shares"], HERE, holder, self.own)
+        self.mappings = MappingService(holder, self.own, lambda number: pool, HostMapping(host_id()))
+        self.service = ShareService(self._theirs["shares"], HERE, holder, self.own, self.mappings)
         serving = [self._damage if damages else lambda: self.own.answer(self._theirs["blocks"])]
         serving += [self.service.serve, *([] if in_step else [self._carry_out])]
         self._threads = [threading.Thread(target=self._until_gone, args=(serve,)) for serve in serving]
@@ -82,6 +89,12 @@ class ThreadRank:
             theirs.close()
         for thread in self._threads:
             thread.join()
+        self.mappings.close()
+        while self._files:
+            os.close(self._files.pop())
+        # Threads that wait for orders keep this object: other tests count mappings of pools.
+        self.rank.shares.on_event = self.rank.shares.on_source = None
+        del self.memory, self.own, self.service, self.mappings
 
     def _lost(self, error: BaseException) -> Any:
         """Raise for who asks for something; a thread that serves the connection sees the end of this test."""
@@ -121,6 +134,12 @@ def spread_over_threads(memory: KVMemory, holders: Holders) -> Iterator[Sequence
             rank.close()
 
 
+def own_pool(layout: KVLayout, num_blocks: int, held: KVShare) -> PoolMemory:
+    """Return the memory of a rank 0 that has room for its share alone."""
+    pool = allocate_share(held.narrow(layout), num_blocks, CPU)
+    return PoolMemory(pool.memory.as_share_of(layout, held.layers.start, held.heads.start), pool.fd)
+
+
 def writer_ranks(holders: Holders) -> Any:
-    """Return what a client knows of a group with these holders."""
-    return SimpleNamespace(pids=(), holders=holders)
+    """Return what a client knows of a group with these holders, all of this process."""
+    return SimpleNamespace(pids=[os.getpid()] * (len(holders) - 1), holders=holders)

@@ -31,7 +31,7 @@ from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Joined
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.spread_blocks import SpreadShares
-from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
 from tests.simulation.kv_cells import CellRunner, CellsDiffer, Entries, HeldCells, agreed, dealt_shares
 from tests.simulation.model import VOCABULARY, SimulatedModel, extend
@@ -126,7 +126,12 @@ class RankProcess:
         threads = self.group.cluster.threads
         order: Any = SimpleNamespace(share_host="127.0.0.1", holder=holder)
         loaded: Any = SimpleNamespace(backend=self._backend)
-        memories: Any = SimpleNamespace(mapped=self.memories, serve=threads.stay)
+        memories: Any = SimpleNamespace(
+            mapped=self.memories,
+            serve=threads.stay,
+            pool=None,  # nothing is mapped between ranks
+            device=CPU,
+        )
         adapters: Any = None  # none are loaded
         if self.alone:
             threads.start(self.host, lambda: serve_holder(ends, order, loaded, memories, adapters))

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from diptych.engine.parallel_model import LoadedParts
 from diptych.runtime.process import leave
+from diptych.worker_process.group.mapping_service import MappingService
 from diptych.worker_process.group.orders import BlockOrder, Planned, StartRank
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
@@ -26,6 +27,7 @@ from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.rendezvous import Ends
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
+from kvtransfer.transports.registry import mapping_for
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ def serve_holder(
 ) -> NoReturn:
     """Serve rank 0's connections by kind, and compute until rank 0 is gone, which ends the process."""
     own = ShareMemory(memories.mapped)
-    shares = ShareService(ends["shares"], order.share_host, order.holder, own)
+    mappings = MappingService(order.holder, own, memories.pool, mapping_for(memories.device))
+    shares = ShareService(ends["shares"], order.share_host, order.holder, own, mappings)
     planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
     begin("memories", memories.serve)
     begin("blocks", lambda: own.answer(ends["blocks"]))

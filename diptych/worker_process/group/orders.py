@@ -12,7 +12,9 @@ CopyBlock, and carries them out in this order; it answers none. Two more connect
 
 blocks   ReadShare, answered with the digest of the bytes and the bytes
 shares   ListenForShares, OpenPushes and PushShare, each answered with Answered when it is done, whatever
-         comes meanwhile; ClosePushes, EndSession and DropShare; the other way also ArrivedShare, SessionBroke
+         comes meanwhile; ClosePushes, EndSession and DropShare; the other way ArrivedShare, SessionBroke.
+         Where memories are mapped OfferMemory, CheckShares, MapTargets and CopyShares, answered likewise;
+         NoteSource, FenceWriter and UnmapTargets; the other way SourceMapped, SourceDied
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from diptych.engine.parallel.gloo_communicator import LOOPBACK
 from diptych.engine.parallel.stages import Grid
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.parallel_model import Dealing
-from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Welcome
 from kvtransfer.transports.held_blocks import Pieces
 from kvtransfer.transports.rank_data import PushTarget
+from kvtransfer.transports.share_mapping import CheckRun, CopyRun, MapTarget
 
 CONNECTIONS = ("plans", "control", "blocks", "shares")
 """Kinds of the connections to a rank of this host; the last two are for one with memories of its own."""
@@ -282,9 +285,71 @@ class Answered:
     result: Any
 
 
+@dataclass(frozen=True)
+class OfferMemory:
+    """Order to offer memory `number` to ranks of other workers; the answer is the endpoint."""
+
+    request: int
+    number: int
+    secret: bytes
+    """Maker of the tokens that they show."""
+
+
+@dataclass(frozen=True)
+class NoteSource:
+    """Word that rank 0 knows of a process which has mapped this rank's memory."""
+
+    source: WriterId
+
+
+@dataclass(frozen=True)
+class FenceWriter:
+    """Order to kill the processes of a writer, by its number, that map this rank's memory."""
+
+    writer: int
+
+
+@dataclass(frozen=True)
+class CheckShares:
+    """Question for the digests of shares that were written to this rank's memory."""
+
+    request: int
+    run: CheckRun
+
+
+@dataclass(frozen=True)
+class MapTargets:
+    """Order to map memories of ranks of another worker; the answer is None."""
+
+    request: int
+    channel: int
+    targets: tuple[MapTarget, ...]
+
+
+@dataclass(frozen=True)
+class CopyShares:
+    """Order to copy this rank's shares of blocks to all targets, once it has carried out so many writes and
+    copies. The answer, the digests, comes when they lie there.
+    """
+
+    request: int
+    channel: int
+    number: int
+    run: CopyRun
+    after: int
+
+
+@dataclass(frozen=True)
+class UnmapTargets:
+    """Order to unmap the memories of a channel."""
+
+    channel: int
+
+
 Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
 Recording = PlanDecode | PrepareDecode | RecordPrompts
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
 Planned = StepPlan | Recording | AdapterOrder | BlockOrder
-ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare
+MappingOrder = OfferMemory | NoteSource | FenceWriter | CheckShares | MapTargets | CopyShares | UnmapTargets
+ShareOrder = ListenForShares | OpenPushes | PushShare | ClosePushes | EndSession | DropShare | MappingOrder

@@ -31,7 +31,7 @@ from diptych.worker_process.group.rank_adapters import RankAdapters
 from kvtransfer.transports.base import CPU, TransportError, host_id
 from kvtransfer.transports.fd_passing import register_blocking
 from kvtransfer.transports.memory_mapping import HostMapping
-from kvtransfer.transports.pool_memory import allocate_share, map_pool
+from kvtransfer.transports.pool_memory import PoolMemory, allocate_share, map_pool
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ class Memories:
         *,
         prefault: bool = True,
     ) -> None:
-        self._control, self._share, self._device, self._prefault = control, share, device, prefault
+        self._control, self._share, self._prefault = control, share, prefault
+        self.device = device
         self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
         self._files: dict[int, int | None] = {}
@@ -86,6 +87,10 @@ class Memories:
             _log.exception("this rank fails, and the group with it")  # else rank 0 would wait for an answer
             leave(1)
 
+    def pool(self, number: int) -> PoolMemory:
+        """Return a memory of this rank's own as other processes can map it."""
+        return PoolMemory(self.mapped[number], self._files[number])
+
     def _drop(self, number: int) -> None:
         self.mapped.pop(number, None)
         if (fd := self._files.pop(number, None)) is not None:
@@ -99,10 +104,10 @@ class Memories:
                     self.mapped[number] = map_pool(fd, layout, num_blocks, prefault=self._prefault)
                     close(fd)
                 case AllocateShare(number, layout, num_blocks) if self._share is not None:
-                    made = allocate_share(self._share.narrow(layout), num_blocks, self._device)
+                    made = allocate_share(self._share.narrow(layout), num_blocks, self.device)
                     self.mapped[number], self._files[number] = made.memory, made.fd
                 case CountBlocks(layout, utilization, recordings, temporaries) if self._share is not None:
-                    room = free_pool_bytes(self._device, utilization, recordings, temporaries)
+                    room = free_pool_bytes(self.device, utilization, recordings, temporaries)
                     return room // self._share.narrow(layout).bytes_per_block
                 case RegisterPool(number, welcome):
                     self.mapped[number] = register_blocking(

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from diptych.worker_process.group.orders import (
     BlockOrder,
     CopyBlock,
+    CopyShares,
     ListenForShares,
     OpenPushes,
     PlaceShare,
@@ -25,6 +26,7 @@ from diptych.worker_process.group.share_link import ShareLink
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.held_blocks import Pieces
 from kvtransfer.transports.rank_data import PushTarget, share_hash
+from kvtransfer.transports.share_mapping import CopyRun
 
 _DIGEST_BYTES = 16
 
@@ -94,3 +96,8 @@ class RemoteRank:
         """Have the rank send its shares of a block, which no step is writing; the result is their digests."""
         after = self._writes
         return self.shares.ask(lambda request: PushShare(request, channel, number, block, ref, index, after))
+
+    def copy_shares(self, number: int, channel: int, run: CopyRun) -> Future[list[bytes]]:
+        """Have the rank copy its shares of blocks, which no step is writing, to memories that it maps."""
+        after = self._writes
+        return self.shares.ask(lambda request: CopyShares(request, channel, number, run, after))

@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 from diptych.engine.parallel.communicator import GroupBroken
 
 KINDS = ("life", "control", "plans", "blocks", "shares")
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of the messages between the processes of a group; another one with every change of them."""
 JOIN_S = 300.0
 """Seconds that rank 0 waits for the ranks of other hosts."""

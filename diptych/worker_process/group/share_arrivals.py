@@ -12,6 +12,8 @@ import contextlib
 import logging
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 from diptych.runtime.bind_address import join_host_port
@@ -31,6 +33,9 @@ KEPT_BYTES = 64 << 20
 """Most bytes of shares that are kept of one connection, or one share."""
 MAX_STRANGERS = 64
 """Connections at once that have not shown a token."""
+ENDED_SESSIONS = 1024
+"""Last sessions that ended whose late senders are turned away."""
+ACCEPT_AGAIN_S = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +67,7 @@ class ShareArrivals:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._changed = threading.Condition()
         self._sessions: dict[int, list[socket.socket]] = {}
+        self._ended: deque[int] = deque(maxlen=ENDED_SESSIONS)
         self._staged: dict[int, tuple[_Kept, bytearray]] = {}
         self._next = 0
         threading.Thread(target=self._accept, name="shares", daemon=True).start()
@@ -77,13 +83,19 @@ class ShareArrivals:
     def end_session(self, session: int) -> None:
         """Close the connections of a session; what came by them stays until rank 0 has answered."""
         with self._changed:
+            self._ended.append(session)
             for connection in self._sessions.pop(session, []):
                 _shut(connection)
             self._changed.notify_all()
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # a sender that is gone again, or too many open files
+                _log.warning("a data connection was not accepted: %s", error)
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
@@ -100,7 +112,15 @@ class ShareArrivals:
                 self._read_shares(connection, session, source)
             except (OSError, EOFError, ValueError) as error:
                 _log.info("a data connection ended: %s", error)
+            self._forget(session, connection)
             self._tell(SessionBroke(session))
+
+    def _forget(self, session: int, connection: socket.socket) -> None:
+        """Keep a connection that ended no longer."""
+        with self._changed:
+            left = [one for one in self._sessions.pop(session, []) if one is not connection]
+            if left:
+                self._sessions[session] = left
 
     def _admit(self, connection: socket.socket) -> tuple[int, int] | None:
         """Return session and sender of a connection, which is kept for the end of that session."""
@@ -114,6 +134,8 @@ class ShareArrivals:
                 return None
             connection.settimeout(None)
             with self._changed:
+                if admitted[0] in self._ended:
+                    return None  # it registers late
                 self._sessions.setdefault(admitted[0], []).append(connection)
             connection.sendall(ACCEPTED)
             return admitted

@@ -1,4 +1,4 @@
-"""Rank 0's end of what a rank on another host does with shares of blocks, beside its steps."""
+"""Rank 0's end of what a rank with memories of its own does with shares of blocks, beside its steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from diptych.worker_process.group.orders import Answered, RankFailed, ShareOrder
 from diptych.worker_process.group.queued_sender import QueuedSender
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.rank_data import RankEvent
+from kvtransfer.transports.share_mapping import SourceDied, SourceEvent, SourceMapped
 
 
 class ShareLink:
@@ -24,6 +25,8 @@ class ShareLink:
         """Call `fail` with what ends the connection."""
         self.on_event: Callable[[RankEvent], None] | None = None
         """Takes events, on a thread."""
+        self.on_source: Callable[[SourceEvent], None] | None = None
+        """Takes what processes do that map the rank's memory, on a thread."""
         self._connection, self._fail = connection, fail
         self._sender = QueuedSender(connection, f"{name}-orders", fail)
         self._numbers = itertools.count()
@@ -49,7 +52,11 @@ class ShareLink:
         except (OSError, EOFError) as error:
             self._fail(error)
 
-    def _take(self, message: Answered | RankEvent) -> None:
+    def _take(self, message: Answered | RankEvent | SourceEvent) -> None:
+        if isinstance(message, SourceMapped | SourceDied):
+            if self.on_source is not None:
+                self.on_source(message)
+            return
         if not isinstance(message, Answered):
             if self.on_event is not None:
                 self.on_event(message)

@@ -7,6 +7,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from diptych.worker_process.group.mapping_service import MappingService
 from diptych.worker_process.group.orders import (
     Answered,
     ClosePushes,
@@ -22,6 +23,7 @@ from diptych.worker_process.group.share_arrivals import ShareArrivals
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_pushes import PushChannel
 from kvtransfer.transports.rank_data import RankEvent
+from kvtransfer.transports.share_mapping import SourceEvent
 
 
 class ShareService:
@@ -31,10 +33,21 @@ class ShareService:
         host: address of this rank.
         source: number of this rank among the holders of its worker's blocks.
         own: this rank's blocks.
+        mappings: carries out what is ordered of mapped memories, if anything is.
     """
 
-    def __init__(self, connection: Connection[Any, Any], host: str, source: int, own: ShareMemory) -> None:
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        host: str,
+        source: int,
+        own: ShareMemory,
+        mappings: MappingService | None = None,
+    ) -> None:
         self._connection, self._host, self._source, self._own = connection, host, source, own
+        self._mappings = mappings
+        if mappings is not None:
+            mappings.bind(self._send)
         self._sending = threading.Lock()
         self._channels: dict[int, PushChannel] = {}
 
@@ -63,6 +76,9 @@ class ShareService:
             case DropShare():
                 if self._own.arrivals is not None:
                     self._own.arrivals.take(order.staged)
+            case _:
+                assert self._mappings is not None, "nothing is mapped between hosts"
+                self._mappings.carry_out(order)
 
     def _listen(self, order: ListenForShares) -> str | RankFailed:
         largest = self._own.memory(order.number).layout.bytes_per_block
@@ -72,6 +88,6 @@ class ShareService:
             return RankFailed(f"a rank on {self._host} cannot listen: {error}")
         return self._own.arrivals.endpoint
 
-    def _send(self, message: Answered | RankEvent) -> None:
+    def _send(self, message: Answered | RankEvent | SourceEvent) -> None:
         with self._sending, contextlib.suppress(OSError):  # rank 0 is gone, as `serve` sees
             self._connection.send(message)

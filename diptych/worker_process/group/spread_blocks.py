@@ -21,6 +21,7 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.kv_routes import Holders
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group.mapped_ranks import GroupMappings
 from diptych.worker_process.group.orders import ClosePushes, DropShare, EndSession
 from diptych.worker_process.group.remote_rank import RemoteRank
 from kvtransfer.protocol.messages import GrantRef
@@ -54,6 +55,8 @@ class SpreadShares:
         self._ranks = [rank for rank, _ in others]
         self.holders: Holders = (tuple(own), *((share,) for _, share in others))
         """See `RankBlocks.holders`."""
+        self.mapped = GroupMappings(number, self._ranks)
+        """See `RankBlocks.mapped`."""
 
     def gather_block(self, block: int) -> memoryview:
         """See `SpreadBlocks.gather_block`. Ends the process where a rank does not answer."""

@@ -98,6 +98,21 @@ def test_flags_that_go_with_a_group_on_gpus(
         settings(role, device="cuda", **group, backend="native")
 
 
+@ROLES
+@pytest.mark.parametrize("where", [{"device": "cuda"}, {"device": "cpu", "own_memories": True}], ids=str)
+def test_draft_models_and_groups_whose_ranks_have_memories_of_their_own(
+    role: type[WorkerSettings], where: dict[str, Any]
+) -> None:
+    two, refused = {"tensor_parallel": 2, **where}, "--speculative-model bundled does not go with"
+    with pytest.raises((ValueError, BadSettings), match=refused):
+        settings(role, **two, speculative_model="bundled")
+    alone = settings(role, **{**two, "tensor_parallel": 1}, speculative_model="bundled")
+    assert not alone.ranks_have_memories("cuda")
+    for transport in ("nccl", "gloo"):
+        with pytest.raises((ValueError, BadSettings), match=f"--transport {transport} does not go with"):
+            settings(role, **two, transport=transport)
+
+
 @EACH
 @pytest.mark.parametrize("kind", ["Medusa", "EAGLE", "EAGLE-3", "MTP"])
 def test_heads_that_draft_from_hidden_rows(group: dict[str, Any], named: str, kind: str) -> None:

@@ -13,7 +13,7 @@ from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, HandoffDenied, PeerLost
 from kvtransfer.protocol.lease import LeaseTimes
 from tests.kvtransfer.conftest import (
-    BY_RANK,
+    APART,
     INCARNATION,
     LAYOUT,
     fill,
@@ -28,7 +28,7 @@ BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
 
 
-@pytest.fixture(params=["shared_memory", "in_process", "tcp", "gloo", "cuda_ipc", *BY_RANK])
+@pytest.fixture(params=["shared_memory", "in_process", "tcp", "gloo", "cuda_ipc", *APART])
 def transport(request: pytest.FixtureRequest) -> str:
     """Every transport; both ends are in this process."""
     return str(request.param)

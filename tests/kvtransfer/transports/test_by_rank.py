@@ -364,6 +364,44 @@ async def test_only_tokens_of_the_secret_are_let_in() -> None:
     assert sorted(event.session for event in told if isinstance(event, SessionBroke)) == [1, 2]
 
 
+async def test_a_sender_that_registers_late_is_turned_away_and_none_is_kept_that_ended() -> None:
+    arrivals = ShareArrivals("127.0.0.1", b"secret", 64, lambda event: None)
+    host, _, port = arrivals.endpoint.rpartition(":")
+
+    def show(session: int) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(session_token(b"secret", session, 0))
+            return connection.recv(1)
+
+    assert await asyncio.to_thread(show, 1) == b"+"
+    await until(lambda: not arrivals._sessions)
+    arrivals.end_session(2)
+    assert await asyncio.to_thread(show, 2) == b""
+    assert not arrivals._sessions
+
+
+async def test_a_connection_that_is_not_accepted_ends_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where this process has too many open files for a moment."""
+    accept, failures = socket.socket.accept, iter([OSError(24, "Too many open files")] * 2)
+
+    def refuse(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return accept(listener)
+
+    monkeypatch.setattr(share_arrivals, "ACCEPT_AGAIN_S", 0.001)
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    arrivals = ShareArrivals("127.0.0.1", b"secret", 64, lambda event: None)
+    host, _, port = arrivals.endpoint.rpartition(":")
+
+    def show() -> bytes:
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(session_token(b"secret", 1, 0))
+            return connection.recv(1)
+
+    assert await asyncio.to_thread(show) == b"+"
+
+
 async def test_whole_blocks_are_taken_where_both_workers_have_one_memory(connect: Connect) -> None:
     with group(ONE, LAYOUT) as alone:
         pair = Pair(alone, alone)

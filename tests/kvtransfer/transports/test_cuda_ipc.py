@@ -16,8 +16,8 @@ from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import Locality
-from kvtransfer.transports.cuda_ipc import CudaIpcReceiver
 from kvtransfer.transports.cuda_mapping import CudaMapping
+from kvtransfer.transports.ipc_receiver_by_rank import IpcByRankReceiver
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, HostMapping
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
@@ -150,7 +150,7 @@ async def test_failed_check_fails_the_attempt(make_pair, times, monkeypatch):
 async def test_map_refuses_a_pool_of_another_kind(make_pair):
     pair = await make_pair("cuda_ipc")
     (receiver,) = pair.decode.server._handshake.transports
-    assert isinstance(receiver, CudaIpcReceiver)
+    assert isinstance(receiver, IpcByRankReceiver)
     assert receiver.unreachable_reason(Locality("elsewhere")) == "on another host"
     assert "GPU" in (HostMapping("here").unreachable_reason(Locality("here", "GPU-1"), in_place=False) or "")
     assert HostMapping("here").unreachable_reason(Locality("here"), in_place=False) is None

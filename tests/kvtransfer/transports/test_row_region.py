@@ -12,6 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diptych.worker.v1 import encode_pb2
+from kvtransfer.drivers.embedding_link import EmbeddingFingerprint
+from kvtransfer.drivers.embedding_server import EmbeddingServer
 from kvtransfer.drivers.rows_link import rows_parts
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.protocol.row_transfer import Arrival, RowAsks, RowsPart
@@ -28,6 +31,7 @@ from kvtransfer.transports.row_region import (
 )
 
 READER, KEY, IMAGE = WriterId("p", 1), ("r", 1), b"i" * 32
+FINGERPRINT = EmbeddingFingerprint("m" * 64, "llava", "float32")
 ROWS = torch.arange(600 * 512, dtype=torch.float32).view(600, 512)  # two parts
 
 
@@ -130,6 +134,45 @@ async def test_only_the_process_of_the_hello_maps_the_region_and_none_writes_it(
     region = RowRegion()
     with pytest.raises(PermissionError):
         mmap.mmap(region.export().fds[0], SLOT_BYTES, mmap.MAP_SHARED)
+
+
+async def test_a_region_that_is_never_opened_is_kept_no_longer_than_its_link() -> None:
+    """Also where the reader has mapped it; what another link was offered since stays."""
+    async with listening() as listener:
+        first = admitted(listener)
+        receiver = await open_region(first, 4)
+        second = admitted(listener)
+        listener.withdraw(READER, first.token)
+        assert READER in listener._admitted
+        listener.withdraw(READER, second.token)
+        assert not listener._admitted
+        receiver.close()
+    server = EmbeddingServer(
+        WriterId("e", 1), FINGERPRINT, on_ask=print, on_taken=print, on_lost=lambda link: None,
+        listeners=[RegionListener(host_id())],
+    )  # fmt: skip
+    await server.start()
+    hello = encode_pb2.EmbeddingHello(
+        worker_id="p", incarnation=1, pid=os.getpid(), host_id=host_id(), transports=["shared_memory"],
+        fingerprint=FINGERPRINT.to_proto(),
+    )  # fmt: skip
+    await server.serve_link(OneMessage(encode_pb2.EmbeddingServiceLinkRequest(hello=hello)))
+    (listener,) = server._listeners.values()
+    assert not listener._admitted
+    await server.close()
+
+
+class OneMessage:
+    """Stream whose other end sends one message, and ends."""
+
+    def __init__(self, message: object) -> None:
+        self._messages: list[object | None] = [message, None]
+
+    async def read(self) -> object | None:
+        return self._messages.pop(0)
+
+    async def write(self, message: object) -> None:
+        pass
 
 
 async def test_a_region_outlives_the_encode_worker_and_leaves_no_file_behind() -> None:
