@@ -55,12 +55,12 @@ def agree_on_exchange(
 
     Every process tells the others its card. Raises GroupBroken.
     """
-    card = _name_of(device) if c10d.is_nccl_available() else _NO_NCCL
+    card = name_of_card(device) if c10d.is_nccl_available() else _NO_NCCL
     store.set(f"card-{number}", card)
     cards = [store.get(f"card-{other}").decode() for other in range(count)]
     return choose_exchange(cards, environment.get(VARIABLE) or "auto")
 
 
-def _name_of(device: torch.device) -> str:
+def name_of_card(device: torch.device | int) -> str:
     """Return the name of a card, the same in every process and no other card's."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from diptych.engine.parallel.cards import name_of_card
 from diptych.engine.parallel.communicator import Communicator
 
 _LOG = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ def _reaches_all(inner: Communicator, store: c10d.Store, device: torch.device) -
 
     A card of another host, or one that this process does not see, has no number here.
     """
-    here = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
-    store.set(f"peer-{inner.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    here = {name_of_card(number): number for number in range(torch.cuda.device_count())}
+    store.set(f"peer-{inner.rank}", name_of_card(device))
     numbers = [here.get(store.get(f"peer-{rank}").decode()) for rank in range(inner.ranks)]
     own = numbers[inner.rank]
     return own is not None and all(
