@@ -160,8 +160,7 @@ def fold_in(
     """Count split `split` of `count` as finished; the last one of a group joins it, the last group all.
 
     `base [HEADS_PAD]` is the heads' first place in the scratch, `finished` the counters of this row and KV
-    head, zero again when all is done. Returns whether this was the last, and the
-    result of `joined` then.
+    head, zero again when all is done. Returns whether this was the last, and the result of `joined` then.
     """
     real = tl.arange(0, HEADS_PAD) < HEADS
     dims = tl.arange(0, D_PAD)
