@@ -27,6 +27,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
+from diptych.engine.parallel.vocab_shares import VocabShares
 from diptych.engine.weights import Weights
 
 
@@ -48,9 +49,7 @@ class PartsDecoder:
         ]
         self._embed = [own.embed for own in weights]
         self._device = weights[0].embed.device
-        spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
-        self._widths = [len(span) for span in spans]
-        self._vocab_ends = torch.tensor([span.stop for span in spans], device=self._device)
+        self._vocab = VocabShares(parts, self._communicator, self._device)
         self._sums = PartSums(self._communicator, len(parts))
         self._experts = self._expert_rows(parts, dealt) if self.own[0].sends_rows else {}
         self._own_keys = torch.tensor(
@@ -225,17 +224,10 @@ class PartsDecoder:
         for part, embed in zip(self.own, self._embed, strict=True):
             here = (tokens >= part.vocab.start) & (tokens < part.vocab.stop)
             own_TH[here] = functional.embedding(tokens[here] - part.vocab.start, embed)
-        holders = torch.bucketize(tokens, self._vocab_ends, right=True)
-        x_TH = self._communicator.all_gather(own_TH)[holders, torch.arange(len(tokens), device=tokens.device)]
-        return self.decoders[0].scaled(x_TH)
+        return self.decoders[0].scaled(self._vocab.gather_embedded(tokens, own_TH))
 
     def _all_logits(self, x_TH: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of all ranks' vocabulary on the stage's first rank."""
-        own = torch.cat([decoder.logits(x_TH) for decoder in self.decoders], dim=1)
-        padded = functional.pad(own, (0, max(self._widths) - own.shape[1]))
-        gathered = self._communicator.gather(padded)
-        if gathered is None:
-            return None
-        return torch.cat(
-            [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
+        return self._vocab.gather_logits(
+            torch.cat([decoder.logits(x_TH) for decoder in self.decoders], dim=1)
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import embedding_scale, finished_logits
@@ -17,6 +16,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links, receive, send
 from diptych.engine.parallel.stages import Stage
+from diptych.engine.parallel.vocab_shares import VocabShares
 
 
 class PartsEnds:
@@ -33,11 +33,9 @@ class PartsEnds:
         """Take all parts of the model, and the halves of those that are this rank's."""
         self._shape, self._halves, self._links, self._stage = shape, halves, links, stage
         ranks, weights = links.ranks, halves[0].weights
-        dealt = [parts_of_rank(len(parts), rank, ranks.ranks) for rank in range(ranks.ranks)]
-        self._own = [parts[number].vocab for number in dealt[ranks.rank]]
-        spans = [range(parts[of[0]].vocab.start, parts[of[-1]].vocab.stop) for of in dealt]
-        self._widths = [len(span) for span in spans]
-        self._vocab_ends = torch.tensor([span.stop for span in spans], device=weights.device)
+        own = parts_of_rank(len(parts), ranks.rank, ranks.ranks)
+        self._own = [parts[number].vocab for number in own]
+        self._vocab = VocabShares(parts, ranks, weights.device)
         self._scale = embedding_scale(shape, weights.dtype)
 
     def enter(self, tokens: torch.Tensor, buffers: PartsActivations) -> None:
@@ -53,9 +51,7 @@ class PartsEnds:
             here = (tokens >= vocab.start) & (tokens < vocab.stop)
             found = half.weights.embed[(tokens - vocab.start).clamp(0, len(vocab) - 1)]
             own_TH = torch.where(here[:, None], found, own_TH)
-        every_RTH = self._links.ranks.all_gather(own_TH)
-        holders = torch.bucketize(tokens, self._vocab_ends, right=True)
-        residual.copy_(every_RTH[holders, torch.arange(len(tokens), device=tokens.device)])
+        residual.copy_(self._vocab.gather_embedded(tokens, own_TH))
         if self._scale != 1.0:
             residual.mul_(self._scale)
 
@@ -77,13 +73,7 @@ class PartsEnds:
         every = [
             self._of_part(half, vocab, hidden) for half, vocab in zip(self._halves, self._own, strict=True)
         ]
-        own = every[0] if len(every) == 1 else torch.cat(every, dim=1)
-        gathered = self._links.ranks.gather(functional.pad(own, (0, max(self._widths) - own.shape[1])))
-        if gathered is None:
-            return None
-        return torch.cat(
-            [logits[:, :width] for logits, width in zip(gathered, self._widths, strict=True)], dim=1
-        )
+        return self._vocab.gather_logits(every[0] if len(every) == 1 else torch.cat(every, dim=1))
 
     def _of_part(self, half: LayerHalves, vocab: range, hidden: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(hidden), len(vocab)), dtype=torch.float32, device=hidden.device)
