@@ -26,6 +26,9 @@ _LOG = logging.getLogger(__name__)
 SLOT_BYTES = 256 << 10
 """Largest tensor that goes this way: a row of 8,192 bfloat16 numbers of sixteen sequences."""
 
+_CHANGED = (RuntimeError, AttributeError, TypeError)
+"""What torch raises where it does not have this, or has it by other names."""
+
 
 class PeerMemoryCommunicator:
     """A rank's end of a group whose cards reach each other's memory."""
@@ -69,18 +72,19 @@ def over_peer_memory(inner: Communicator, store: c10d.Store, name: str, device: 
     """Return a communicator through the cards' memory, or `inner` where a card does not reach all others or
     the exchange of known numbers fails. Every rank gets the same kind.
     """
-    reached = _agreed(inner, device, works=_reaches_all(inner, store, device))
-    if not reached:
+    if not _agreed(inner, device, works=_reaches_all(inner, store, device)):
         _LOG.warning("small tensors go by NCCL: not every card reaches the memory of the others")
         return inner
-    made, why = None, "an exchange gave other numbers"
+    made, why = None, "another rank could not open its slots"
     try:
         made = PeerMemoryCommunicator(inner, *open_slots(inner, store, name, device))
-        works = _exchanges(made, device)
-    except (RuntimeError, AttributeError, TypeError) as error:  # an API that may change with torch
-        works, why = False, str(error)
-    if _agreed(inner, device, works=works) and made is not None:
-        return made
+    except _CHANGED as error:
+        why = str(error)
+    # Agreed before numbers are exchanged: a rank without slots would leave the others at their meeting.
+    if _agreed(inner, device, works=made is not None) and made is not None:
+        if _agreed(inner, device, works=_exchanges(made, device)):
+            return made
+        why = "an exchange gave other numbers"
     _LOG.warning("small tensors go by NCCL: %s", why)
     return inner
 
@@ -111,11 +115,15 @@ def _reaches_all(inner: Communicator, store: c10d.Store, device: torch.device) -
 
 def _exchanges(made: PeerMemoryCommunicator, device: torch.device) -> bool:
     """Return whether known numbers come over, twice: the second time slots are written again."""
-    for time in range(2):
-        numbers = torch.arange(1024, device=device) + 10_000 * made.rank + time
-        expected = torch.stack([numbers + 10_000 * (rank - made.rank) for rank in range(made.ranks)])
-        if not torch.equal(made.all_gather(numbers), expected):
-            return False
+    try:
+        for time in range(2):
+            numbers = torch.arange(1024, device=device) + 10_000 * made.rank + time
+            expected = torch.stack([numbers + 10_000 * (rank - made.rank) for rank in range(made.ranks)])
+            if not torch.equal(made.all_gather(numbers), expected):
+                return False
+    except _CHANGED as error:
+        _LOG.warning("the cards' memory is not exchanged: %s", error)
+        return False
     return True
 
 

@@ -11,9 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from diptych.engine.parallel import peer_memory_communicator
+from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.host_copies import HostCopies
-from diptych.engine.parallel.peer_memory_communicator import SLOT_BYTES, PeerMemoryCommunicator
+from diptych.engine.parallel.peer_memory_communicator import (
+    SLOT_BYTES,
+    PeerMemoryCommunicator,
+    over_peer_memory,
+)
 from tests.diptych.engine.parallel.exchange_process import exchange
 from tests.diptych.engine.parallel.thread_ranks import Meeting, ThreadCommunicator
 
@@ -59,6 +66,26 @@ def test_ranks_that_do_not_meet_read_other_numbers() -> None:
     end = PeerMemoryCommunicator(ThreadCommunicator(meeting, 0), reachable.slots[0], reachable)
     with pytest.raises(AssertionError):
         exchange(end)
+
+
+@pytest.mark.parametrize("broken", [None, 1])
+def test_all_ranks_go_by_the_library_where_one_has_no_slots(
+    broken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reachable, meeting = Reachable(), Meeting(RANKS)
+
+    def open_slots(inner: Communicator, *_: object) -> tuple[torch.Tensor, Reachable]:
+        if inner.rank == broken:
+            raise RuntimeError("no memory for slots")
+        return reachable.slots[inner.rank], reachable
+
+    monkeypatch.setattr(peer_memory_communicator, "_reaches_all", lambda *_: True)
+    monkeypatch.setattr(peer_memory_communicator, "open_slots", open_slots)
+    ends = [ThreadCommunicator(meeting, rank) for rank in range(RANKS)]
+    store, device = HashStore(), torch.device("cpu")
+    with ThreadPoolExecutor(RANKS) as threads:
+        found = list(threads.map(lambda end: over_peer_memory(end, store, "test", device), ends))
+    assert [isinstance(one, PeerMemoryCommunicator) for one in found] == [broken is None] * RANKS
 
 
 def test_copies_through_the_host_bring_the_numbers_of_all() -> None:
