@@ -241,8 +241,8 @@ class IpcByRankReceiver:
         await asyncio.gather(*waiting.values(), return_exceptions=True)
         try:
             found = {holder: check.result() for holder, check in waiting.items()}
-        except (TransportError, RuntimeError, OSError, ValueError) as error:
-            _log.error("blocks of prefill worker %s cannot be checked: %s", writer.id.worker_id, error)
+        except Exception as error:  # of any kind: blocks that could not be checked are not used
+            _log.error("blocks of prefill worker %s cannot be checked: %r", writer.id.worker_id, error)
             self._hooks.corrupt(writer.id, ref)
             return
         digests = [self._joined(writer.routes, found, at) for at in range(len(blocks))]

@@ -36,11 +36,10 @@ class MappedTargets:
         """Register with each rank and map its memory. Raises TransportError."""
         for target in targets:
             mapped = register_blocking(target, lambda pool, target=target: self._map(pool, target))  # type: ignore[misc]
-            self._mapped.append(mapped)
             try:
                 # Reads it once: a GPU's kernel is compiled by that, and known to reach the memory.
                 self._mapping.share_hashes(mapped.memory, [0], target.target_pieces, _NO_GRANT, 0)
-            except (RuntimeError, OSError) as error:
+            except Exception as error:  # of any kind: Triton has errors of its own
                 raise TransportError(f"memory of a decode rank cannot be reached: {error}") from error
 
     def _map(self, pool: ExportedPool, target: MapTarget) -> _Mapped:
@@ -48,9 +47,10 @@ class MappedTargets:
             raise ValueError("the decode rank sent no flags")
         exported = ExportedPool(pool.handle, pool.fds[1:])
         memory = self._mapping.map(exported, target.layout, target.num_blocks)
-        flags = Flags.open(pool.fds[0], target.num_blocks)
-        self._mapping.register_flags(flags)
-        return _Mapped(target, memory, flags)
+        mapped = _Mapped(target, memory, Flags.open(pool.fds[0], target.num_blocks))
+        self._mapped.append(mapped)  # also where the rank does not confirm: `close` gives it back
+        self._mapping.register_flags(mapped.flags)
+        return mapped
 
     def copy(self, memory: KVMemory, run: CopyRun, computed: torch.cuda.Event | None = None) -> list[bytes]:
         """Copy this process' shares of blocks of `memory` to every target; return the digests when they lie
@@ -66,14 +66,14 @@ class MappedTargets:
             )  # fmt: skip
             try:
                 begun.append((one, self._mapping.start_share_copy(shares, one.flags.word(run.ref, upto))))
-            except (RuntimeError, OSError) as error:
+            except Exception as error:
                 failed = error
                 break
         digests: list[bytes] = []
         for one, finish in begun:
             try:
                 hashes = finish()
-            except (RuntimeError, OSError) as error:
+            except Exception as error:
                 failed = error  # the others are waited for: what was begun still writes
                 continue
             for index, hashed in enumerate(hashes, run.first):

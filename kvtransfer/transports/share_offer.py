@@ -83,15 +83,20 @@ class ShareOffer:
     def fence(self, writer: int) -> None:
         """Kill the sources of a writer; `SourceDied` of each follows. No other one registers any more."""
         self._fenced.add(writer)
-        for source in [source for source in self._flags if source.incarnation == writer]:
+        for source in self._sources_of(writer):
             if source in self._mapped:
                 self._kept.fence(source)
-            else:  # it may be about to get the page, or to map it
-                asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._forget, source)
+        # Those left may be about to get their page, or to map it.
+        asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._forget, writer)
 
-    def _forget(self, source: WriterId) -> None:
-        if source not in self._mapped and (flags := self._flags.pop(source, None)) is not None:
-            flags.close()
+    def _forget(self, writer: int) -> None:
+        for source in self._sources_of(writer):
+            if source not in self._mapped:
+                self._flags.pop(source).close()
+
+    def _sources_of(self, writer: int) -> list[WriterId]:
+        known = list(self._flags)  # at once: `_export` adds to it on a thread
+        return [source for source in known if source.incarnation == writer]
 
     async def check(self, run: CheckRun) -> list[bytes]:
         """Return the digests of all sources' shares of each block. Raises TransportError, RuntimeError."""

@@ -4,7 +4,7 @@
     shared_memories.py  the KV memories of all ranks, by number
     group_backend.py    the backend of rank 0: sends each step's plan, computes its share, waits for the rest
     native_group_backend.py  the same where the native step computes, which waits for the others itself
-    triton_group_backend.py  the same where the Triton step does, whose recorded steps no rank answers
+    triton_group_backend.py  the same where the Triton step does, whose recorded decode steps no rank answers
     rank_program.py     the program of the other ranks; rank_load.py: what it loads; rank_steps.py: its steps
     rank_devices.py     the device of each rank
     group_adapters.py   LoRA adapters of all ranks, as rank 0 has them; rank_adapters.py: as another rank does

@@ -24,14 +24,12 @@ from diptych.worker_process.group.orders import (
     UnmapTargets,
 )
 from diptych.worker_process.group.share_memory import ShareMemory
-from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.mapped_targets import MappedTargets
 from kvtransfer.transports.memory_mapping import MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.share_mapping import SourceEvent
 from kvtransfer.transports.share_offer import ShareOffer
 
-_FAILURES = (TransportError, OSError, RuntimeError, ValueError)
 Send = Callable[[Answered | SourceEvent], None]
 
 
@@ -135,8 +133,8 @@ class _Channel:
         while (order := self._orders.get()) is not None:
             try:
                 result = self._carry_out(order)
-            except _FAILURES as error:
-                self._send(Answered(order.request, RankFailed(str(error))))
+            except Exception as error:  # of any kind: rank 0 waits for the answer
+                self._send(Answered(order.request, RankFailed(str(error) or repr(error))))
             else:
                 self._send(Answered(order.request, result))
         self._targets.close()

@@ -1,8 +1,9 @@
 """The Triton backend of rank 0 of a group: steps of all ranks, recorded and launched ahead.
 
-A recorded step ends for rank 0 with the logits of all ranks. These come after each rank's keys and values on
-its device, so that what rank 0 then promises of the step's blocks (Pushed, Commit, Stopped) it promises for
-all. Of any other step the ranks say that it is over, as where torch computes (group_backend.py).
+A recorded decode step ends for rank 0 with the logits of all ranks. These come after each rank's keys and
+values on its device, so that what rank 0 then promises of the step's blocks (Pushed, Commit, Stopped) it
+promises for all. Of any other step, recorded prompts too, the ranks say that it is over, as where torch
+computes (group_backend.py).
 """
 
 from __future__ import annotations
