@@ -41,4 +41,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
         return running.result()
     if not running.cancelled():
         running.exception()  # it is seen
-    raise cancelled
+    try:
+        raise cancelled
+    finally:
+        cancelled = None  # its traceback has this frame: a cycle, which would keep what callers hold
