@@ -81,7 +81,9 @@ class ThreadRank:
         self.own.carry_out(plans.recv())
 
     def close(self) -> None:
-        """End the rank."""
+        """End the rank, once."""
+        if self._closing:
+            return
         self._closing = True
         for theirs in self._sockets:
             with contextlib.suppress(OSError):

@@ -108,7 +108,8 @@ def by_loop(
 
 
 def moved(routed: RoutedRows, device: torch.device) -> RoutedRows:
-    return RoutedRows(**{name: tensor.to(device) for name, tensor in vars(routed).items()})
+    tensors = {name: value for name, value in vars(routed).items() if isinstance(value, torch.Tensor)}
+    return replace(routed, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)
