@@ -26,6 +26,7 @@ from diptych.engine.shared_cores import SharedCores
 from diptych.worker_process.step_thread import InFlight
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
 from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
+from tests.diptych.worker_process.complaints import complaints
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
 
 Draws = Sequence[SampleRow | None]
@@ -57,15 +58,6 @@ def launches(backend: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(owner, "launch", counting)
     return counted
-
-
-def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What steps that fail would log."""
-    return [
-        r.getMessage()
-        for r in caplog.records
-        if r.name.startswith(("decode_worker", "diptych.worker_process"))
-    ]
 
 
 async def test_greedy_requests_in_random_order(
