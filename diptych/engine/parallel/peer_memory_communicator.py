@@ -27,7 +27,7 @@ SLOT_BYTES = 256 << 10
 """Largest tensor that goes this way: a row of 8,192 bfloat16 numbers of sixteen sequences."""
 
 _CHANGED = (RuntimeError, AttributeError, TypeError)
-"""What torch raises where it does not have this, or has it by other names."""
+"""Errors of a torch that does not have this, or has it by other names."""
 
 
 class PeerMemoryCommunicator:
