@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.dtype import PLAIN, Precision, kept_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import UnsupportedModel
@@ -35,8 +36,10 @@ from diptych.worker_process.group.native_group_backend import NativeGroupBackend
 from diptych.worker_process.group.orders import StartRank
 from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.group.same_files import files_digest
-from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from kvtransfer.transports.base import TransportError
+
+if TYPE_CHECKING:
+    from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 
 _log = logging.getLogger(__name__)
 
@@ -151,10 +154,13 @@ def _with_others(
     match loaded.backend:
         case PartsBackend():
             return GroupBackend(loaded.backend, group)
-        case TritonPartsBackend():
-            return TritonGroupBackend(loaded.backend, group)
-        case _:
+        case NativePartsBackend():
             return NativeGroupBackend(loaded.backend, group)
+        case on_triton:
+            # Imported here: Triton is not installed everywhere.
+            from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
+
+            return TritonGroupBackend(on_triton, group)
 
 
 def threads_of_rank(threads: int, ranks: int) -> int:

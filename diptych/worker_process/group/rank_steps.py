@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.worker_process.group.orders import (
     AdapterOrder,
@@ -19,7 +18,10 @@ from diptych.worker_process.group.orders import (
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
 
-Parts = PartsBackend | NativePartsBackend | TritonPartsBackend
+if TYPE_CHECKING:  # Triton is not installed everywhere
+    from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+
+    Parts = PartsBackend | NativePartsBackend | TritonPartsBackend
 
 
 def carry_out(
@@ -42,7 +44,7 @@ def carry_out(
 
 
 def _record(order: Recording, backend: Parts, memories: Memories) -> None:
-    assert isinstance(backend, TritonPartsBackend), "rank 0 has the same backend"
+    assert not isinstance(backend, (PartsBackend, NativePartsBackend)), "rank 0 has the same backend"
     match order:
         case PlanDecode(max_batch, block_size):
             backend.plan_decode(max_batch, block_size)
