@@ -71,7 +71,9 @@ class ThreadRank:
         self.service = ShareService(self._theirs["shares"], HERE, holder, self.own, self.mappings)
         serving = [self._damage if damages else lambda: self.own.answer(self._theirs["blocks"])]
         serving += [self.service.serve, *([] if in_step else [self._carry_out])]
-        self._threads = [threading.Thread(target=self._until_gone, args=(serve,)) for serve in serving]
+        self._threads = [
+            threading.Thread(target=self._until_gone, args=(serve,), daemon=True) for serve in serving
+        ]
         for thread in self._threads:
             thread.start()
 
