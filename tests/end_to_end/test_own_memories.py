@@ -22,7 +22,7 @@ from tests.end_to_end.test_rank_hosts import ODD, ONE_KV_HEAD, PROMPTS, TOKENS
 pytestmark = pytest.mark.timeout(900)
 _BLOCKS = 96
 _ROW_BYTES = 16 * 16 * 4
-"""One head's keys, or values, of one layer's block: head_dim times tokens, in fp32."""
+"""Size of one head's keys, or values, in one layer's block: head_dim times tokens, in fp32."""
 
 
 def own(tensor: int, pipeline: int = 1, **more: Any) -> Degrees:
@@ -64,7 +64,7 @@ def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_ranks_on_the_triton_step_are_one_process(tmp_path: Path) -> None:
-    """As on GPUs, with the kernels in Triton's interpreter."""
+    """Ranks compute as on GPUs, with the kernels in Triton's interpreter."""
     model = tiny_model.write(tmp_path, num_hidden_layers=2, max_position_embeddings=128)
     prompts = [tiny_model.prompt(0, 5), tiny_model.prompt(1, 60)]
     expected = alone(model, 2, prompts, 8, backend="torch")
@@ -96,7 +96,7 @@ def check(stack: Stack, expected: list[list[int]]) -> None:
 def test_any_degree_to_any_other_is_one_process(
     tmp_path: Path, prefill: Degrees, decode: Degrees, parts: int, sizes: dict[str, int], transport: str
 ) -> None:
-    """Without a transport's name ranks map one another's memories, where both workers are groups."""
+    """Ranks map one another's memories where both workers are groups and no transport is named."""
     model = tiny_model.write(tmp_path, **sizes)
     expected = alone(model, parts, PROMPTS, TOKENS, backend="torch")
     with serving(model, prefill, decode, transport, backend="torch") as stack:
@@ -105,7 +105,7 @@ def test_any_degree_to_any_other_is_one_process(
 
 @pytest.mark.full
 def test_four_ranks_and_two_are_one_process(tmp_path: Path) -> None:
-    """As many KV heads as ranks."""
+    """The model has as many KV heads as the larger worker has ranks."""
     model = tiny_model.write(tmp_path, num_key_value_heads=4)
     expected = alone(model, 4, PROMPTS, TOKENS, backend="torch")
     for prefill, decode in ((own(2), own(4)), (own(4), own(2))):

@@ -58,7 +58,7 @@ class Meeting:
         self.sequences: Sequence[SequenceStep] = ()
         """The step's, as rank 0 has them."""
         self.entries: list[bytearray] = []
-        """Of each sequence all entries, the step's included; known once all ranks have met."""
+        """Entries of each sequence, the step's included; known once all ranks have met."""
         self.duration = 0.0
 
     def meet(self, number: int, reads: list[Entries]) -> None:

@@ -30,7 +30,7 @@ ODD_HEADS = [
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""Of `error`. The interpreter cuts numbers off where it makes bfloat16, which a GPU rounds."""
+"""Bounds of `error`. The interpreter cuts numbers off where it makes bfloat16, which a GPU rounds."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from tests.kernels.gpu.paged import LAYER, LAYERS, Heads, error, paged
 HEADS = Heads(6, 2, 64, 16)
 TILE = dict(decode_default(64, 1, 16))["tile"]
 CLOSE, FAR = 2e-3, 1e-2
-"""Of `error`: where scores differ in a last place a weight may round the other way; of what is wrong."""
+"""Bounds of `error`: of the same tiles, where scores that differ in a last place may round a weight the other
+way, and of what is wrong."""
 ROUNDING = 0.06
-"""Of `error` from products of float32: three places of queries and weights."""
+"""Bound of `error` from products of float32: three places of queries and weights."""
 
 
 @pytest.fixture(autouse=True)

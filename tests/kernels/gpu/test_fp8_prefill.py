@@ -18,11 +18,11 @@ from tests.kernels.gpu.test_paged_prefill import SMALL, case
 
 TILE = dict(fp8_tile(64, 227 << 10))["tile"]
 CLOSE = 2e-3
-"""Of `error` from the meaning in the same tiles: where scores differ in a last place, a weight may round the
-other way."""
+"""Bound of `error` from the meaning in the same tiles: where scores differ in a last place, a weight may
+round the other way."""
 FAR = 1e-2
 ROUNDING = 0.06
-"""Of `error` from products of float32: three places of queries and weights."""
+"""Bound of `error` from products of float32: three places of queries and weights."""
 
 
 @pytest.fixture(autouse=True)

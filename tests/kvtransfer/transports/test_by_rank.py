@@ -210,7 +210,7 @@ async def test_the_pool_has_the_prefills_keys_and_values_cut_by_index(
 async def test_a_rank_0_with_its_share_alone_has_the_same_bytes(
     connect: Connect, source: Holders, target: Holders
 ) -> None:
-    """As on GPUs: also whole blocks are gathered, copied and scattered by index."""
+    """Whole blocks, too, are gathered, copied and scattered by index, as on GPUs."""
     pair = await connect(source, target, own=True)
     whole = filled(pair.source)
     digests = await pair.send()
@@ -381,7 +381,7 @@ async def test_a_sender_that_registers_late_is_turned_away_and_none_is_kept_that
 
 
 async def test_a_connection_that_is_not_accepted_ends_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where this process has too many open files for a moment."""
+    """The process has too many open files for a moment."""
     accept, failures = socket.socket.accept, iter([OSError(24, "Too many open files")] * 2)
 
     def refuse(listener: socket.socket) -> tuple[socket.socket, Any]:

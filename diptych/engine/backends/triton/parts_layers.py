@@ -43,7 +43,7 @@ class PartsLayers:
     """Forward pass of the parts of one rank; every rank calls it with the same step."""
 
     adapters: DeviceAdapters | None = None
-    """None: rows have no adapters."""
+    """Adapters that rows may have: none."""
 
     def __init__(
         self,

@@ -302,7 +302,7 @@ def test_full_numbers_are_rounded_part_by_part(folder: Path, precision: Any) -> 
 
 
 def test_codes_are_rounded_to_bytes_part_by_part(folder: Path) -> None:
-    """What `auto` takes for a folder where the CPU multiplies bytes."""
+    """Precision int8, which `auto` takes for a folder where the CPU multiplies bytes."""
     write(folder, *KINDS["awq"])
     opened, plain = open_checkpoint(folder, "int8"), open_checkpoint(folder, "fp32")
     for (_, rounded), (_, numbers) in zip(parts_of(opened, 2), parts_of(plain, 2), strict=True):

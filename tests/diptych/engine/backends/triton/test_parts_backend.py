@@ -53,7 +53,7 @@ TritonRanks = partial(
 SAMPLE = frozenset({"gemma2", "olmo2", "granite", "internlm3"})
 """Cases of every kind of switch that parts meet: caps, norms of outputs and of all heads, scales, biases."""
 EXPERTS = frozenset({"mixtral", "gpt_oss"})
-"""Those of experts: plain ones, and biased ones with sinks of attention."""
+"""Cases with experts: plain ones, and biased ones with sinks of attention."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
