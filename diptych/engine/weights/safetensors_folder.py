@@ -115,7 +115,7 @@ def open_folder(folder: Path, precision: Precision, *, behind_too: bool = False)
 
     own_head = not tied or plain_dtype(precision) is None
     kv_scales = read_kv_scales(shape, tensors.has, tensors.read)
-    return OpenCheckpoint(shape, read, own_head, kv_scales, tuple(weight_files(folder)))
+    return OpenCheckpoint(shape, read, own_head, kv_scales, tensors.paths)
 
 
 def _of_full_numbers(

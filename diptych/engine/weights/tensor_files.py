@@ -30,8 +30,9 @@ class TensorFiles:
 
     def __init__(self, folder: Path, *, wrapped: bool = False) -> None:
         """Open the files; of a model that is `wrapped`, the text model's tensors, by its own names."""
+        self.paths = tuple(weight_files(folder))
         self._files: dict[str, tuple[Any, str]] = {}
-        for path in weight_files(folder):
+        for path in self.paths:
             try:
                 handle: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
