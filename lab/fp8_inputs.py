@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -18,15 +17,15 @@ from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.weights import LayerWeights, Weights
+from diptych.engine.weights import Weights
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from kernels import scaled_matrix
 from kernels.scaled_matrix import FP8, PEAK, SQUARE
+from lab.quality.matrices import with_matrices
 from lab.quality.text import python_reference, windows
 
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 PRODUCTS = ("qkv", "o", "up", "down")
 _BLOCK = 16
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -169,12 +168,7 @@ def _in_fp8(weights: Weights) -> Weights:
     def rounded(matrix: torch.Tensor) -> torch.Tensor:
         return scaled_matrix.dequantise(scaled_matrix.quantise(matrix, FP8))
 
-    def changed(layer: LayerWeights) -> LayerWeights:
-        parts: dict[str, Any] = {name: rounded(getattr(layer, name)) for name in _MATRICES}
-        return replace(layer, **parts)
-
-    layers = tuple(map(changed, weights.layers))
-    return replace(weights, layers=layers)
+    return with_matrices(weights, rounded)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from lab.gpu.fp8_attention import attention_steps
 from lab.gpu.section import Context, Figure, device_of, figure
 from lab.peers.process import RunningServer
 from lab.peers.servers import Server
+from lab.quality.matrices import with_matrices
 from lab.quality.text import python_reference, windows
 
 SECTION, TEXT = "divergence", "greedy text"
@@ -41,7 +42,6 @@ _MOST_KL = 0.002
 _FEW_ROWS = 16
 _BLOCK = 16
 _FEW_TOKENS = 99
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 Backend = TorchBackend | TritonBackend
 
 
@@ -59,9 +59,9 @@ def divergence(context: Context) -> Iterator[Figure]:
         pieces = [[token % _FEW_TOKENS for token in piece] for piece in pieces]
     for name, rounded, plain in _FORMATS:
         context.say(name)
-        quantised = _with_matrices(weights, rounded)
+        quantised = with_matrices(weights, rounded)
         step = TritonBackend(shape, _as_bf16(quantised), device)
-        meaning = TorchBackend(shape, _on(_with_matrices(quantised, plain), device))
+        meaning = TorchBackend(shape, _on(with_matrices(quantised, plain), device))
         total = sum(_mean_kl(meaning, step, shape, device, piece) for piece in pieces)
         if name == "FP8":
             yield _decoded_figure(context, meaning, step, shape, device, pieces)
@@ -122,14 +122,6 @@ _FORMATS: tuple[tuple[str, Callable[[torch.Tensor], Any], Callable[[Any], torch.
     ("4 bits", _four_bits, packed_matrix.dequantise),
 )
 """Formats, how a matrix `[rows, columns]` is rounded, and the numbers that it has then."""
-
-
-def _with_matrices(weights: Weights, change: Callable[[Any], Any]) -> Weights:
-    layers = tuple(
-        replace(layer, **{name: change(getattr(layer, name)) for name in _MATRICES})
-        for layer in weights.layers
-    )
-    return replace(weights, layers=layers)
 
 
 def _as_bf16(weights: Weights) -> Weights:
