@@ -23,6 +23,7 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
+from diptych.engine.backends.triton.current_device import current, numbered
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.backends.triton.device_wait import wait_for_stream
 from diptych.engine.backends.triton.forward_pass import ForwardPass, StepBuffers
@@ -62,10 +63,7 @@ class TritonBackend:
         `operators` are the Triton kernels unless given, with `batch_invariant` in one order of sums each.
         Raises TritonUnavailable, or UnsupportedModel for weights that they do not multiply.
         """
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._shape = shape
+        self._device, self._shape = numbered(device), shape
         with self._current(), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(self._device)
             chosen = operators or chosen_operators(
@@ -139,9 +137,9 @@ class TritonBackend:
         with self._current(), torch.no_grad():
             self._layers.adapters.set(slot, prepared)
             if self._device.type == "cuda":
-                current = torch.cuda.current_stream(self._device)
-                if current != torch.cuda.default_stream(self._device):
-                    current.synchronize()  # steps may be on another stream than that of the caller
+                stream = torch.cuda.current_stream(self._device)
+                if stream != torch.cuda.default_stream(self._device):
+                    stream.synchronize()  # steps may be on another stream than that of the caller
 
     def give_hidden_rows(self) -> TritonBackend:
         """See `HiddenRowsBackend.give_hidden_rows`: in what is planned from now on."""
@@ -345,5 +343,4 @@ class TritonBackend:
         return self._scratch
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the device the calling thread's current one: kernels are launched on that."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+        return current(self._device)

@@ -117,13 +117,15 @@ class LayerHalves:
 
     def _normalise_width(self, layer: PackedLayer, buffers: Activations) -> None:
         """Normalise queries and keys in `buffers.qkv`, each over all its heads together."""
+        for norm, part in zip((layer.q_norm, layer.k_norm), self.queries_and_keys(buffers.qkv), strict=True):
+            assert norm is not None
+            self.operators.rms_norm(part, norm, self.shape.rms_eps, out=part)
+
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries and the keys in `qkv [T, ...]`, views."""
         shape = self.shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        parts = ((layer.q_norm, slice(0, queries)), (layer.k_norm, slice(queries, queries + keys)))
-        for norm, columns in parts:
-            assert norm is not None
-            part = buffers.qkv[:, columns]
-            self.operators.rms_norm(part, norm, shape.rms_eps, out=part)
+        return qkv[:, :queries], qkv[:, queries : queries + keys]
 
     def _scales_at(self, index: int, slot: int) -> torch.Tensor | None:
         """Return scales whose entry `slot`, the layer's place in a block, is that of layer `index`."""

@@ -14,15 +14,14 @@ stop them at one layer.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
+from diptych.engine.backends.triton.current_device import current, numbered
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.parts_layers import PartsLayers
@@ -69,12 +68,10 @@ class TritonPartsBackend:
         Memories hold whole blocks, or the share `held` of each. `operators` are the Triton kernels unless
         given. Raises TritonUnavailable, or UnsupportedModel for weights that they do not multiply.
         """
-        where = torch.device(device)
-        if where.type == "cuda" and where.index is None:
-            where = torch.device("cuda", torch.cuda.current_device())
+        where = numbered(device)
         self._links, self._held = links, held
         self._stop_word = RunToEnd() if links.on_device and not links.is_alone else stop_word
-        with _current(where), torch.no_grad():
+        with current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
             chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)
             layers = PartsLayers(
@@ -197,8 +194,3 @@ class TritonPartsBackend:
         if count < (planned := planned_recordings(most_tokens)):
             raise RuntimeError(f"{count} of {planned} prompt steps could be recorded (--prompt-graph-tokens)")
         return count
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make the device the calling thread's current one: tensors and kernels are made there."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -33,7 +33,9 @@ class PartsWidthNorm:
 
     def normalise(self, index: int, buffers: PartsActivations) -> None:
         """Normalise queries and keys in the parts' `qkv`, of layer `index`. Raises GroupBroken."""
-        columns = [_columns(half, one.qkv) for half, one in zip(self._halves, buffers.own, strict=True)]
+        columns = [
+            half.queries_and_keys(one.qkv) for half, one in zip(self._halves, buffers.own, strict=True)
+        ]
         squares = [torch.stack([numbers.float().square().sum(1) for numbers in pair]) for pair in columns]
         own_P2T = torch.stack(squares)
         own_P2T[:, 1] *= self._counted[:, None]
@@ -46,10 +48,3 @@ class PartsWidthNorm:
             for numbers, norm, mean in zip(pair, (layer.q_norm, layer.k_norm), means, strict=True):
                 assert norm is not None
                 numbers.copy_(rms_norm(numbers, norm, self._eps, mean))
-
-
-def _columns(half: LayerHalves, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the queries and the keys of a part in `qkv [T, ...]`, views."""
-    shape = half.shape
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return qkv[:, :queries], qkv[:, queries : queries + keys]
