@@ -153,6 +153,22 @@ def store_joined(
 
 
 @triton.jit
+def store_partial(
+    mixed, peaks, sums, place, acc, peak, total, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Write a partial result of HEADS heads, `acc [HEADS_PAD, D_PAD]`, `peak` and `total [HEADS_PAD]`, to
+    `place [HEADS_PAD]` of `mixed`, `peaks` and `sums`, which are those of DecodeScratch.
+    """
+    dims = tl.arange(0, D_PAD)
+    real = tl.arange(0, HEADS_PAD) < HEADS
+    kept = real[:, None] & (dims < D)[None, :]
+    tl.store(mixed + place[:, None] * D + dims[None, :], acc, mask=kept)
+    tl.store(peaks + place, peak, mask=real)
+    tl.store(sums + place, total, mask=real)
+
+
+@triton.jit
 def fold_in(
     mixed, peaks, sums, finished, base, split, count, HEADS: tl.constexpr,
     TOGETHER: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -162,8 +178,6 @@ def fold_in(
     `base [HEADS_PAD]` is the heads' first place in the scratch, `finished` the counters of this row and KV
     head, zero again when all is done. Returns whether this was the last, and the result of `joined` then.
     """
-    real = tl.arange(0, HEADS_PAD) < HEADS
-    dims = tl.arange(0, D_PAD)
     group = split // _GROUPED
     groups = (count + _GROUPED - 1) // _GROUPED
     first = group * _GROUPED
@@ -183,13 +197,7 @@ def fold_in(
         if groups > 1:
             # All have read a group before its first place is written over.
             tl.debug_barrier()
-            place = base + first
-            tl.store(
-                mixed + place[:, None] * D + dims[None, :], acc,
-                mask=real[:, None] & (dims < D)[None, :],
-            )  # fmt: skip
-            tl.store(peaks + place, highest, mask=real)
-            tl.store(sums + place, total, mask=real)
+            store_partial(mixed, peaks, sums, base + first, acc, highest, total, HEADS, HEADS_PAD, D, D_PAD)
             tl.debug_barrier()
             last = tl.atomic_add(finished, 1, sem="acq_rel") == groups - 1
             if last:
@@ -223,7 +231,6 @@ def _join(
         heads = tl.program_id(0) * GROUP + member
         row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
         base = row_head * scratch_splits
-        real, dims = member < GROUP, tl.arange(0, D_PAD)
         groups = (count + _GROUPED - 1) // _GROUPED
         if groups > 1:
             for group in range(groups):
@@ -232,14 +239,10 @@ def _join(
                     mixed, peaks, sums, base, first, tl.minimum(count - first, _GROUPED), GROUP, 1, TOGETHER,
                     HEADS_PAD, D, D_PAD,
                 )  # fmt: skip
-                place = base + first
                 tl.debug_barrier()
-                tl.store(
-                    mixed + place[:, None] * D + dims[None, :], acc,
-                    mask=real[:, None] & (dims < D)[None, :],
-                )  # fmt: skip
-                tl.store(peaks + place, highest, mask=real)
-                tl.store(sums + place, total, mask=real)
+                store_partial(
+                    mixed, peaks, sums, base + first, acc, highest, total, GROUP, HEADS_PAD, D, D_PAD
+                )
             tl.debug_barrier()
             acc, highest, total = joined(
                 mixed, peaks, sums, base, 0, groups, GROUP, _GROUPED, TOGETHER, HEADS_PAD, D, D_PAD

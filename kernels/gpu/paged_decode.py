@@ -36,6 +36,7 @@ from kernels.gpu.decode_splits import (
     max_splits,
     split_size,
     store_joined,
+    store_partial,
 )
 from kernels.gpu.fp8_decode import add_rounded, rounded_rows
 from kernels.gpu.launch import (
@@ -45,7 +46,7 @@ from kernels.gpu.launch import (
     operand_type,
     power_of_two,
 )
-from kernels.gpu.scores import LOG2_E_F32, score_factors, tanh
+from kernels.gpu.scores import score_factors, tanh
 from kernels.gpu.tuning import decode_default, look_up, shape_class
 
 
@@ -225,23 +226,12 @@ def _splits(
             peak = higher
 
         acc = acc * value_scale
-        kept = in_group[:, None] & in_head[None, :]
         row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
         if length - first <= size_here:
-            if SINKS:
-                sink = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E_F32
-                higher = tl.maximum(peak, sink)
-                faded = tl.exp2(peak - higher)
-                total = total * faded + tl.exp2(sink - higher)
-                acc = acc * faded[:, None]
-            place_out = out + row_head[:, None] * D + dims[None, :]
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            tl.store(place_out, result.to(out.dtype.element_ty), mask=kept)
+            store_joined(acc, peak, total, sinks, heads, out, row_head, SINKS, GROUP, GROUP_PAD, D, D_PAD)
         else:
             partial = row_head * scratch_splits + split
-            tl.store(mixed + partial[:, None] * D + dims[None, :], acc, mask=kept)
-            tl.store(peaks + partial, peak, mask=in_group)
-            tl.store(sums + partial, total, mask=in_group)
+            store_partial(mixed, peaks, sums, partial, acc, peak, total, GROUP, GROUP_PAD, D, D_PAD)
             if FOLD:
                 member = tl.arange(0, HEADS_PAD)
                 of_row = row.to(tl.int64) * KV_HEADS + head
