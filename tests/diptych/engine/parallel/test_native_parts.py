@@ -16,20 +16,25 @@ from diptych.engine.backends.native.share import Share
 from diptych.engine.backends.native.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.dtype import Precision, stored_dtype
-from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from kernels.cpu import library
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
 from tests.diptych.engine.parallel.native_ranks import NativeGroup
-from tests.diptych.engine.parallel.thread_ranks import check_degrees, memory_of
+from tests.diptych.engine.parallel.part_checks import (
+    GREEDY,
+    TEXT,
+    check_family,
+    check_next_heads,
+    check_other_degree,
+    check_own_heads,
+)
+from tests.diptych.engine.parallel.thread_ranks import memory_of
 
-EXACT = 1e-4
-"""Largest difference of a logit in float32."""
 SAMPLE = frozenset({"gemma2", "seed-oss", "granite", "olmo2"})
 """Cases of every kind of switch that parts meet: caps, norms on both sides, over all heads, biases."""
-TEXT, GREEDY = 70, 12
 LIKELIEST = SampleRow(SamplingParams(temperature=0.0), (), ())
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 
@@ -56,10 +61,7 @@ def llama(folder: Path) -> OpenCheckpoint:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    if (why := supports(opened.shape)) is not None:
-        pytest.skip(f"torch computes it: {why}")
-    check_degrees(opened, text, partial(NativeGroup, opened), EXACT)
+    check_family(case, tmp_path, NativeGroup, supports)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -75,17 +77,9 @@ def test_any_degree_goes_on_from_the_blocks_of_any_other(
     folder: Path, prefill: int, decode: int, precision: Precision
 ) -> None:
     """Ranks that have some of a KV head's query heads, and of several KV heads (6 parts on 2 ranks)."""
-    text, opened, dtype = text_of(TEXT), open_checkpoint(folder, precision), stored_dtype(precision)
-    alone = NativeGroup(opened, 6, 1, dtype)
-    kept = alone.memory()
-    alone.step(kept, 0, text[:-1])
-    pool = KVMemory(kept.layout, kept.num_blocks)
-    NativeGroup(opened, 6, prefill, dtype).step(pool, 0, text[:-1])
-    assert torch.equal(pool.data, kept.data)
-    expected = alone.decode(kept, text, GREEDY)
-    found = NativeGroup(opened, 6, decode, dtype).decode(pool, text, GREEDY)
-    assert found[0] == expected[0]
-    assert torch.equal(found[1], expected[1])
+    opened, dtype = open_checkpoint(folder, precision), stored_dtype(precision)
+    kept = memory_of(opened.shape, dtype=dtype)
+    check_other_degree(partial(NativeGroup, opened, dtype=dtype), kept, prefill, decode)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -131,29 +125,18 @@ def test_a_rank_writes_its_heads_of_every_block_and_no_others(llama: OpenCheckpo
     steps = [[SequenceStep(memory, range(8), 0, text, True)] for memory in own]
     group.backends[1].follow(steps[1], b"\0")
     group.backends[0].forward(steps[0], None)
-    for rank, memory in enumerate(own):
-        parts = group.parts[rank * 3 : (rank + 1) * 3]
-        heads = slice(parts[0].kv_heads.start, parts[-1].kv_heads.stop)
-        assert torch.equal(memory.data[:, :, :, heads], pool.data[:, :, :, heads])
-        rest = [head for head in range(llama.shape.num_kv_heads) if not heads.start <= head < heads.stop]
-        assert not memory.data[:, :, :, rest].any()
+    check_own_heads(group.parts, own, pool)
 
 
 def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:
     """The control: parts that read the next KV head of the blocks give other logits and other tokens."""
-    text = text_of(TEXT)
 
     class Shifted(Share):
         def view_offset(self, layout: KVLayout) -> int:
             next_head = replace(self.parts[0], kv_heads=range((self.rank + 1) % 3, (self.rank + 1) % 3 + 1))
             return Share.view_offset(replace(self, parts=[next_head]), layout)
 
-    pool = memory_of(llama.shape)
-    NativeGroup(llama, 3, 3).step(pool, 0, text[:-1])
-    expected = NativeGroup(llama, 3, 1).decode(pool, text, GREEDY)
-    found = NativeGroup(llama, 3, 3, kind=Shifted).decode(pool, text, GREEDY)
-    assert found[0] != expected[0]
-    assert (found[1] - expected[1]).abs().max() > 1e-2
+    check_next_heads(partial(NativeGroup, llama), NativeGroup(llama, 3, 3, kind=Shifted))
 
 
 def test_ranks_multiply_from_the_codes_of_a_file(bundled_path: Path) -> None:

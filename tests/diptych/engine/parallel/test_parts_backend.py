@@ -5,7 +5,6 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_paral
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +12,26 @@ import pytest
 import torch
 
 from diptych.engine.batch import AbortWords, SequenceStep
-from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
-from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, check_degrees, memory_of
+from tests.diptych.engine.parallel.part_checks import (
+    EXACT,
+    TEXT,
+    check_family,
+    check_next_heads,
+    check_other_degree,
+    check_other_sums,
+    check_own_heads,
+    next_heads,
+)
+from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of
 
-EXACT = 1e-4
-"""Largest difference of a logit in float32."""
 SAMPLE = frozenset({"gemma2", "seed-oss", "starcoder2", "phi3-longrope", "cohere2", "granite"})
 """Cases of every kind of switch that parts meet: caps, norms, biases, fused matrices, one norm for both."""
 IN_PARTS = sorted(CASES)
-TEXT, GREEDY = 70, 12
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,8 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    check_degrees(opened, text, partial(ThreadGroup, opened), EXACT)
+    check_family(case, tmp_path, ThreadGroup)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
@@ -54,20 +58,11 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
 def test_any_degree_goes_on_from_the_blocks_of_any_other(
     llama: OpenCheckpoint, tmp_path: Path, prefill: int, decode: int, dtype: str
 ) -> None:
-    text = text_of(TEXT)
     if dtype == "bf16":
         folder = save(oracle_of(config_of("smollm3")), tmp_path)
         llama = open_checkpoint(folder, "bf16")
-    alone = ThreadGroup(llama, 6, 1)
     kept = memory_of(llama.shape, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
-    alone.step(kept, 0, text[:-1])
-    pool = KVMemory(kept.layout, kept.num_blocks)
-    ThreadGroup(llama, 6, prefill).step(pool, 0, text[:-1])
-    assert torch.equal(pool.data, kept.data)
-    expected = alone.decode(kept, text, GREEDY)
-    found = ThreadGroup(llama, 6, decode).decode(pool, text, GREEDY)
-    assert found[0] == expected[0]
-    assert torch.equal(found[1], expected[1])
+    check_other_degree(partial(ThreadGroup, llama), kept, prefill, decode)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
@@ -79,34 +74,18 @@ def test_a_rank_writes_its_heads_of_every_block_and_no_others(llama: OpenCheckpo
     group = ThreadGroup(llama, 6, ranks)
     own = [group.memory() for _ in range(ranks)]
     group.step(own, 0, text)
-    for rank, memory in enumerate(own):
-        parts = group.parts[rank * 6 // ranks : (rank + 1) * 6 // ranks]
-        heads = slice(parts[0].kv_heads.start, parts[-1].kv_heads.stop)
-        assert torch.equal(memory.data[:, :, :, heads], pool.data[:, :, :, heads])
-        rest = [head for head in range(llama.shape.num_kv_heads) if not heads.start <= head < heads.stop]
-        assert not memory.data[:, :, :, rest].any()
+    check_own_heads(group.parts, own, pool)
 
 
 def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:
     """The control: parts that read the next KV head of the blocks give other logits and other tokens."""
-    text = text_of(TEXT)
-    right = deal_parts(llama.shape, 3)
-    shifted = [replace(part, kv_heads=right[(at + 1) % 3].kv_heads) for at, part in enumerate(right)]
-    pool = memory_of(llama.shape)
-    ThreadGroup(llama, 3, 3).step(pool, 0, text[:-1])
-    expected = ThreadGroup(llama, 3, 1).decode(pool, text, GREEDY)
-    found = ThreadGroup(llama, 3, 3, dealt=shifted).decode(pool, text, GREEDY)
-    assert found[0] != expected[0]
-    assert (found[1] - expected[1]).abs().max() > 1e-2
+    shifted = ThreadGroup(llama, 3, 3, dealt=next_heads(deal_parts(llama.shape, 3)))
+    check_next_heads(partial(ThreadGroup, llama), shifted)
 
 
 def test_parts_that_are_added_in_another_order_give_other_bits(llama: OpenCheckpoint) -> None:
     """The control of the bits: other parts are another sum."""
-    text = text_of(TEXT)
-    two, three = (ThreadGroup(llama, n, 1) for n in (2, 3))
-    first, second = (group.step(group.memory(), 0, text) for group in (two, three))
-    assert (first - second).abs().max() < EXACT
-    assert not torch.equal(first, second)
+    check_other_sums(ThreadGroup(llama, 2, 1), ThreadGroup(llama, 3, 1))
 
 
 def test_rows_of_several_sequences_are_those_of_each_alone(llama: OpenCheckpoint) -> None:

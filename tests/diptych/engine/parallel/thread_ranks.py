@@ -179,29 +179,6 @@ def go_on(
     return found, torch.stack(logits)
 
 
-def check_degrees(
-    opened: OpenCheckpoint, text: Sequence[int], made: Callable[[int, int], Ranks], exact: float
-) -> None:
-    """Compare the logits of parts with the whole's, within `exact`, and the bits of every degree.
-
-    `made` returns the ranks for a number of parts and of ranks. Two parts (3 KV heads: uneven), and six, two
-    to a KV head where there are so many query heads.
-    """
-    expected = whole(opened, text)
-    more = (6, (1, 2, 3, 6)) if opened.shape.num_heads >= 6 else (3, (1, 3))
-    for parts, degrees in ((2, (1, 2)), more):
-        found = {}
-        for count in degrees:
-            ranks = made(parts, count)
-            memory = ranks.memory()
-            found[count] = (ranks.step(memory, 0, text, len(text)), memory.data.clone())
-        logits, kept = found[1]
-        assert (logits - expected).abs().max() < exact
-        for count in degrees[1:]:
-            assert torch.equal(found[count][0], logits), (parts, count)
-            assert torch.equal(found[count][1], kept), (parts, count)
-
-
 def memory_of(shape: ModelShape, blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVMemory:
     """Return blocks with all heads of a model."""
     latent = shape.latent is not None

@@ -31,9 +31,17 @@ from kernels.sum_parts import sum_parts
 from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.models import expert_models
 from tests.diptych.engine.models.family_models import CASES, config_of, oracle_of, save, text_of
+from tests.diptych.engine.parallel.part_checks import (
+    GREEDY,
+    TEXT,
+    check_family,
+    check_next_heads,
+    check_other_degree,
+    check_other_sums,
+    next_heads,
+)
 from tests.diptych.engine.parallel.thread_ranks import (
     ThreadGroup,
-    check_degrees,
     go_on,
     memory_of,
     whole,
@@ -42,9 +50,6 @@ from tests.diptych.engine.weights.quantised_folders import write
 from tests.diptych.engine.weights.test_quantised_folders import KINDS
 from tests.diptych.engine.weights.test_shards import plain
 
-EXACT = 1e-4
-"""Largest difference of a logit in float32."""
-TEXT, GREEDY = 70, 12
 GREEDILY = SampleRow(SamplingParams(temperature=0.0), (), ())
 TritonRanks = partial(
     ThreadGroup, make=partial(TritonPartsBackend, device="cpu", operators=REFERENCE_OPERATORS)
@@ -70,10 +75,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> OpenCheckpoint:
 def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
-    opened, text = open_checkpoint(save(oracle_of(config_of(case)), tmp_path), "fp32"), text_of(TEXT)
-    if (why := supports(opened.shape)) is not None:
-        pytest.skip(f"torch computes {why}")
-    check_degrees(opened, text, partial(TritonRanks, opened), EXACT)
+    check_family(case, tmp_path, TritonRanks, supports)
 
 
 @pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
@@ -121,16 +123,7 @@ def test_a_files_codes_give_the_bits_of_one_rank_at_every_degree(kind: str, tmp_
 def test_any_degree_goes_on_from_the_blocks_of_any_other(
     llama: OpenCheckpoint, prefill: int, decode: int
 ) -> None:
-    text = text_of(TEXT)
-    alone, kept = TritonRanks(llama, 6, 1), memory_of(llama.shape)
-    alone.step(kept, 0, text[:-1])
-    pool = KVMemory(kept.layout, kept.num_blocks)
-    TritonRanks(llama, 6, prefill).step(pool, 0, text[:-1])
-    assert torch.equal(pool.data, kept.data)
-    expected = alone.decode(kept, text, GREEDY)
-    found = TritonRanks(llama, 6, decode).decode(pool, text, GREEDY)
-    assert found[0] == expected[0]
-    assert torch.equal(found[1], expected[1])
+    check_other_degree(partial(TritonRanks, llama), memory_of(llama.shape), prefill, decode)
 
 
 def test_text_is_that_of_parts_computed_by_torch(llama: OpenCheckpoint) -> None:
@@ -169,14 +162,8 @@ def test_ranks_with_memories_of_their_own_hold_their_share_of_the_common_blocks(
 
 def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:
     """The control: parts that read the next KV head of the blocks give other logits and other tokens."""
-    text, right = text_of(TEXT), deal_parts(llama.shape, 3)
-    shifted = [replace(part, kv_heads=right[(at + 1) % 3].kv_heads) for at, part in enumerate(right)]
-    pool = memory_of(llama.shape)
-    TritonRanks(llama, 3, 3).step(pool, 0, text[:-1])
-    expected = TritonRanks(llama, 3, 1).decode(pool, text, GREEDY)
-    found = TritonRanks(llama, 3, 3, dealt=shifted).decode(pool, text, GREEDY)
-    assert found[0] != expected[0]
-    assert (found[1] - expected[1]).abs().max() > 1e-2
+    shifted = TritonRanks(llama, 3, 3, dealt=next_heads(deal_parts(llama.shape, 3)))
+    check_next_heads(partial(TritonRanks, llama), shifted)
 
 
 def test_parts_that_are_added_in_another_order_give_other_bits(llama: OpenCheckpoint) -> None:
@@ -191,12 +178,8 @@ def test_parts_that_are_added_in_another_order_give_other_bits(llama: OpenCheckp
         return REFERENCE_OPERATORS.sum_parts_rms_norm(parts.flip(0), *rest, out=out)
 
     other = replace(REFERENCE_OPERATORS, sum_parts=backwards, sum_parts_rms_norm=backwards_normed)
-    text = text_of(TEXT)
-    right = TritonRanks(llama, 3, 1)
     wrong = ThreadGroup(llama, 3, 1, make=partial(TritonPartsBackend, device="cpu", operators=other))
-    first, second = (group.step(group.memory(), 0, text) for group in (right, wrong))
-    assert (first - second).abs().max() < EXACT
-    assert not torch.equal(first, second)
+    check_other_sums(TritonRanks(llama, 3, 1), wrong)
 
 
 def test_an_aborted_step_ends_within_a_layer_and_the_next_is_computed(llama: OpenCheckpoint) -> None:
