@@ -139,16 +139,24 @@ class CudaIpcChannel:
                 raise ValueError("the decode worker sent no flags")
             target = mapping.map(ExportedPool(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
             flags = Flags.open(pool.fds[0], welcome.num_blocks)
+            opened.append(flags)
             mapping.register_flags(flags)
             return target, flags
 
-        channel = cls(*await register(welcome, mapped), mapping)
+        opened: list[Flags] = []
+        try:
+            channel = cls(*await register(welcome, mapped), mapping)
+        except Exception:
+            for flags in opened:  # the decode worker did not confirm
+                mapping.unregister_flags(flags)
+                flags.close()
+            raise
         try:
             # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
             await channel._thread.run(mapping.digests, channel._target, [0], _NO_GRANT, 0)
         except BaseException as error:
             channel.close()
-            if isinstance(error, (RuntimeError, OSError)):
+            if isinstance(error, Exception):  # of any kind: Triton has errors of its own
                 raise TransportError(f"the decode worker's pool cannot be reached: {error}") from error
             raise
         return channel
@@ -196,5 +204,5 @@ class CudaIpcChannel:
         try:
             finish = self._mapping.start_copy(run, self._target, self._flags.word(run.ref, upto))
             return finish()
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # of any kind, as in `open`
             raise TransportError(f"blocks were not pushed: {error}") from error

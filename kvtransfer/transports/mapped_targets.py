@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ class MappedTargets:
 
     def close(self) -> None:
         """Unmap the memories."""
-        for one in self._mapped:
-            self._mapping.unregister_flags(one.flags)
-            one.flags.close()
-        self._mapped.clear()
+        with contextlib.ExitStack() as stack:  # an error at one page leaves no other open
+            for one in self._mapped:
+                stack.callback(one.flags.close)
+                stack.callback(self._mapping.unregister_flags, one.flags)
+            self._mapped.clear()

@@ -214,6 +214,22 @@ async def test_a_copy_that_fails_at_one_rank_ends_when_all_are_over(
         assert torch.equal(pair.target.ranks[1].memory.data[block], share.of(numbers)), "another rank's was"
 
 
+async def test_an_error_at_one_page_leaves_no_other_open(make: Make) -> None:
+    pair = make(ONE, TWO)
+    await pair.connect()
+
+    class Failing(HostMapping):
+        def unregister_flags(self, flags: Flags) -> None:
+            raise OSError("the page cannot be released")
+
+    own = pair.channel._own
+    pages = [mapped.flags for mapped in own._mapped]
+    own._mapping = Failing(host_id())
+    with pytest.raises(OSError, match="released"):
+        own.close()
+    assert [page.fd for page in pages] == [-1, -1]
+
+
 async def test_holders_that_cannot_be_mapped_are_told_by_name(make: Make) -> None:
     pair = make(TWO, TWO)
     pids = [1, 2]

@@ -76,8 +76,7 @@ class NativePartsBackend:
         """See `AdapterBackend.set_adapter`. Waits for the steps that this rank follows: rank 0 knows of their
         ends before it does.
         """
-        while self._followed:
-            self._followed.popleft().collect()
+        self._collect(leave=0)
         self._step.set_adapter(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
@@ -132,10 +131,13 @@ class NativePartsBackend:
             self._forward_stage(sequences, None)
             return False
         beyond = positions_of(sequences) > self._step.positions
-        while len(self._followed) >= (1 if beyond else _MOST_LAUNCHED):
-            self._followed.popleft().collect()
+        self._collect(leave=0 if beyond else _MOST_LAUNCHED - 1)
         self._followed.append(self._step.follow(sequences, greedy))
         return False
+
+    def _collect(self, leave: int) -> None:
+        while len(self._followed) > leave:
+            self._followed.popleft().collect()
 
     def _forward_stage(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """Compute this stage's layers; return the logits on the group's first process."""
