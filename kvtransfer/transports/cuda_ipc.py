@@ -20,6 +20,7 @@ from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.blocking import BlockingThread, finished
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
+from kvtransfer.transports.mapped_pool import MappedPool
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.pull_mapped import MappedPullChannel
@@ -124,8 +125,8 @@ class CudaIpcReceiver:
 class CudaIpcChannel:
     """End of the prefill worker: the mapped pool, and a thread that waits for copies into it."""
 
-    def __init__(self, target: KVMemory, flags: Flags, mapping: MemoryMapping) -> None:
-        self._target, self._flags, self._mapping = target, flags, mapping
+    def __init__(self, target: MappedPool, mapping: MemoryMapping) -> None:
+        self._target, self._mapping = target, mapping
         self._thread = BlockingThread("push")
         self._sent = self._acknowledged = 0
         self._closed = False
@@ -133,27 +134,21 @@ class CudaIpcChannel:
     @classmethod
     async def open(cls, welcome: Welcome, mapping: MemoryMapping) -> CudaIpcChannel:
         """Register with a decode worker and map its pool. Raises TransportError."""
+        mapped: list[MappedPool] = []
 
-        def mapped(pool: ExportedPool) -> tuple[KVMemory, Flags]:
-            if not pool.fds:
-                raise ValueError("the decode worker sent no flags")
-            target = mapping.map(ExportedPool(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
-            flags = Flags.open(pool.fds[0], welcome.num_blocks)
-            opened.append(flags)
-            mapping.register_flags(flags)
-            return target, flags
+        def map_pool(pool: ExportedPool) -> MappedPool:
+            mapped.append(MappedPool(pool, welcome.layout, welcome.num_blocks, mapping))
+            return mapped[0]
 
-        opened: list[Flags] = []
         try:
-            channel = cls(*await register(welcome, mapped), mapping)
+            channel = cls(await register(welcome, map_pool), mapping)
         except Exception:
-            for flags in opened:  # the decode worker did not confirm
-                mapping.unregister_flags(flags)
-                flags.close()
+            for unconfirmed in mapped:
+                unconfirmed.close()
             raise
         try:
             # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
-            await channel._thread.run(mapping.digests, channel._target, [0], _NO_GRANT, 0)
+            await channel._thread.run(mapping.digests, channel._target.memory, [0], _NO_GRANT, 0)
         except BaseException as error:
             channel.close()
             if isinstance(error, Exception):  # of any kind: Triton has errors of its own
@@ -163,7 +158,7 @@ class CudaIpcChannel:
 
     def open_pulls(self, scratch: KVMemory) -> MappedPullChannel:
         """Return a channel that reads the mapped pool into `scratch`."""
-        return MappedPullChannel(self._target, scratch, self._mapping)
+        return MappedPullChannel(self._target.memory, scratch, self._mapping)
 
     @property
     def sent(self) -> int:
@@ -196,13 +191,14 @@ class CudaIpcChannel:
         if not self._closed:
             self._closed = True
             self._thread.stop()
-            self._mapping.unregister_flags(self._flags)
-            self._flags.close()
+            self._target.close()
 
     def _copy(self, run: Run) -> list[bytes]:
         upto = run.first + len(run.block_ids)
         try:
-            finish = self._mapping.start_copy(run, self._target, self._flags.word(run.ref, upto))
+            finish = self._mapping.start_copy(
+                run, self._target.memory, self._target.flags.word(run.ref, upto)
+            )
             return finish()
         except Exception as error:  # of any kind, as in `open`
             raise TransportError(f"blocks were not pushed: {error}") from error

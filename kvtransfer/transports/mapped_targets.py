@@ -12,7 +12,8 @@ from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.fd_passing import register_blocking
-from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
+from kvtransfer.transports.mapped_pool import MappedPool
+from kvtransfer.transports.memory_mapping import ExportedPool, MemoryMapping
 from kvtransfer.transports.rank_data import share_digest
 from kvtransfer.transports.share_mapping import CopyRun, MapTarget, ShareRun
 
@@ -22,8 +23,7 @@ _NO_GRANT = GrantRef(("", 0), 0, 0)
 @dataclass(frozen=True, slots=True)
 class _Mapped:
     target: MapTarget
-    memory: KVMemory
-    flags: Flags
+    pool: MappedPool
 
 
 class MappedTargets:
@@ -39,18 +39,13 @@ class MappedTargets:
             mapped = register_blocking(target, lambda pool, target=target: self._map(pool, target))  # type: ignore[misc]
             try:
                 # Reads it once: a GPU's kernel is compiled by that, and known to reach the memory.
-                self._mapping.share_hashes(mapped.memory, [0], target.target_pieces, _NO_GRANT, 0)
+                self._mapping.share_hashes(mapped.pool.memory, [0], target.target_pieces, _NO_GRANT, 0)
             except Exception as error:  # of any kind: Triton has errors of its own
                 raise TransportError(f"memory of a decode rank cannot be reached: {error}") from error
 
     def _map(self, pool: ExportedPool, target: MapTarget) -> _Mapped:
-        if not pool.fds:
-            raise ValueError("the decode rank sent no flags")
-        exported = ExportedPool(pool.handle, pool.fds[1:])
-        memory = self._mapping.map(exported, target.layout, target.num_blocks)
-        mapped = _Mapped(target, memory, Flags.open(pool.fds[0], target.num_blocks))
+        mapped = _Mapped(target, MappedPool(pool, target.layout, target.num_blocks, self._mapping))
         self._mapped.append(mapped)  # also where the rank does not confirm: `close` gives it back
-        self._mapping.register_flags(mapped.flags)
         return mapped
 
     def copy(self, memory: KVMemory, run: CopyRun, computed: torch.cuda.Event | None = None) -> list[bytes]:
@@ -62,11 +57,13 @@ class MappedTargets:
         failed: Exception | None = None
         for one in self._mapped:
             shares = ShareRun(
-                run.ref, run.first, memory, run.block_ids, one.target.pieces, one.memory, run.target_ids,
+                run.ref, run.first, memory, run.block_ids, one.target.pieces, one.pool.memory, run.target_ids,
                 one.target.target_pieces, computed,
             )  # fmt: skip
             try:
-                begun.append((one, self._mapping.start_share_copy(shares, one.flags.word(run.ref, upto))))
+                begun.append(
+                    (one, self._mapping.start_share_copy(shares, one.pool.flags.word(run.ref, upto)))
+                )
             except Exception as error:
                 failed = error
                 break
@@ -87,6 +84,5 @@ class MappedTargets:
         """Unmap the memories."""
         with contextlib.ExitStack() as stack:  # an error at one page leaves no other open
             for one in self._mapped:
-                stack.callback(one.flags.close)
-                stack.callback(self._mapping.unregister_flags, one.flags)
+                stack.callback(one.pool.close)
             self._mapped.clear()

@@ -176,7 +176,7 @@ async def test_blocks_that_a_rank_announces_and_did_not_write_are_corrupt(make: 
     filled(pair.source)
     pages = [Flags.create(6) for _ in range(2)]
     for mapped in pair.channel._own._mapped:
-        object.__setattr__(mapped, "flags", pages.pop())
+        mapped.pool.flags = pages.pop()
     await pair.send()
     pair.receiver.pushed(WRITER, REF, 0, 3)
     await until(lambda: pair.corrupt == 1)
@@ -214,19 +214,19 @@ async def test_a_copy_that_fails_at_one_rank_ends_when_all_are_over(
         assert torch.equal(pair.target.ranks[1].memory.data[block], share.of(numbers)), "another rank's was"
 
 
-async def test_an_error_at_one_page_leaves_no_other_open(make: Make) -> None:
+async def test_an_error_at_one_page_leaves_no_other_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make(ONE, TWO)
     await pair.connect()
 
-    class Failing(HostMapping):
-        def unregister_flags(self, flags: Flags) -> None:
-            raise OSError("the page cannot be released")
+    def fail(_: HostMapping, flags: Flags) -> None:
+        raise OSError("the page cannot be released")
 
     own = pair.channel._own
-    pages = [mapped.flags for mapped in own._mapped]
-    own._mapping = Failing(host_id())
-    with pytest.raises(OSError, match="released"):
-        own.close()
+    pages = [mapped.pool.flags for mapped in own._mapped]
+    with monkeypatch.context() as patched:
+        patched.setattr(HostMapping, "unregister_flags", fail)
+        with pytest.raises(OSError, match="released"):
+            own.close()
     assert [page.fd for page in pages] == [-1, -1]
 
 
