@@ -36,14 +36,25 @@ class LinkConditions:
 
 
 class Pipe:
-    """One direction of a stream: in order, each delivery a callback of the receiving host."""
+    """One direction of a stream: in order, each delivery a callback of the receiving host.
 
-    def __init__(self, network: Network, name: str, ends: tuple[str, str], host: Host | None) -> None:
+    The machine of `host`, or of `sender` where one is given, may fall silent: what is sent then comes later.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        ends: tuple[str, str],
+        host: Host | None,
+        sender: Host | None = None,
+    ) -> None:
         self._network = network
         self._random = random.Random(f"{network.seed}/{name}")
         self._ends = ends
         self._context = copy_context()
         self._context.run(current_host.set, host)
+        self._machines = [one for one in (host, sender) if one is not None]
         self._last = 0.0
 
     def send(self, deliver: Callable[..., None], *args: Any) -> None:
@@ -56,6 +67,9 @@ class Pipe:
         when = network.loop.now + delay
         if conditions is not None:
             when = max(when + conditions.extra_delay_s, conditions.held_until + delay)
+        for one in self._machines:
+            if one.silent_until:
+                when = max(when, one.silent_until + delay)
         self._last = max(self._last, when)
         network.loop.at(self._last, deliver, *args, context=self._context).network = True
 

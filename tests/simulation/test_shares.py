@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group import holder_program
 from diptych.worker_process.group.remote_rank import RemoteRank
+from diptych.worker_process.group.share_link import ShareLink
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.protocol.receiver import Receiver
@@ -103,6 +106,22 @@ def rank_0_alone_copies(patch: Patch) -> None:
     patch.setattr(RemoteRank, "copy_block", lambda self, number, src, dst: None)
 
 
+def idle_group_outlives_its_connections(patch: Patch) -> None:
+    """Rank 0 notices the end of a rank's connections only when it needs them."""
+
+    def read(self: ShareLink) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._take(self._connection.recv())
+
+    patch.setattr(ShareLink, "_read", read)
+
+
+def rank_outlives_its_connections(patch: Patch) -> None:
+    """A rank stays when its connections end."""
+    patch.setattr(holder_program, "leave_group", lambda: None)
+
+
 PLANTED: list[Any] = [
     (shares_are_not_verified, 40),
     (shares_of_an_old_grant_are_placed, 60),
@@ -112,6 +131,8 @@ PLANTED: list[Any] = [
     pytest.param(lost_pair_leaves_the_session, 100, marks=pytest.mark.full),
     (stale_shares_are_kept, 20),
     (rank_0_alone_copies, 40),
+    (idle_group_outlives_its_connections, 40),
+    pytest.param(rank_outlives_its_connections, 40, marks=pytest.mark.full),
 ]
 
 
