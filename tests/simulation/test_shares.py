@@ -11,6 +11,7 @@ import pytest
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group import holder_program
 from diptych.worker_process.group.remote_rank import RemoteRank
+from diptych.worker_process.group.rendezvous import LOST_S
 from diptych.worker_process.group.share_link import ShareLink
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.drivers.push_queue import PushQueue
@@ -131,8 +132,6 @@ PLANTED: list[Any] = [
     pytest.param(lost_pair_leaves_the_session, 100, marks=pytest.mark.full),
     (stale_shares_are_kept, 20),
     (rank_0_alone_copies, 40),
-    (idle_group_outlives_its_connections, 40),
-    pytest.param(rank_outlives_its_connections, 40, marks=pytest.mark.full),
 ]
 
 
@@ -143,3 +142,14 @@ def test_planted_bug_in_shares_is_found(
     plant(monkeypatch)
     found = (seed for seed in range(within) if simulate(make_scenario(seed, "shares")).violation)
     assert next(found, None) is not None, f"{within} seeds do not show it"
+
+
+@pytest.mark.parametrize("plant", [idle_group_outlives_its_connections, rank_outlives_its_connections])
+def test_planted_bug_where_machines_fall_silent_is_found(
+    plant: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    scenarios = (make_scenario(seed, "shares") for seed in range(60))
+    silent = (one for one in scenarios if any(f.kind == "silence" and f.lasts_s > LOST_S for f in one.faults))
+    violations = (simulate(scenario).violation for scenario in silent)
+    assert any("has not given up its group" in violation for violation in violations)
