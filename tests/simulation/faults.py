@@ -16,7 +16,7 @@ from tests.simulation.store import LATENCY_S
 SLOWNESS = 12.0
 DELAY_S = 0.15
 STORE_SLOW_S = 0.2
-_SILENCING = frozenset({"stop", "partition"})
+_SILENCING = frozenset({"stop", "partition", "silence"})
 _CUTTING = frozenset({"hang", "reset"})
 
 
@@ -179,7 +179,7 @@ class Faults:
         return self._connected(fault)
 
     def _silence(self, fault: Fault) -> bool:
-        """Let the machine of a rank fall silent."""
+        """Let the machine of a worker or of a rank fall silent."""
         return fall_silent(self._cluster, fault.target[0], fault.lasts_s)
 
     def _repeat(self, fault: Fault) -> bool:

@@ -38,7 +38,7 @@ class LinkConditions:
 class Pipe:
     """One direction of a stream: in order, each delivery a callback of the receiving host.
 
-    The machine of `host`, or of `sender` where one is given, may fall silent: what is sent then comes later.
+    The machine of `host` or of `sender` may fall silent, if these are two: what is sent then comes later.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pipe:
         self._ends = ends
         self._context = copy_context()
         self._context.run(current_host.set, host)
-        self._machines = [one for one in (host, sender) if one is not None]
+        self._machines = () if host is None or sender is None else (host, sender)
         self._last = 0.0
 
     def send(self, deliver: Callable[..., None], *args: Any) -> None:
@@ -182,8 +182,8 @@ class Stream:
         self.ends = (_name(client), server.host.name if server is not None else address)
         network.streams += 1
         name = f"{self.ends[0]}>{self.ends[1]}/{method.path}/{network.opened(self.ends)}"
-        self.up = Pipe(network, name + "/up", self.ends, self.server)
-        self.down = Pipe(network, name + "/down", self.ends, client)
+        self.up = Pipe(network, name + "/up", self.ends, self.server, client)
+        self.down = Pipe(network, name + "/down", self.ends, client, self.server)
         self.to_client, self.to_server = Inbox(), Inbox()
         self.client_over = self.server_over = False
         self.task: asyncio.Task[None] | None = None

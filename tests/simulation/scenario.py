@@ -25,7 +25,7 @@ from tests.simulation.themes import THEMES, Theme
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
 SILENT_SHARE = 0.3
-"""Share of scenarios of groups with ranks on other machines, of which one falls silent."""
+"""Share of scenarios of groups with ranks on other machines in which a machine falls silent."""
 WINDOWED_SHARE = 0.35
 """Share of scenarios whose model has a window."""
 
@@ -294,17 +294,17 @@ def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> l
 
 
 def _silences(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
-    """Return silences of ranks' machines: in a third of the scenarios, most longer than a group waits."""
+    """Return silences of machines of ranks, rank 0 among them: most are longer than a group waits."""
     rng = random.Random(f"silences {shape.network}")
-    ranks = [
+    names = [
         name
         for worker in shape.workers
-        for name in shape.groups[{"p": "prefill", "d": "decode"}[worker[0]]].holders(worker)[1:]
+        for name in shape.groups[{"p": "prefill", "d": "decode"}[worker[0]]].holders(worker)
     ]
-    if not ranks or rng.random() >= SILENT_SHARE:
+    if rng.random() >= SILENT_SHARE:
         return []
     at = round(rng.choice(requests).at + rng.uniform(-0.05, 0.15), 4)
-    return [Fault(at, "silence", (rng.choice(ranks),), rng.choice([2.0, 12.0, 20.0, 20.0, 30.0]))]
+    return [Fault(at, "silence", (rng.choice(names),), rng.choice([2.0, 12.0, 20.0, 20.0, 30.0]))]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:

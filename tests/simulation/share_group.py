@@ -321,7 +321,7 @@ class ShareGroup:
         """Connect a rank, start it, and return it as rank 0 has it."""
         cluster, host = self.cluster, self.machine.host
         pipes = {
-            name: make_pipe(cluster.network, cluster.threads, host, rank.host)
+            name: make_pipe(cluster.network, cluster.threads, host, rank.host, one_machine=not rank.alone)
             for name in (_ENDS if rank.alone else ("plans",))
         }
         rank.start({name: there for name, (_, there) in pipes.items()}, rank.number - here + 1)

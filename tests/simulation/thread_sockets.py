@@ -200,13 +200,15 @@ class PipeEnd:
         self._send = lambda data: pipe.send(other.take, data)
 
 
-def make_pipe(network: Network, threads: VirtualThreads, one: Host, other: Host) -> tuple[PipeEnd, PipeEnd]:
+def make_pipe(
+    network: Network, threads: VirtualThreads, one: Host, other: Host, *, one_machine: bool
+) -> tuple[PipeEnd, PipeEnd]:
     """Return the ends of a connection between two processes, which notice each other's death."""
     ends = (one.name, other.name)
     name = f"{one.name}>{other.name}/pipe/{network.opened(ends)}"
     here, there = PipeEnd(threads), PipeEnd(threads)
-    down = Pipe(network, name + "/down", ends, other, one)
-    up = Pipe(network, name + "/up", ends, one, other)
+    down = Pipe(network, name + "/down", ends, other, None if one_machine else one)
+    up = Pipe(network, name + "/up", ends, one, None if one_machine else other)
     here.lead_to(there, down)
     there.lead_to(here, up)
     one.on_death.append(lambda: down.send(there.lose))
