@@ -111,6 +111,11 @@ class AdmissionQueue:
         return self._shares.total
 
     @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that wait here for admission."""
+        return self.waiting_tokens - self.dispatched_tokens - self._stalled_tokens
+
+    @property
     def waiting_kv_tokens(self) -> int:
         """Tokens of KV memory that the first sequences of the waiting requests need."""
         return self._queued_kv_tokens
@@ -344,7 +349,7 @@ class AdmissionQueue:
 
         0 while nothing was measured: no request is refused on a guess.
         """
-        queued = self.waiting_tokens - self.dispatched_tokens - self._stalled_tokens
+        queued = self.queued_tokens
         before = self._queue.cost_before(ticket.tenant, ticket.tokens)
         prefill_s = self._wait.prefill_s(self.dispatched_tokens + before)
         if not (self._wait.stay_known and self.running):

@@ -449,6 +449,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(t.admitted and t in self.alive for t in self.queue.newly_admitted())
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)
+        assert self.queue.queued_tokens == sum(t.tokens for t in self.alive if not t.admitted)
 
 
 TestQueueMachine = QueueMachine.TestCase
