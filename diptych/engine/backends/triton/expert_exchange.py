@@ -84,12 +84,11 @@ class CountedTrip:
         numbers = self._communicator.all_to_all([experts[of] for of in going])
         counts = [len(of_rank) for of_rank in numbers]
         came = torch.cat(self._communicator.all_to_all([own[of] for of in going], counts))
-        steps = shares.of_ranks[-1].stop
-        self.rows, self.experts = (
-            own.new_zeros(steps, own.shape[1]),
-            experts.new_full((steps, experts.shape[1]), _NONE),
-        )
-        self.rows[: len(came)], self.experts[: len(came)] = came, torch.cat(numbers)
+        step = shares.of_ranks[-1].stop
+        self.rows = own.new_zeros(step, own.shape[1])
+        self.rows[: len(came)] = came
+        self.experts = experts.new_full((step, experts.shape[1]), _NONE)
+        self.experts[: len(came)] = torch.cat(numbers)
         here = ranks.here(self.experts, self._communicator.rank)
         self._pairs = torch.where(here.flatten())[0]
         self._returning = [int(of_rank.sum()) for of_rank in here[: len(came)].split(counts)]

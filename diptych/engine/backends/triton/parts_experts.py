@@ -9,7 +9,7 @@
     gather   all ranks have all rows again
 
 Products of experts are launched for as many rows as the step has, at every degree: tiles are chosen by them.
-Every other product has a part's rows. So the same parts give the same bits.
+Every other product here has a part's rows. So the same parts give the same bits.
 """
 
 from __future__ import annotations
