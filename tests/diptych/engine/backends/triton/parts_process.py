@@ -15,6 +15,7 @@ import torch
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.communicator import Communicator
 from diptych.engine.parallel.gloo_communicator import GlooCommunicator
 from diptych.engine.parallel.kv_shares import kv_shares
 from diptych.engine.parallel.parts import deal_parts, parts_of_rank
@@ -28,13 +29,9 @@ from tests.diptych.engine.parallel.thread_ranks import memory_of
 PROMPT, TOKENS = [41, 7, 120, 3, 99, 30], 3
 
 
-def main(rank: int, ranks: int, count: int, port: int, folder: Path) -> None:
-    """Compute the prompt, then tokens that rank 0 tells the others."""
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=100)
-    )
-    group = GlooCommunicator(store, rank, ranks)
+def answer_of(group: Communicator, count: int, folder: Path) -> list[str]:
+    """Compute the prompt, then tokens that rank 0 tells the others; return them, and the digest."""
+    rank, ranks = group.rank, group.ranks
     opened = open_checkpoint(folder, "fp32")
     parts = deal_parts(opened.shape, count, whole_experts=True, all_to_all=True)
     stages = deal_stages(opened.shape, 1)
@@ -58,8 +55,18 @@ def main(rank: int, ranks: int, count: int, port: int, folder: Path) -> None:
         token = logits[0].argmax().view(1) if rank == 0 else torch.zeros(1, dtype=torch.int64)
         start = len(known)
         known.append(int(group.all_gather(token)[0]))
+    return [*map(str, known[len(PROMPT) :]), digest.hexdigest()]
+
+
+def main(rank: int, ranks: int, count: int, port: int, folder: Path) -> None:
+    """Answer as one rank."""
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=100)
+    )
+    found = answer_of(GlooCommunicator(store, rank, ranks), count, folder)
     if rank == 0:
-        print(*known[len(PROMPT) :], digest.hexdigest())
+        print(*found)
 
 
 if __name__ == "__main__":
