@@ -1,10 +1,10 @@
 """Pages of recurrent states: the blocks of a place that hold the states behind its last token.
 
 A recurrent layer is like one with a window of two tokens: a token reads what the one before it left. So its
-states lie in blocks of a second kind, as keys and values behind a sliding window do (window_groups.py): those of
-a place, its *page*, hold the states behind the last token of the place that was computed. A token at position
-p reads the page of place `(p - 1) // block_size` and leaves its states in that of place `p // block_size`;
-where a border is crossed the page before stays as it is, for a prefix hit that ends there.
+states lie in blocks of a second kind, as keys and values behind a sliding window do (window_groups.py): those
+of a place, its *page*, hold the states behind the last token of the place that was computed. A token at
+position p reads the page of place `(p - 1) // block_size` and leaves its states in that of place
+`p // block_size`; where a border is crossed the page before stays as it is, for a prefix hit that ends there.
 
 A page's bytes follow one another through its blocks: a count of tokens, then the states of each recurrent
 layer, in float32. Writing a state twice is not what writing it once is, so that the count says of how many
@@ -23,7 +23,6 @@ import torch
 ALIGNED = 64
 """Bytes at whose multiples layers begin, and that the count of tokens takes."""
 _FLOAT = 4
-
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,7 @@ def page_bytes(layers: Iterator[tuple[tuple[int, ...], ...]]) -> int:
     return ALIGNED + sum(-(-_state_bytes(shapes) // ALIGNED) * ALIGNED for shapes in layers)
 
 
-def state_layout(
-    layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]], block_bytes: int
-) -> StateLayout:
+def state_layout(layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]], block_bytes: int) -> StateLayout:
     """Return the layout of pages in blocks of `block_bytes`. Raises ValueError for blocks that are too small
     or begin at bytes where float32 cannot.
     """
@@ -81,7 +78,7 @@ class StatePages:
         self._blocks = blocks
 
     def counts(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the tokens, int64 `[pages]`, behind which the states are; `pages` are blocks `[pages, n]`."""
+        """Return the tokens behind which the states are, int64 `[pages]`; `pages` are blocks `[pages, n]`."""
         return self._read(pages, 0, 8).view(torch.int64).squeeze(1)
 
     def set_counts(self, pages: torch.Tensor, counts: torch.Tensor) -> None:
@@ -102,9 +99,7 @@ class StatePages:
             self._write(pages, self._extents[layer][0], flat.contiguous().view(torch.uint8))
 
     def _read(self, pages: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        found = [
-            self._blocks[pages[:, block], low:high] for block, low, high in self._pieces(begin, end)
-        ]
+        found = [self._blocks[pages[:, block], low:high] for block, low, high in self._pieces(begin, end)]
         if not found:
             return self._blocks.new_empty((len(pages), 0))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)

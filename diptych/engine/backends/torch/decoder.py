@@ -166,7 +166,7 @@ class Decoder:
         return x_TH + self.added(fed, layer.feed_forward_out_norm)
 
     def _recurrence(self, index: int, normed: torch.Tensor, recur: Recur | None) -> torch.Tensor:
-        """Return what the recurrence of layer `index` gives for `normed [T, H]`, before its norm: `[T, H]`."""
+        """Return what the recurrence of a layer gives for `normed [T, H]`, before its norm: `[T, H]`."""
         recurrent = self._recurrent[index]
         if recurrent is None or recur is None:
             raise ValueError(f"layer {index} is recurrent: it needs the states of the step's sequences")
@@ -285,7 +285,11 @@ class Decoder:
 
     def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
         latent = self.shape.latent
-        return None if latent is None or not layer.q.shape[0] else LatentAttention(self.shape, latent, layer, self._linear)
+        return (
+            None
+            if latent is None or not layer.q.shape[0]
+            else LatentAttention(self.shape, latent, layer, self._linear)
+        )
 
     def _recurrent_of(self, index: int, layer: LayerWeights) -> RecurrentLayer | None:
         shape = self.shape.layers[index].recurrent
