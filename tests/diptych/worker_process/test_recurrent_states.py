@@ -172,11 +172,16 @@ async def test_choices_fork_the_states(transport: str) -> None:
 
 
 async def test_choices_that_share_a_page_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: three sequences that advance one state."""
-    monkeypatch.setattr(WindowRows, "own", lambda *rest: None)
-    async with house("shared_memory", blocks=BLOCKS, shape=RECURRENT) as made:
-        same = await ask(made, "a", PROMPT[:41], choices=(0, 1, 2))
-        assert [same.outputs[choice] for choice in range(3)] != [expected(PROMPT[:41])] * 3
+    """Control: three sequences of different tokens that leave their states in one page."""
+    prompt, drawn = PROMPT[:41], {"choices": (0, 1, 2), "sampling": {"temperature": 1.5, "seed": 7}}
+    found = []
+    for shared in (False, False, True):
+        if shared:
+            monkeypatch.setattr(WindowRows, "own", lambda *rest: None)
+        async with house("shared_memory", blocks=BLOCKS, shape=RECURRENT) as made:
+            found.append((await ask(made, "a", prompt, **drawn)).outputs)
+    assert len(set(map(tuple, found[0].values()))) == 3
+    assert found[0] == found[1] != found[2]
 
 
 @TRANSPORTS
