@@ -1,4 +1,4 @@
-"""A model with recurrent layers, served: transformers' tokens through handoffs, hits, choices and lost workers."""
+"""A model with recurrent layers, served: transformers' tokens through handoffs, hits and lost workers."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
         yield Served(stack, folder, "lfm2")
 
 
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", pytest.param("tcp", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("tcp", marks=pytest.mark.full)])
 def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
     folder = tmp_path / "lfm2"
     with serving(folder, "--transport", transport) as served:

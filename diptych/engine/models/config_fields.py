@@ -275,7 +275,7 @@ def _layers(config: Config, family: Family) -> tuple[tuple[LayerShape, ...], tup
     count, rope = config["num_hidden_layers"], config["rope_parameters"]
     windows = _windows(config, family) or (None,) * count
     if family.rope_by_layer_type is None:
-        kinds = config["layer_types"] or (None,) * count
+        kinds = config.get("layer_types") or (None,) * count
         own = {kind: make(config) for kind, make in family.layer_kinds.items()}
         found = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
         return tuple(found), (rotation_of(rope, config),)
