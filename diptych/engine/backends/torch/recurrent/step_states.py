@@ -35,7 +35,7 @@ class _Run:
 
     pages: StatePages
     members: list[int]
-    """Their numbers in the step."""
+    """Numbers of the sequences in the step."""
     rows: torch.Tensor
     """Rows of the step's flat list, `[sequences, tokens]`."""
     read: torch.Tensor | None
