@@ -4,8 +4,8 @@ plans    StepPlan; where torch computes, and in a step of the Triton backend tha
          with an empty message when the rank has written its share. Recordings are answered so when made;
          PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks, LoadAdapter and DropMemory, of which all but the last are answered: with None,
-         CountBlocks with a number, or with RankFailed
+         CountBlocks, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are answered: with
+         None, CountBlocks with a number, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -121,6 +121,14 @@ class AllocateShare:
     number: int
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class AllowAdapters:
+    """Order to let steps have rows with adapters of rank up to `max_rank` in so many slots."""
+
+    slots: int
+    max_rank: int
 
 
 @dataclass(frozen=True)
@@ -346,7 +354,8 @@ class UnmapTargets:
     channel: int
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
+AdapterQuestion = AllowAdapters | LoadAdapter
+Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | AdapterQuestion
 Recording = PlanDecode | PrepareDecode | RecordPrompts
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock

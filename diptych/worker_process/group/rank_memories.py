@@ -18,10 +18,10 @@ from diptych.runtime.log_format import OneLineFormatter
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import (
+    AdapterQuestion,
     AllocateShare,
     CountBlocks,
     DropMemory,
-    LoadAdapter,
     MapFile,
     Order,
     RankFailed,
@@ -77,8 +77,8 @@ class Memories:
                 order: Order = self._control.recv()
                 if isinstance(order, DropMemory):
                     self._drop(order.number)
-                elif isinstance(order, LoadAdapter):
-                    self._control.send(self._adapters.load(order))
+                elif isinstance(order, AdapterQuestion):
+                    self._control.send(self._adapters.answer(order))
                 else:
                     self._control.send(self._carry_out(order))
         except (OSError, EOFError):

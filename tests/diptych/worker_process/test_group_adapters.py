@@ -48,7 +48,7 @@ class Ranks:
     def _serve(self, control: Connection[Any, Any]) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                control.send(self.other.load(control.recv()))
+                control.send(self.other.answer(control.recv()))
 
     def send_order(self, order: AdapterOrder) -> None:
         self.other.carry_out(order)
