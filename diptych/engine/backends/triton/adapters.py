@@ -63,9 +63,7 @@ class DeviceAdapters:
         size = tokens * _MOST_JOINED * self._most_ranks
         return torch.empty(size, dtype=torch.float32, device=self._device)
 
-    def set(
-        self, slot: int, prepared: object | None, copies: dict[int, torch.Tensor] | None = None
-    ) -> None:
+    def set(self, slot: int, prepared: object | None, copies: dict[int, torch.Tensor] | None = None) -> None:
         """See `StepAdapters.set`; what is prepared is an Adapter.
 
         `copies` are tensors on the device by the ids of those that they were copied from, and get the rest:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from diptych.engine.adapters import part_adapter
 from diptych.engine.adapters.reader import read_adapter
+from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
 from diptych.engine.backends.triton.supports import supports
 from diptych.engine.batch import SequenceStep
@@ -134,9 +135,7 @@ def test_greedy_text_is_that_of_merged_weights_at_every_degree(smollm: Case) -> 
     assert (swapped[0] != expected[0], swapped[1] == expected[1], swapped[2] != expected[2]) == (True,) * 3
 
 
-@pytest.mark.parametrize(
-    "name", sampled(sorted(expert_models.CONFIGS), ("mixtral", "qwen2_moe"))
-)
+@pytest.mark.parametrize("name", sampled(sorted(expert_models.CONFIGS), ("mixtral", "qwen2_moe")))
 @pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
 def test_experts_beside_adapted_attention(name: str, whole_experts: bool, tmp_path: Path) -> None:
     """Adapters change the matrices that one process has changed: not those of experts."""
@@ -145,9 +144,7 @@ def test_experts_beside_adapted_attention(name: str, whole_experts: bool, tmp_pa
     opened = open_checkpoint(tmp_path / "model", "fp32")
     if (why := supports(opened.shape)) is not None:
         pytest.skip(f"torch computes it: {why}")
-    folder = write_adapter(
-        tmp_path / "a", oracle, seed=1, targets=("q_proj", "k_proj", "v_proj", "o_proj")
-    )
+    folder = write_adapter(tmp_path / "a", oracle, seed=1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     text, found = text_of(20), []
     for ranks in DEGREES:
         group = AdaptedGroup(TritonRanks(opened, PARTS, ranks, whole_experts=whole_experts))
@@ -167,12 +164,15 @@ def test_bases_whose_codes_stay_have_the_same_bits_at_every_degree(kind: str, tm
     opened = open_checkpoint(folder, "packed")
     texts = [[token % 96 for token in text_of(20, seed=seed)] for seed in (1, 2)]
 
-    def logits(ranks: int) -> list[torch.Tensor]:
-        group = AdaptedGroup(TritonRanks(opened, PARTS, ranks))
-        return AdaptedSteps(group, opened.shape, torch.bfloat16, [adapter]).logits(texts, (0, None), 20)
+    def logits(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        return AdaptedSteps(backend, opened.shape, dtype, [adapter]).logits(texts, (0, None), 20)
 
-    found = [logits(ranks) for ranks in DEGREES]
+    groups = [AdaptedGroup(TritonRanks(opened, PARTS, ranks)) for ranks in DEGREES]
+    found = [logits(group, torch.bfloat16) for group in groups]
     check_bits(found)
+    plainly = TorchBackend(opened.shape, open_checkpoint(folder, "fp32").read_all().weights)
+    for got, expected in zip(found[0], logits(plainly, torch.float32), strict=True):
+        assert (got - expected).norm() / expected.norm() < 0.05
 
 
 def test_rounded_numbers_have_the_same_bits_at_every_degree(smollm: Case) -> None:
@@ -273,7 +273,7 @@ class Recorded:
                 waiting = launched
             found.append(waiting.collect().tokens)
             assert all(isinstance(token, Sampled) for tokens in found for token in tokens)
-            return [list(column) for column in zip(*([one.token_id for one in t] for t in found), strict=True)]
+            return [[token.token_id for token in column] for column in zip(*found, strict=True)]
 
         def follow(backend: Any) -> None:
             for number in range(count):
@@ -290,9 +290,7 @@ class Recorded:
 def test_recorded_steps_of_mixed_rows_follow_one_another(smollm: Case) -> None:
     """A step with adapters is recorded by every rank when it is first launched, between others."""
     texts = [text[:length] for text, length in zip(TEXTS, (14, 11, 16), strict=True)]
-    expected = [
-        greedy_of(model, text, TOKENS + 1) for model, text in zip(smollm.models, texts, strict=True)
-    ]
+    expected = [greedy_of(model, text, TOKENS + 1) for model, text in zip(smollm.models, texts, strict=True)]
     kept = []
     for ranks in (1, 2):
         recorded = Recorded(smollm, ranks)
@@ -309,9 +307,7 @@ def test_recorded_steps_of_mixed_rows_follow_one_another(smollm: Case) -> None:
 # ---- controls ------------------------------------------------------------------------------------
 
 
-def test_columns_that_are_off_by_one_give_other_logits(
-    smollm: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_that_are_off_by_one_give_other_logits(smollm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(cut: Cut) -> Cut:
         if cut.columns is None or cut.columns.start == 0:
             return cut
