@@ -74,6 +74,7 @@ def test_steps_equal_those_of_torch(opened: OpenCheckpoint, device: torch.device
     torch.testing.assert_close(ours.data.cpu(), theirs.data, atol=2e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_adapted_steps_equal_those_of_torch(tmp_path: Path, device: torch.device) -> None:
     """A prompt with an adapter, then a recorded step of it beside a row of the base, whose prompt was
     recorded.
