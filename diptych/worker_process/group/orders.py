@@ -5,7 +5,7 @@ plans    StepPlan; where torch computes, and in a step of the Triton backend tha
          PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
          CountBlocks, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are answered: with
-         None, CountBlocks with a number, or with RankFailed
+         None, CountBlocks with a CardRoom, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -180,15 +180,9 @@ class RecordPrompts:
 
 @dataclass(frozen=True)
 class CountBlocks:
-    """Question for the blocks that this rank's GPU has room for, of which it holds its share.
-
-    The other fields are those of `diptych.engine.device.free_pool_bytes`.
-    """
+    """Question for the room on this rank's GPU for its share of blocks of `layout`."""
 
     layout: KVLayout
-    utilization: float
-    recordings: int
-    temporaries: int
 
 
 @dataclass(frozen=True)
