@@ -27,7 +27,7 @@ _FIELDS: dict[Product, tuple[str, ...]] = {
 _MOST_JOINED = 3
 
 
-class StepAdapters(Protocol):
+class PlacedAdapters(Protocol):
     """The adapters that steps of a forward pass can read."""
 
     def scratch(self, tokens: int) -> torch.Tensor:
@@ -59,12 +59,12 @@ class DeviceAdapters:
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def scratch(self, tokens: int) -> torch.Tensor:
-        """See `StepAdapters.scratch`."""
+        """See `PlacedAdapters.scratch`."""
         size = tokens * _MOST_JOINED * self._most_ranks
         return torch.empty(size, dtype=torch.float32, device=self._device)
 
     def set(self, slot: int, prepared: object | None, copies: dict[int, torch.Tensor] | None = None) -> None:
-        """See `StepAdapters.set`; what is prepared is an Adapter.
+        """See `PlacedAdapters.set`; what is prepared is an Adapter.
 
         `copies` are tensors on the device by the ids of those that they were copied from, and get the rest:
         matrices that several changes share are there once.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
-from diptych.engine.backends.triton.adapters import StepAdapters
+from diptych.engine.backends.triton.adapters import PlacedAdapters
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedWeights
@@ -59,7 +59,7 @@ class ForwardPass(Protocol):
         ...
 
     @property
-    def adapters(self) -> StepAdapters | None:
+    def adapters(self) -> PlacedAdapters | None:
         """Adapters that rows may have; None: none may."""
         ...
 

@@ -21,11 +21,11 @@ class PartsAdapters:
         self._own = own
 
     def scratch(self, tokens: int) -> torch.Tensor:
-        """See `StepAdapters.scratch`."""
+        """See `PlacedAdapters.scratch`."""
         return self._own[0].scratch(tokens)
 
     def set(self, slot: int, prepared: object | None) -> None:
-        """See `StepAdapters.set`; what is prepared is an Adapter for each part (part_adapter.py)."""
+        """See `PlacedAdapters.set`; what is prepared is an Adapter for each part (part_adapter.py)."""
         assert prepared is None or isinstance(prepared, tuple)
         shares = [None] * len(self._own) if prepared is None else prepared
         copies: dict[int, torch.Tensor] = {}

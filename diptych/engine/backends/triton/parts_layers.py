@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
-from diptych.engine.backends.triton.adapters import StepAdapters
+from diptych.engine.backends.triton.adapters import PlacedAdapters
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
@@ -43,7 +43,7 @@ from diptych.engine.parallel.stop_word import StopWord
 class PartsLayers:
     """Forward pass of the parts of one rank; every rank calls it with the same step."""
 
-    adapters: StepAdapters | None = None
+    adapters: PlacedAdapters | None = None
     """Adapters that rows may have; None: none may (`allow_adapters`)."""
 
     def __init__(
