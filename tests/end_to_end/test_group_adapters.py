@@ -148,6 +148,7 @@ def test_any_degree_to_any_other(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_ranks_on_the_triton_step_compute_adapters(tmp_path: Path) -> None:
     """Ranks compute as on GPUs, with memories of their own and the kernels in Triton's interpreter."""
     model = Model(tmp_path, num_hidden_layers=2, max_position_embeddings=128)
