@@ -52,6 +52,7 @@ from tests.forms import sampled
 PARTS, DEGREES = 4, (1, 2, 4)
 TEXTS = [text_of(length, seed=length) for length in (40, 23, 33)]
 SLOTS = (0, None, 1)
+WHOLE = {"whole_experts": True}
 TOKENS = 8
 EXACT = 2e-4
 """Largest difference of a logit in float32 from merged weights."""
@@ -136,8 +137,8 @@ def test_greedy_text_is_that_of_merged_weights_at_every_degree(smollm: Case) -> 
 
 
 @pytest.mark.parametrize("name", sampled(sorted(expert_models.CONFIGS), ("mixtral", "qwen2_moe")))
-@pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
-def test_experts_beside_adapted_attention(name: str, whole_experts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dealt", [WHOLE, {}, {**WHOLE, "all_to_all": True}], ids=["whole", "sliced", "sent"])
+def test_experts_beside_adapted_attention(name: str, dealt: dict[str, bool], tmp_path: Path) -> None:
     """Adapters change the matrices that one process has changed: not those of experts."""
     oracle = expert_models.oracle_of(name)
     oracle.save_pretrained(tmp_path / "model")
@@ -147,7 +148,7 @@ def test_experts_beside_adapted_attention(name: str, whole_experts: bool, tmp_pa
     folder = write_adapter(tmp_path / "a", oracle, seed=1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     text, found = text_of(20), []
     for ranks in DEGREES:
-        group = AdaptedGroup(TritonRanks(opened, PARTS, ranks, whole_experts=whole_experts))
+        group = AdaptedGroup(TritonRanks(opened, PARTS, ranks, **dealt))
         steps = AdaptedSteps(group, opened.shape, torch.float32, [folder])
         found.append(steps.logits([text], [0], 20))
     expected = oracle_logits(merged(oracle, folder), text)
