@@ -1,0 +1,42 @@
+"""Cuts of a call's rows into pieces, for scans that work on many rows at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+PIECE_ROWS = 64
+"""Rows of a piece; a call's last may have fewer. Calls that begin at multiples of it give the bits that one
+call with all rows gives; others differ from it by rounding.
+"""
+
+
+class Cut(NamedTuple):
+    """`count` pieces of `length` rows each, from row `begin` on, which are computed together."""
+
+    begin: int
+    count: int
+    length: int
+
+    def of(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        """Return the rows of `x`, which lie along `axis`, as two axes: `[…, count, length, …]`."""
+        rows = x.narrow(axis, self.begin, self.count * self.length)
+        return rows.unflatten(axis, (self.count, self.length))
+
+
+def cut_rows(rows: int) -> list[Cut]:
+    """Return the cuts of a call with `rows` rows: all whole pieces, and what is left."""
+    count, tail = divmod(rows, PIECE_ROWS)
+    cuts = [Cut(0, count, PIECE_ROWS), Cut(count * PIECE_ROWS, 1, tail)]
+    return [cut for cut in cuts if cut.count and cut.length]
+
+
+def decay_between(total: torch.Tensor) -> torch.Tensor:
+    """Return how much of row s is left at row t of a piece, `[…, t, s]`, zero for later s; `total [… t]` are
+    the sums of logarithms of decays up to each row.
+    """
+    length = total.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
+    # Differences to later rows are positive, and their powers may be infinite.
+    return (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
