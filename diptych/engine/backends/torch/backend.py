@@ -157,6 +157,8 @@ def on_device(record: Any, device: torch.device) -> Any:
         return record.to(device)
     if isinstance(record, tuple):
         return type(record)(on_device(one, device) for one in record)
+    if isinstance(record, dict):
+        return {name: on_device(one, device) for name, one in record.items()}
     if is_dataclass(record) and not isinstance(record, type):
         return replace(record, **{name: on_device(value, device) for name, value in vars(record).items()})
     return record

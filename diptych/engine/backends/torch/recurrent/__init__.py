@@ -1,1 +1,1 @@
-"""Layers that keep a recurrent state in place of keys and values: their maths in torch, a file for each kind."""
+"""Recurrent layers in torch: the interface of a layer, one file a kind, and the states of a step."""
