@@ -1,8 +1,9 @@
-"""The gated delta rule (Yang et al. 2024): a matrix for each head that forgets, and is corrected by each token.
+"""The gated delta rule (Yang et al. 2024): a head's matrix forgets, and is corrected by each token.
 
-Names carry shapes: B sequences with T tokens each, N heads, D lanes of a key, V of a value. A state is float32
-`[N, D, V]`, zeros before the first token. Of a token with key k, value v, decay a = exp(log_decay) and rate b
-it becomes `a M + k (b (v - k·(a M)))`, and the token's output is `q·M` of the new one. All is float32.
+Names carry shapes: B sequences with T tokens each, N heads, D lanes of a key, V of a value. A state is
+float32 `[N, D, V]`, zeros before the first token. Of a token with key k, value v, decay a = exp(log_decay)
+and rate b it becomes `a M + k (b (v - k·(a M)))`, and the token's output is `q·M` of the new one. All is
+float32.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def _one_token(parts: list[torch.Tensor], states: torch.Tensor) -> tuple[torch.T
 
 
 def _pieces(parts: list[torch.Tensor], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs `[B, N, tokens, V]` and the states behind pieces of one length, `[B, N, pieces, l, …]`."""
+    """Return outputs `[B, N, tokens, V]` and the states behind pieces of one length l, of parts
+    `[B, N, pieces, l, …]`.
+    """
     q, k, v, log_decay, rate = parts
     total = log_decay.cumsum(dim=-1)
     between, grown = decay_between(total), total.exp().unsqueeze(-1)

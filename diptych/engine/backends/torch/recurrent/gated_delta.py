@@ -1,6 +1,6 @@
 """The layer of the gated delta rule (Qwen3-Next, Qwen3.5; Yang et al. 2024).
 
-Names carry shapes: T tokens of a step, B sequences with N tokens each, H hidden, C channels of the convolution.
+Names carry shapes: T tokens of a step, B sequences with N tokens each, H hidden.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class GatedDelta:
 
     def project(self, x_TH: torch.Tensor) -> torch.Tensor:
         """See `RecurrentLayer.project`."""
-        return torch.cat([self._linear(x_TH, self._in), functional.linear(x_TH, self._rates.to(x_TH))], dim=-1)
+        return torch.cat(
+            [self._linear(x_TH, self._in), functional.linear(x_TH, self._rates.to(x_TH))], dim=-1
+        )
 
     def advance(
         self, mixed_BNX: torch.Tensor, states: tuple[torch.Tensor, ...]

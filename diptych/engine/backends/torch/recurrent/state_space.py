@@ -1,9 +1,9 @@
 """The state space of Mamba-2 (Dao and Gu 2024): a matrix for each head that forgets and is added to.
 
-Names carry shapes: B sequences with T tokens each, N heads, P channels of a head, G groups of heads, M numbers
-of a channel's state. A state is float32 `[N, P, M]`, zeros before the first token. Of a token with input x,
-step d and its group's b and c it becomes `exp(d a) h + d x b`, and the token's output is `h·c` of the new one.
-All is float32.
+Names carry shapes: B sequences with T tokens each, N heads, P channels of a head, G groups of heads, M
+numbers of a channel's state. A state is float32 `[N, P, M]`, zeros before the first token. Of a token with
+input x, step d and its group's b and c it becomes `exp(d a) h + d x b`, and the token's output is `h·c` of
+the new one. All is float32.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _one_token(parts: list[torch.Tensor], states: torch.Tensor) -> tuple[torch.T
 def _pieces(parts: list[torch.Tensor], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs `[B, N, tokens, P]` and the states behind pieces of one length l.
 
-    `added [B, N, pieces, l, P]`, `log_decay [B, N, pieces, l]`, `b` and `c` `[B, G, pieces, l, M]`. What heads
-    of a group share is multiplied once for all of them, as `[B, G, …, heads a group * P]`.
+    Parts are `added [B, N, pieces, l, P]`, `log_decay [B, N, pieces, l]`, `b` and `c` `[B, G, pieces, l, M]`.
+    What heads of a group share is multiplied once for all of them, as `[B, G, …, heads a group * P]`.
     """
     added, log_decay, b, c = parts
     groups, share, channels = b.shape[1], added.shape[1] // b.shape[1], added.shape[-1]
