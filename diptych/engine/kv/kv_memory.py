@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from diptych.engine.kv.state_layout import StateLayout
 from diptych.engine.kv.window_groups import WindowGroups
 from kernels import int8_cache
 from kernels.kv_blocks import head_numbers, token_views
@@ -54,6 +55,10 @@ class KVLayout:
     """Layout of the draft model's segment of each block; None: a block is this model's alone."""
     windows: WindowGroups | None = None
     """Groups of layers that lie in blocks of their own; None: a block has all layers."""
+    states: StateLayout | None = None
+    """Pages of recurrent states; `windows` says which blocks of a place they are then. None: no layer is
+    recurrent.
+    """
     foreign_bytes: int = 0
     """Bytes at the end of each block that mean nothing here: a draft model's segment, in the pool of a worker
     with another one.
@@ -73,12 +78,18 @@ class KVLayout:
             raise ValueError("blocks have a draft model's segment, or bytes of another one's")
         if self.windows is not None and (self.latent or self.draft is not None):
             raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
+        if self.states is not None and (self.windows is None or self.windows.tables != self.states.blocks):
+            raise ValueError("pages of recurrent states are the blocks of a place beside its full one")
 
     @property
     def name(self) -> str:
         """The arrangement inside a block; changes when its meaning changes."""
         name = LATENT_LAYOUT_NAME if self.latent else SCALED_LAYOUT_NAME if self.has_scales else LAYOUT_NAME
-        return name if self.windows is None else f"{name}/window-{self.windows.window}/{self.windows.slots}"
+        if self.windows is None:
+            return name
+        if self.states is not None:
+            return f"{name}/states-1/{self.windows.slots}/{self.states.page_bytes}"
+        return f"{name}/window-{self.windows.window}/{self.windows.slots}"
 
     @property
     def has_scales(self) -> bool:

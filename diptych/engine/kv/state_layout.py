@@ -20,13 +20,10 @@ from itertools import accumulate
 
 import torch
 
-from diptych.engine.kv.window_groups import WindowGroups
-
 ALIGNED = 64
 """Bytes at whose multiples layers begin, and that the count of tokens takes."""
 _FLOAT = 4
-READ_BEFORE = 2
-"""Window of a recurrent layer in tokens: the present one, and the one whose states it reads."""
+
 
 
 @dataclass(frozen=True)
