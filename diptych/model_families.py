@@ -50,6 +50,9 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "mixtral": "mixtral",
         "olmoe": "olmoe",
         "qwen2_moe": "qwen3_moe",
+        "qwen3_next": "qwen3_next",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe_text": "qwen3_5",
         "qwen3_moe": "qwen3_moe",
         "qwen2_vl_text": "qwen_vl",
         "qwen2_5_vl_text": "qwen_vl",
@@ -98,7 +101,10 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
-        ("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        (
+            *("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+            *("qwen3_5", "qwen3_5_moe"),
+        ),
         "text_config",
     )
 )
@@ -148,6 +154,9 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "mixtral": (32_000, 131_072),
         "olmoe": (50_304, 4_096),
         "qwen2_moe": (151_936, 32_768),
+        "qwen3_next": (151_936, 32_768),
+        "qwen3_5_text": (248_320, 32_768),
+        "qwen3_5_moe_text": (248_320, 32_768),
         "qwen3_moe": (151_936, 32_768),
         "qwen2_vl_text": (152_064, 32_768),
         "qwen2_5_vl_text": (152_064, 32_768),
@@ -173,7 +182,7 @@ NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
             *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2_moe", "mamba"),
-            *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+            *("mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
             *("falcon-h1", "kimi-linear", "lfm2moe", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
             *("qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),

@@ -33,6 +33,10 @@ class Stored:
     """Fields whose rows the file's tensor holds, in this order; empty if it is this field's alone. Rows are
     those of the fields' shapes.
     """
+    rows: Callable[[str, ModelShape, int], torch.Tensor] | None = None
+    """Gives the numbers of the rows that are the field's, by its name below the layer's and the layer's number,
+    where those of `rows_of` do not follow one another.
+    """
     plus: float = 0.0
     """Added to each number (norms that are stored less one)."""
     float32: bool = False

@@ -246,6 +246,8 @@ class ModelShape:
     score_cap: float | None = None
     """Scores s become `cap tanh(s / cap)` after their scale, before the mask (Gemma 2)."""
     query_growth: QueryGrowth | None = None
+    attention_gate: bool = False
+    """What attention mixes is multiplied by a sigmoid of a product with its input, lane by lane (Qwen3-Next)."""
     sinks: bool = False
     """A logit for each head beside the scores, which takes its share of the softmax and no value."""
     activation: Activation = "silu"

@@ -92,6 +92,8 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     input_norm_bias: torch.Tensor | None = None
     post_norm_bias: torch.Tensor | None = None
+    q_gate: Matrix | None = None
+    """`[heads * head_dim, hidden]`: gate of what attention mixes."""
     sinks: torch.Tensor | None = None
     """`[heads]`, float32: a logit beside each head's scores."""
     q_a: Matrix | None = None
@@ -193,6 +195,8 @@ def _attention_shapes(shape: ModelShape) -> Sizes:
     if shape.qk_norm == "width":
         yield "q_norm", (queries,)
         yield "k_norm", (pairs,)
+    if shape.attention_gate:
+        yield "q_gate", (queries, hidden)
     if shape.sinks:
         yield "sinks", (shape.num_heads,)
 
