@@ -33,6 +33,11 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "hunyuan_v1_dense": "hunyuan",
         "internlm3": "internlm3",
         "lfm2": "lfm2",
+        "lfm2_moe": "lfm2_moe",
+        "bamba": "bamba",
+        "falcon_h1": "falcon_h1",
+        "jamba": "jamba",
+        "nemotron_h": "nemotron_h",
         "ministral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",
@@ -137,6 +142,11 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "hunyuan_v1_dense": (290_943, 2_048),
         "internlm3": (128_512, 32_768),
         "lfm2": (65_536, 128_000),
+        "lfm2_moe": (65_536, 128_000),
+        "bamba": (128_000, 262_144),
+        "falcon_h1": (128_000, 8_192),
+        "jamba": (65_536, 262_144),
+        "nemotron_h": (131_072, 4_096),
         "ministral3": (131_072, 262_144),
         "nemotron": (256_000, 4_096),
         "olmo2": (50_304, 2_048),
@@ -181,8 +191,7 @@ _RECURRENT: Final = "its layers keep a recurrent state, which is not stored besi
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
-            *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2_moe", "mamba"),
-            *("mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
+            *("falcon_mamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
             *("falcon-h1", "kimi-linear", "lfm2moe", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
             *("qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),

@@ -112,7 +112,7 @@ def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel("per_layer_config: all layers are computed with one shape")
     _check_types(config, family)
     resolved = {**family.defaults, **config, "model_type": name}
-    check_layer_count(resolved["num_hidden_layers"])
+    check_layer_count(resolved.get("num_hidden_layers", 0))
     if family.resolve is not None:
         family.resolve(resolved)
     _derive_heads(resolved, family)
@@ -275,7 +275,7 @@ def _layers(config: Config, family: Family) -> tuple[tuple[LayerShape, ...], tup
     count, rope = config["num_hidden_layers"], config["rope_parameters"]
     windows = _windows(config, family) or (None,) * count
     if family.rope_by_layer_type is None:
-        kinds = config["layer_types"] or (None,) * count
+        kinds = config.get("layer_types") or (None,) * count
         own = {kind: make(config) for kind, make in family.layer_kinds.items()}
         layers = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
         return tuple(layers), (rotation_of(rope, config),)

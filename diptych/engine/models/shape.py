@@ -149,6 +149,8 @@ class ExpertsShape:
     router_bias: bool = False
     bias: bool = False
     """Biases of the experts' matrices."""
+    gated: bool = True
+    """Experts are `down(act(gate x) * up x)`, else `down(act(up x))`, without a gate; so is the shared one."""
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
     held: range | None = None
@@ -270,6 +272,10 @@ class ModelShape:
     """Multiplies logits, before their cap."""
     logit_cap: float | None = None
     """Logits l become `cap tanh(l / cap)`."""
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """Factors that the reader multiplies into a layer's tensors, by their names below its own: one, or one for
+    each stretch of rows (Falcon-H1). The tensors have them already.
+    """
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     """Attention is over latents, in every layer."""

@@ -301,8 +301,9 @@ class Decoder:
         experts = self.shape.experts
         if weights is None or experts is None:
             return None
-        gate = partial(gated, self.shape.activation, limit=experts.clamp)
-        return ExpertFeedForward(experts, weights, self._linear, dense, gate)
+        kind = self.shape.activation
+        act = partial(gated, kind, limit=experts.clamp) if experts.gated else partial(activate, kind)
+        return ExpertFeedForward(experts, weights, self._linear, dense, act)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return float32 logits `[T, vocab]` of normed hidden rows."""
