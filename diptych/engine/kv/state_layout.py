@@ -25,7 +25,6 @@ ALIGNED = 64
 _FLOAT = 4
 
 
-
 @dataclass(frozen=True)
 class StateLayout:
     """Layout of a page."""
@@ -60,9 +59,7 @@ def page_bytes(layers: Iterator[tuple[tuple[int, ...], ...]]) -> int:
     return ALIGNED + sum(-(-_state_bytes(shapes) // ALIGNED) * ALIGNED for shapes in layers)
 
 
-def state_layout(
-    layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]], block_bytes: int
-) -> StateLayout:
+def state_layout(layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]], block_bytes: int) -> StateLayout:
     """Return the layout of pages in blocks of `block_bytes`. Raises ValueError for blocks that are too small
     or begin at bytes where float32 cannot.
     """
@@ -102,9 +99,7 @@ class StatePages:
             self._write(pages, self._extents[layer][0], flat.contiguous().view(torch.uint8))
 
     def _read(self, pages: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        found = [
-            self._blocks[pages[:, block], low:high] for block, low, high in self._pieces(begin, end)
-        ]
+        found = [self._blocks[pages[:, block], low:high] for block, low, high in self._pieces(begin, end)]
         if not found:
             return self._blocks.new_empty((len(pages), 0))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)

@@ -28,9 +28,7 @@ _DEFAULTS = {
     "attn_layer_indices": None,
 }
 HYBRID_LAYER: Names = {
-    **{
-        field: str(at).replace("mlp.", "feed_forward.") for field, at in LLAMA_LAYER.items()
-    },
+    **{field: str(at).replace("mlp.", "feed_forward.") for field, at in LLAMA_LAYER.items()},
     "post_norm": "pre_ff_layernorm.weight",
 }
 """Places of tensors of Bamba, Falcon-H1 and Jamba that are no recurrence's."""

@@ -73,7 +73,7 @@ _TYPES: dict[str, type] = {
 _NULLABLE = frozenset(
     {"num_key_value_heads", "head_dim", "sliding_window", "architectures", "layer_types"}
     | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group"}
-    | {"num_experts_per_tok"}
+    | {"num_experts_per_tok", "mamba_d_ssm"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}

@@ -39,7 +39,10 @@ _DEFAULTS = {
 _LAYER: Names = {
     **HYBRID_LAYER,
     "router": "feed_forward.router.weight",
-    **{f"experts.*.{field}": f"feed_forward.experts.{{}}.{field}_proj.weight" for field in ("gate", "up", "down")},
+    **{
+        f"experts.*.{field}": f"feed_forward.experts.{{}}.{field}_proj.weight"
+        for field in ("gate", "up", "down")
+    },
     "recurrent.in_proj": "mamba.in_proj.weight",
     "recurrent.in_proj_bias": "mamba.in_proj.bias",
     "recurrent.conv": "mamba.conv1d.weight",

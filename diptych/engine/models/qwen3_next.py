@@ -139,8 +139,12 @@ def _shape(config: Config, tied: bool) -> ModelShape:
 
 
 LAYER_KINDS: Mapping[str, Callable[[Config], LayerShape]] = {"linear_attention": delta_layer}
-NEUTRAL: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish"), "attn_output_gate": (True,)}
-"""Fields that the recurrent layers' activations and attention's gate do not ask for."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attn_output_gate": (True,),
+    "attention_bias": (False,),
+}
+"""Values of fields that are computed: a bias would be the gate's, too."""
 FAMILIES = (
     Family(
         "qwen3_next",

@@ -288,7 +288,11 @@ class Decoder:
 
     def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
         latent = self.shape.latent
-        return None if latent is None or not layer.q.shape[0] else LatentAttention(self.shape, latent, layer, self._linear)
+        return (
+            None
+            if latent is None or not layer.q.shape[0]
+            else LatentAttention(self.shape, latent, layer, self._linear)
+        )
 
     def _recurrent_of(self, index: int, layer: LayerWeights) -> RecurrentLayer | None:
         shape = self.shape.layers[index].recurrent

@@ -44,17 +44,22 @@ class Mamba:
         seen, matrices = states
         inner, seen = causal_conv(inner, self._filter, tensors.get("conv_bias"), seen)
         x = functional.silu(inner)
-        read = self._linear(x.to(mixed_BNX.dtype), tensors["x_proj"]).float()
+        read = self._product(x.to(mixed_BNX.dtype), "x_proj")
         step, b, c = read.split([shape.rank, shape.state, shape.state], dim=-1)
         step, b, c = (
             group_norm(part, tensors[f"{name}_norm"], self._eps, 1)
             for name, part in (("step", step), ("b", b), ("c", c))
         )
-        steps = self._linear(step.to(mixed_BNX.dtype), tensors["step_proj"]).float()
+        steps = self._product(step.to(mixed_BNX.dtype), "step_proj")
         steps = functional.softplus(steps + tensors["step_bias"].float())
         out, matrices = selective_scan(x, steps, self._a, b, c, matrices)
         out = (out + x * self._skip) * functional.silu(gate.float())
         return out.to(mixed_BNX.dtype), (seen, matrices)
+
+    def _product(self, x_BNI: torch.Tensor, matrix: str) -> torch.Tensor:
+        """Return the rows' product with a matrix of the layer, float32 `[B, N, out]`."""
+        rows = self._linear(x_BNI.flatten(0, 1), self._tensors[matrix])
+        return rows.float().unflatten(0, x_BNI.shape[:2])
 
     def output(self, mixed_TY: torch.Tensor) -> torch.Tensor:
         """See `RecurrentLayer.output`."""
