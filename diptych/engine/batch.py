@@ -69,9 +69,9 @@ class SequenceStep:
     """Blocks of the layers with a window, where these lie in blocks of their own (`KVLayout.windows`): for
     each table one a place, from `window_first` on. `block_table` is that of the other layers then.
 
-    Of a model with recurrent layers (`KVLayout.states`) they are the pages: that of the place before `start` is
-    read, those of the step's own places are written once all layers are computed. Where two places have one
-    page, it is left with the later one's states.
+    Of a model with recurrent layers (`KVLayout.states`) they are the pages: that of the token before `start`
+    is read, those of the step's own places are written once all layers are computed. Where two places have
+    one page, it is left with the later one's states.
     """
     window_first: int = 0
     """Place of the first of them: no token of this step reads what lies before."""

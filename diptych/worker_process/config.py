@@ -270,6 +270,11 @@ class WorkerSettings(RoleSettings):
         return bool(self.kv_tier)
 
     @property
+    def drafting_flags(self) -> str:
+        """The flags by which tokens are drafted; empty without."""
+        return "" if self.speculative_model is None else f"--speculative-model {self.speculative_model}"
+
+    @property
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False

@@ -16,8 +16,8 @@ def kv_layout(shape: ModelShape, dtype: torch.dtype, block_size: int) -> KVLayou
     """Return the layout of blocks of `block_size` tokens of a model of `shape`, with keys and values in
     `dtype`.
 
-    A model with recurrent layers has its states in pages. Raises UnsupportedModel for latents beside them, and
-    for blocks that are too small for states.
+    A model with recurrent layers has its states in pages. Raises UnsupportedModel for latents beside them,
+    and for blocks that are too small for states.
     """
     if shape.latent is not None:
         if shape.recurrent_layers:

@@ -1,7 +1,7 @@
-"""The two groups of blocks of a model with recurrent layers: keys and values of all tokens, and pages of states.
+"""The two groups of blocks of a model with recurrent layers: those of keys and values, and pages of states.
 
-A page (state_layout.py) is to a recurrent layer what windowed blocks are to one with a window of two tokens: a
-token at position p reads that of position p - 1 and leaves its own. All that holds, hands off, caches and
+A page (state_layout.py) is to a recurrent layer what windowed blocks are to one with a window of two tokens:
+a token at position p reads that of position p - 1 and leaves its own. All that holds, hands off, caches and
 counts windowed blocks (window_groups.py) holds pages.
 """
 

@@ -1,10 +1,10 @@
 """Pages of recurrent states: the blocks of a place that hold the states behind its last token.
 
 A recurrent layer is like one with a window of two tokens: a token reads what the one before it left. So its
-states lie in blocks of a second kind, as keys and values behind a sliding window do (window_groups.py): those of
-a place, its *page*, hold the states behind the last token of the place that was computed. A token at position
-p reads the page of place `(p - 1) // block_size` and leaves its states in that of place `p // block_size`;
-where a border is crossed the page before stays as it is, for a prefix hit that ends there.
+states lie in blocks of a second kind, as keys and values behind a sliding window do (window_groups.py): those
+of a place, its *page*, hold the states behind the last token of the place that was computed. A token at
+position p reads the page of place `(p - 1) // block_size` and leaves its states in that of place
+`p // block_size`; where a border is crossed the page before stays as it is, for a prefix hit that ends there.
 
 A page's bytes follow one another through its blocks: a count of tokens, then the states of each recurrent
 layer, in float32. Writing a state twice is not what writing it once is, so that the count says of how many
@@ -78,7 +78,7 @@ class StatePages:
         self._blocks = blocks
 
     def counts(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the tokens, int64 `[pages]`, behind which the states are; `pages` are blocks `[pages, n]`."""
+        """Return the tokens behind which the states are, int64 `[pages]`; `pages` are blocks `[pages, n]`."""
         return self._read(pages, 0, 8).view(torch.int64).squeeze(1)
 
     def set_counts(self, pages: torch.Tensor, counts: torch.Tensor) -> None:

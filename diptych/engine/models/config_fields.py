@@ -277,8 +277,8 @@ def _layers(config: Config, family: Family) -> tuple[tuple[LayerShape, ...], tup
     if family.rope_by_layer_type is None:
         kinds = config.get("layer_types") or (None,) * count
         own = {kind: make(config) for kind, make in family.layer_kinds.items()}
-        layers = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
-        return tuple(layers), (rotation_of(rope, config),)
+        found = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
+        return tuple(found), (rotation_of(rope, config),)
     kinds = sorted(set(config["layer_types"]))
     rotations = tuple(rotation_of(rope[kind], config) for kind in kinds)
     chosen = (kinds.index(kind) for kind in config["layer_types"])

@@ -1,8 +1,8 @@
 """The shapes of recurrent layers: what a sequence keeps of all its tokens is a state of a fixed size.
 
 A token reads the state that the one before it left and leaves its own, so that keys and values of single
-tokens are not kept. Each kind has a shape here and its meaning in diptych/engine/backends/torch/recurrent. States are
-float32 in every precision; that before the first token is zeros.
+tokens are not kept. Each kind has a shape here and its meaning in diptych/engine/backends/torch/recurrent.
+States are float32 in every precision; that before the first token is zeros.
 """
 
 from __future__ import annotations

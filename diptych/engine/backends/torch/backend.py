@@ -86,8 +86,8 @@ class TorchBackend:
         return lacks_trees(self._shape)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
-        """See `Backend.forward`; rows of aborted sequences are NaN, and of those whose recurrent states are not
-        those before them.
+        """See `Backend.forward`; rows of aborted sequences are NaN, and of those that found other recurrent
+        states than those before them.
         """
         return self.forward_with_hidden(sequences, abort)[0]
 

@@ -166,7 +166,7 @@ class Decoder:
         return x_TH + self.added(fed, layer.feed_forward_out_norm)
 
     def _recurrence(self, index: int, normed: torch.Tensor, recur: Recur | None) -> torch.Tensor:
-        """Return what the recurrence of layer `index` gives for `normed [T, H]`, before its norm: `[T, H]`."""
+        """Return what the recurrence of a layer gives for `normed [T, H]`, before its norm: `[T, H]`."""
         recurrent = self._recurrent[index]
         if recurrent is None or recur is None:
             raise ValueError(f"layer {index} is recurrent: it needs the states of the step's sequences")

@@ -28,7 +28,7 @@ class FusedLayer:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
-    """Without rows where the layer does not attend."""
+    """Matrix without rows where the layer does not attend."""
     o_bias: torch.Tensor | None
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None

@@ -1,7 +1,7 @@
 """The interface of a recurrent layer in torch, and the layer that a shape asks for.
 
-Names carry shapes: T tokens of a step (all sequences in a row), H hidden, B sequences with N tokens each, X and
-Y what the layer makes of a token before and behind its recurrence.
+Names carry shapes: T tokens of a step (all sequences in a row), H hidden, B sequences with N tokens each, X
+and Y what the layer makes of a token before and behind its recurrence.
 """
 
 from __future__ import annotations

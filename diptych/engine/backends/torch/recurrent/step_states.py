@@ -1,8 +1,8 @@
 """The recurrent states of one step: read from pages as layers ask, written once all layers are computed.
 
-A step that is aborted or fails writes nothing, so that it can be computed again: states are not what they were
-once a token was added to them. The count of tokens that a page has (state_layout.py) is compared with the
-place where a sequence goes on: the wrong states, or those that the step's tokens are in already, make no text.
+A step that is aborted or fails writes nothing, so that it can be computed again: states are not what they
+were once a token was added to them. The count of tokens that a page has (state_layout.py) is compared with
+the place where a sequence goes on: wrong states, or those that have the step's tokens already, make no text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Run:
 
     pages: StatePages
     members: list[int]
-    """Their numbers in the step."""
+    """Numbers of the sequences in the step."""
     rows: torch.Tensor
     """Rows of the step's flat list, `[sequences, tokens]`."""
     read: torch.Tensor | None
