@@ -187,16 +187,25 @@ computed as transformers computes them without it.
 """
 
 _IMAGES: Final = "its positions or its images are of a form that is not computed"
-_RECURRENT: Final = "its layers keep a recurrent state, which is not stored beside keys and values"
+_RECURRENT: Final = (
+    "its layers keep a recurrent state of a kind that is not computed, or none of them attends"
+)
+_FOLDERS_ONLY: Final = "models with recurrent layers are read of Hugging Face folders, not of GGUF files"
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
             *("falcon_mamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
-            *("falcon-h1", "kimi-linear", "lfm2moe", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
-            *("qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+            *("kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
         ),
         _RECURRENT,
+    )
+    | dict.fromkeys(
+        (
+            *("falcon-h1", "granitehybrid", "lfm2moe", "nemotron_h_moe"),
+            *("qwen35", "qwen35moe", "qwen3next"),
+        ),
+        _FOLDERS_ONLY,
     )
     | dict.fromkeys(
         (

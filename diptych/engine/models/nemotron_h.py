@@ -42,6 +42,8 @@ _DEFAULTS = {
     "norm_topk_prob": True,
 }
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_USUAL = ["linear_attention", "moe", "full_attention", "mlp"]
+"""Layers of a config that names none."""
 _KINDS = frozenset(_PATTERN.values())
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _OLD_NAMES = {
@@ -71,6 +73,8 @@ def _resolve(resolved: dict[str, Any]) -> None:
         if old in resolved:
             resolved[name] = resolved[old]
     kinds, pattern = resolved["layers_block_type"], resolved.get("hybrid_override_pattern")
+    if kinds is None and pattern is None:
+        kinds = _USUAL
     if kinds is None:
         if not isinstance(pattern, str) or not set(pattern) <= set(_PATTERN):
             raise unreadable(f"hybrid_override_pattern is {pattern!r}, not a letter of M, *, - and E a layer")

@@ -33,7 +33,6 @@ _EXPERTS = {
     **DELTA_DEFAULTS,
     "vocab_size": 248320,
     "hidden_size": 2048,
-    "intermediate_size": 5632,
     "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
@@ -60,19 +59,25 @@ def _resolve(resolved: dict[str, Any]) -> None:
             resolved[field] = {**rope, "rope_type": "default"}
 
 
+def _resolve_experts(resolved: dict[str, Any]) -> None:
+    """Fill in a width of dense feed-forwards, of which these models have none."""
+    _resolve(resolved)
+    resolved.setdefault("intermediate_size", resolved["moe_intermediate_size"])
+
+
 def _with_experts(config: Config, tied: bool) -> ModelShape:
     every = {**config, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return qwen_experts(every, delta_shape(config, tied))
 
 
-def _family(name: str, defaults: dict[str, object], shape: Any, layer: Names) -> Family:
+def _family(name: str, defaults: dict[str, object], shape: Any, layer: Names, resolve: Any) -> Family:
     return Family(
         name,
         defaults,
         shape,
         layer=layer,
         model=DELTA_MODEL,
-        resolve=_resolve,
+        resolve=resolve,
         layer_kinds=LAYER_KINDS,
         neutral=NEUTRAL,
         partial_rotary=True,
@@ -80,6 +85,6 @@ def _family(name: str, defaults: dict[str, object], shape: Any, layer: Names) ->
 
 
 FAMILIES = (
-    _family("qwen3_5_text", _DENSE, delta_shape, _LAYER),
-    _family("qwen3_5_moe_text", _EXPERTS, _with_experts, {**_LAYER, **QWEN2_EXPERTS}),
+    _family("qwen3_5_text", _DENSE, delta_shape, _LAYER, _resolve),
+    _family("qwen3_5_moe_text", _EXPERTS, _with_experts, {**_LAYER, **QWEN2_EXPERTS}, _resolve_experts),
 )

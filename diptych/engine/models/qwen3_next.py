@@ -23,7 +23,6 @@ DELTA_DEFAULTS: Mapping[str, object] = {
     **COMMON,
     "num_attention_heads": 16,
     "head_dim": 256,
-    "partial_rotary_factor": 0.25,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -106,7 +105,10 @@ DELTA_MODEL: Names = MappingProxyType({**LLAMA_MODEL, "final_norm": Stored("mode
 
 
 def resolve_delta(resolved: dict[str, Any]) -> None:
-    """Fill in the layers' kinds where the config has but the distance of those that attend."""
+    """Fill in the layers' kinds where the config has but the distance of those that attend, and the part of a
+    head that is rotated.
+    """
+    resolved.setdefault("partial_rotary_factor", 0.25)
     interval = resolved.get("full_attention_interval", 4)
     if resolved["layer_types"] is None:
         if not isinstance(interval, int) or interval < 1:

@@ -192,7 +192,7 @@ def test_every_default_is_that_of_transformers_class(family: str) -> None:
 
 
 # Whose defaults make no model: all layers recurrent, no number of experts a token, odd rotated lanes.
-NO_MODEL = ("granitemoehybrid", "deepseek_v2", "glm4_moe")
+NO_MODEL = ("granitemoehybrid", "bamba", "lfm2_moe", "deepseek_v2", "glm4_moe")
 
 
 @pytest.mark.parametrize("family", [name for name in MODEL_TYPES if name not in NO_MODEL])
