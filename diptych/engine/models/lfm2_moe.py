@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
-from diptych.engine.models.family import Config, Family, Names, Stored
-from diptych.engine.models.lfm2 import LFM2_LAYER, LFM2_MODEL, LAYER_KINDS
+from diptych.engine.models.family import Config, Family, Names
+from diptych.engine.models.lfm2 import LAYER_KINDS, LFM2_LAYER, LFM2_MODEL
 from diptych.engine.models.moe import with_experts
 from diptych.engine.models.shape import ExpertsShape, ModelShape
 

@@ -10,7 +10,6 @@ from typing import Any
 from diptych.engine.models.config_fields import unreadable
 from diptych.engine.models.family import Config, Names, Stored
 from diptych.engine.models.recurrent_shapes import SpaceShape
-from diptych.engine.models.shape import UnsupportedModel
 
 MAMBA2_DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
@@ -66,24 +65,25 @@ def mamba2_layer(config: Config, width: int, **switches: Any) -> SpaceShape:
 
 
 def space_shape(config: Config, **fields: Any) -> SpaceShape:
-    """Return the shape of a layer with these fields. Raises UnsupportedModel for sizes that make no sense, and
-    for bounds of steps, which are not computed.
+    """Return the shape of a layer with these fields, and with the config's bounds of steps.
+
+    transformers bounds the steps of a text that is computed at once, and not those of single tokens: here all
+    are bounded. Raises UnsupportedModel for sizes or bounds that make no sense.
     """
-    shape = SpaceShape(**fields)
+    shape = SpaceShape(**{"step_bounds": _bounds(config.get("time_step_limit")), **fields})
     sizes = (shape.heads, shape.head_dim, shape.groups, shape.state, shape.taps)
     if min(sizes) < 1 or shape.heads % shape.groups:
         raise unreadable(f"{shape.heads} heads of Mamba-2 in {shape.groups} groups, or another size below 1")
-    _refuse_bounds(config.get("time_step_limit"))
     return shape
 
 
-def _refuse_bounds(limit: Any) -> None:
-    """Raise UnsupportedModel for bounds of steps that any step could meet: they are positive."""
+def _bounds(limit: Any) -> tuple[float, float]:
+    """Return the bounds of steps that a config gives. Raises UnsupportedModel, naming the field."""
     if limit is None:
-        return
-    bounds = [
-        math.inf if one in (math.inf, {"__float__": "Infinity"}) else one
-        for one in (limit if isinstance(limit, list | tuple) else [])
-    ]
-    if bounds != [0.0, math.inf]:
-        raise UnsupportedModel(f"time_step_limit {limit!r}: steps have no bounds")
+        return 0.0, math.inf
+    given = limit if isinstance(limit, list | tuple) else ()
+    bounds = [math.inf if one == {"__float__": "Infinity"} else one for one in given]
+    numbers = [one for one in bounds if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(bounds) != 2 or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise unreadable(f"time_step_limit is {limit!r}, not two bounds of steps")
+    return float(numbers[0]), float(numbers[1])

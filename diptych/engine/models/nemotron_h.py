@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
@@ -28,6 +29,7 @@ _DEFAULTS = {
     "mamba_head_dim": 64,
     "mamba_hidden_act": "silu",
     "n_groups": 8,
+    "time_step_min": 0.001,
     "conv_kernel": 4,
     "use_conv_bias": True,
     "use_bias": False,
@@ -49,7 +51,7 @@ _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
-    "mamba_dt_limit": "time_step_limit",
+    "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
 _LAYER: Names = {
@@ -98,6 +100,8 @@ def _mamba2(config: Config) -> LayerShape:
         conv_bias=config["use_conv_bias"],
         in_bias=config["use_bias"],
         out_bias=config["use_bias"],
+        # transformers reads this field here, and not time_step_limit.
+        step_bounds=(config["time_step_min"], math.inf),
     )
     return LayerShape(attention=False, recurrent=space, feed_forward=False)
 

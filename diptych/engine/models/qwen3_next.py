@@ -7,7 +7,6 @@ that it serves have of the delta rule's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -72,6 +73,8 @@ class SpaceShape:
     taps: int
     norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
     """Order of the output's norm, over each group's channels, and its gate; none: there is a gate only."""
+    step_bounds: tuple[float, float] = (0.0, math.inf)
+    """Least and largest step that a token makes."""
     conv_bias: bool = True
     in_bias: bool = False
     out_bias: bool = False

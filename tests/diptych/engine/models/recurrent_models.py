@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False},
     ),
-    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1, 3], "time_step_limit": (0.3, 0.9)}),
     "falcon-h1": (
         "falcon_h1",
         {
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {**_MAMBA2, "mamba_d_ssm": None, "mamba_rms_norm": True, "key_multiplier": 1.5},
     ),
-    "nemotron-h": ("nemotron_h", {**_NEMOTRON, "hybrid_override_pattern": "MM*-M-*"}),
+    "nemotron-h": ("nemotron_h", {**_NEMOTRON, "hybrid_override_pattern": "MM*-M-*", "time_step_min": 0.5}),
     "nemotron-h-experts": (
         "nemotron_h",
         {
@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 28,
             "routed_scaling_factor": 1.5,
+            "time_step_min": 0.5,
             "use_bias": True,
         },
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ EXACT = 1e-4
 """Largest difference of a logit in float32."""
 SHOWS = 1e-2
 """Least difference of some logit where something is left out."""
+OPEN = (0.0, math.inf)
+"""Bounds of steps that bound none."""
 SAMPLE = frozenset({"qwen3-next", "granite4-h", "falcon-h1", "jamba"})
 """Cases of every kind of layer."""
 GREEDY = [pytest.param(16, 4, id="short"), pytest.param(64, 16, id="long", marks=pytest.mark.full)]
@@ -143,8 +146,12 @@ def _without_each(checkpoint: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
         space = layer.recurrent
         if isinstance(space, SpaceShape) and space.norm != "none":
             other = "after_gate" if space.norm == "before_gate" else "before_gate"
-            yield "norm", _with_shapes(checkpoint, replace(layer, recurrent=replace(space, norm=other)))
+            yield "norm", _with_space(checkpoint, norm=other)
             break
+    if any(
+        isinstance(one.recurrent, SpaceShape) and one.recurrent.step_bounds != OPEN for one in shape.layers
+    ):
+        yield "bounds", _with_space(checkpoint, step_bounds=OPEN)
     if any(layer.attention and layer.recurrent is not None for layer in shape.layers):
         unwritten = {"o": torch.zeros_like(checkpoint.weights.layers[0].o)}
         yield "attention beside the recurrence", _with_layers(checkpoint, **unwritten)
@@ -161,10 +168,12 @@ def _with_layers(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
     return replace(checkpoint, weights=replace(checkpoint.weights, layers=layers))
 
 
-def _with_shapes(checkpoint: Checkpoint, other: LayerShape) -> Checkpoint:
-    """Return the model with `other` in place of every layer of its kind of recurrence."""
+def _with_space(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
+    """Return the model with changes of its layers of Mamba-2."""
     layers = tuple(
-        replace(layer, recurrent=other.recurrent) if isinstance(layer.recurrent, SpaceShape) else layer
+        replace(layer, recurrent=replace(layer.recurrent, **changes))
+        if isinstance(layer.recurrent, SpaceShape)
+        else layer
         for layer in checkpoint.shape.layers
     )
     return replace(checkpoint, shape=replace(checkpoint.shape, layers=layers))
@@ -214,7 +223,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown kind": ("qwen3.5", {"layer_types": ["rwkv"] * 4}, "layer_types: rwkv"),
     "heads that do not fit": ("granite4-h", {"mamba_d_head": 31}, "mamba_d_head 31 do not make 192 channels"),
     "groups that do not fit": ("bamba", {"mamba_n_groups": 4}, "6 heads of Mamba-2 in 4 groups"),
-    "bounds of steps": ("bamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+    "bounds of no steps": ("bamba", {"time_step_limit": [0.1, 0.01]}, "time_step_limit is"),
     "factors of another number": ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers is"),
     "a bias beside a gate": ("qwen3.5", {"attention_bias": True}, "attention_bias True"),
     "biases under factors": ("falcon-h1", {"attention_bias": True}, "attention_bias True"),

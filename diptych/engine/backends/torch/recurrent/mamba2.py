@@ -50,7 +50,7 @@ class Mamba2:
         x, b, c = functional.silu(inner).split([shape.width, kept, kept], dim=-1)
         x = x.unflatten(-1, (shape.heads, shape.head_dim))
         b, c = (part.unflatten(-1, (shape.groups, shape.state)) for part in (b, c))
-        steps = functional.softplus(step.float() + self._step_bias)
+        steps = functional.softplus(step.float() + self._step_bias).clamp(*shape.step_bounds)
         out, matrices = state_space(x, steps, self._a, b, c, matrices)
         out = (out + x * self._skip.unsqueeze(-1)).flatten(2)
         return self._gated(out, functional.silu(gate.float())).to(mixed_BNX.dtype), (seen, matrices)
