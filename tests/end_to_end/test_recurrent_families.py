@@ -1,4 +1,4 @@
-"""Families with recurrent layers, served: transformers' tokens over handoffs, hits and many streams at once."""
+"""Families with recurrent layers, served: transformers' tokens over handoffs, hits and many streams."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Stored:
     those of the fields' shapes.
     """
     rows: Callable[[str, ModelShape, int], torch.Tensor] | None = None
-    """Gives the numbers of the rows that are the field's, by its name below the layer's and the layer's number,
-    where those of `rows_of` do not follow one another.
+    """Gives the numbers of the rows that are the field's, by its name below the layer's and the layer's
+    number, where those of `rows_of` do not follow one another.
     """
     plus: float = 0.0
     """Added to each number (norms that are stored less one)."""

@@ -44,8 +44,8 @@ def mamba2_names(below: str) -> Names:
 
 
 def mamba2_layer(config: Config, width: int, **switches: Any) -> SpaceShape:
-    """Return a layer with channels of `width`, of the fields of `MAMBA2_DEFAULTS`; `switches` are fields of the
-    shape. Raises UnsupportedModel, naming the field.
+    """Return a layer with channels of `width`, of the fields of `MAMBA2_DEFAULTS`; `switches` are fields of
+    the shape. Raises UnsupportedModel, naming the field.
     """
     heads, given = config["mamba_n_heads"], config.get("mamba_d_head", "auto")
     head_dim = width // max(heads, 1) if given == "auto" else given

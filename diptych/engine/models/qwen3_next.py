@@ -1,7 +1,7 @@
 """Qwen3-Next: the gated delta rule in three layers of four, attention with a gate in the fourth, experts.
 
-A head's query and its gate follow one another in one matrix, and so do what a head of keys and those of values
-that it serves have of the delta rule's.
+A head's query and its gate follow one another in one matrix, and so does what a head of keys and those of
+values that it serves have of the delta rule's.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class ExpertsShape:
     bias: bool = False
     """Biases of the experts' matrices."""
     gated: bool = True
-    """Experts are `down(act(gate x) * up x)`, else `down(act(up x))`, without a gate; so is the shared one."""
+    """Experts, the shared one too, are `down(act(gate x) * up x)`, else `down(act(up x))`, without a gate."""
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
     held: range | None = None
@@ -249,7 +249,7 @@ class ModelShape:
     """Scores s become `cap tanh(s / cap)` after their scale, before the mask (Gemma 2)."""
     query_growth: QueryGrowth | None = None
     attention_gate: bool = False
-    """What attention mixes is multiplied by a sigmoid of a product with its input, lane by lane (Qwen3-Next)."""
+    """What attention mixes is multiplied, lane by lane, by a sigmoid of a product with its input."""
     sinks: bool = False
     """A logit for each head beside the scores, which takes its share of the softmax and no value."""
     activation: Activation = "silu"
@@ -273,8 +273,8 @@ class ModelShape:
     logit_cap: float | None = None
     """Logits l become `cap tanh(l / cap)`."""
     factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    """Factors that the reader multiplies into a layer's tensors, by their names below its own: one, or one for
-    each stretch of rows (Falcon-H1). The tensors have them already.
+    """Factors that the reader multiplies into a layer's tensors, by their names below its own: one, or one
+    for each stretch of rows (Falcon-H1). The tensors have them already.
     """
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None

@@ -140,8 +140,8 @@ def oracle_of(name: str) -> Any:
 
 
 def _about(name: str, stored_less_one: bool) -> tuple[float, float]:
-    """Return mean and deviation of a tensor's numbers: what is left out is to show, and the first tokens are to
-    be felt by the last.
+    """Return mean and deviation of a tensor's numbers: what is left out is to show, and the first tokens are
+    to be felt by the last.
     """
     if name.endswith("A_log"):
         return -2.0, 0.5

@@ -59,7 +59,7 @@ class Mamba:
     def _product(self, x_BNI: torch.Tensor, matrix: str) -> torch.Tensor:
         """Return the rows' product with a matrix of the layer, float32 `[B, N, out]`."""
         rows = self._linear(x_BNI.flatten(0, 1), self._tensors[matrix])
-        return rows.float().unflatten(0, x_BNI.shape[:2])
+        return rows.float().view(*x_BNI.shape[:2], rows.shape[-1])
 
     def output(self, mixed_TY: torch.Tensor) -> torch.Tensor:
         """See `RecurrentLayer.output`."""

@@ -9,9 +9,9 @@ def group_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -
     """Return float32 `x [..., n]`, each of `groups` parts of a row divided by its root mean square, times
     `weight [n]`.
     """
-    parts = x.unflatten(-1, (groups, -1))
+    parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     normed = parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps)
-    return weight.float() * normed.flatten(-2)
+    return weight.float() * normed.reshape(x.shape)
 
 
 def unit_rows(x: torch.Tensor) -> torch.Tensor:

@@ -13,23 +13,24 @@ call with all rows gives; others differ from it by rounding.
 
 
 class Cut(NamedTuple):
-    """`count` pieces of `length` rows each, from row `begin` on, which are computed together."""
+    """`pieces` of `length` rows each, from row `begin` on, which are computed together."""
 
     begin: int
-    count: int
+    pieces: int
     length: int
 
     def of(self, x: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return the rows of `x`, which lie along `axis`, as two axes: `[…, count, length, …]`."""
-        rows = x.narrow(axis, self.begin, self.count * self.length)
-        return rows.unflatten(axis, (self.count, self.length))
+        """Return the rows of `x`, which lie along `axis`, as two axes: `[…, pieces, length, …]`."""
+        rows = x.narrow(axis, self.begin, self.pieces * self.length)
+        shape = (*x.shape[:axis], self.pieces, self.length, *x.shape[axis + 1 :])
+        return rows.reshape(shape)
 
 
 def cut_rows(rows: int) -> list[Cut]:
     """Return the cuts of a call with `rows` rows: all whole pieces, and what is left."""
     count, tail = divmod(rows, PIECE_ROWS)
     cuts = [Cut(0, count, PIECE_ROWS), Cut(count * PIECE_ROWS, 1, tail)]
-    return [cut for cut in cuts if cut.count and cut.length]
+    return [cut for cut in cuts if cut.pieces and cut.length]
 
 
 def decay_between(total: torch.Tensor) -> torch.Tensor:
