@@ -15,6 +15,7 @@ from tests.simulation.model import (
     BLOCK_SIZE,
     FIRST_TOKEN,
     POISON,
+    STATE_LAYOUT,
     TOKENS,
     WINDOW_LAYOUT,
     RequestSampling,
@@ -26,6 +27,8 @@ FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
 WINDOWED_SHARE = 0.35
 """Share of scenarios whose model has a window."""
+RECURRENT_SHARE = 0.3
+"""Share of the others whose model has recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Scenario:
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
     window: bool = False  # the model has layers with a window, in blocks of their own
+    recurrent: bool = False  # the model has recurrent layers, whose states lie in pages
     encoders: int = 0  # encode workers
     own_encoders: bool = True  # prefill workers encode where no encode worker does
     hosted: bool = False  # p0 and d0 are one process, p1 and d1, and so on: what befalls one befalls both
@@ -198,6 +202,8 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     whole = bool(shape.grouped or shape.tiers)  # neither goes with blocks of windows
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
+    elif not whole and random.Random(f"recurrent {seed}").random() < RECURRENT_SHARE:
+        shape = _with_states(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     more = (
         *_role_changes(shape),
@@ -214,6 +220,12 @@ def _with_window(shape: Scenario) -> Scenario:
     """Return the scenario of a model with a window, with pools that hold as many requests at once."""
     decodes = tuple(replace(one, blocks=one.blocks * WINDOW_LAYOUT.blocks_per_place) for one in shape.decodes)
     return replace(shape, window=True, decodes=decodes)
+
+
+def _with_states(shape: Scenario) -> Scenario:
+    """Return the scenario of a model with recurrent layers, likewise."""
+    decodes = tuple(replace(one, blocks=one.blocks * STATE_LAYOUT.blocks_per_place) for one in shape.decodes)
+    return replace(shape, recurrent=True, decodes=decodes)
 
 
 def _ranks(seed: int, theme: Theme) -> dict[str, int]:

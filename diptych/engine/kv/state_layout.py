@@ -87,7 +87,8 @@ class StatePages:
 
     def states(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return copies of a layer's states, float32 `[pages, *shape]` each."""
-        shapes = self._shapes[layer]
+        if not (shapes := self._shapes[layer]):
+            return ()
         flat = self._read(pages, *self._extents[layer]).view(torch.float32)
         parts = flat.split([math.prod(shape) for shape in shapes], dim=1)
         return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
@@ -100,8 +101,6 @@ class StatePages:
 
     def _read(self, pages: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         found = [self._blocks[pages[:, block], low:high] for block, low, high in self._pieces(begin, end)]
-        if not found:
-            return self._blocks.new_empty((len(pages), 0))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _write(self, pages: torch.Tensor, begin: int, content: torch.Tensor) -> None:
@@ -113,7 +112,7 @@ class StatePages:
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the number of each block of a page that has some of its bytes, with the bytes' ends in it."""
         size = self._block_bytes
-        for block in range(begin // size, -(-end // size) if end > begin else 0):
+        for block in range(begin // size, -(-end // size)):
             yield block, max(begin - block * size, 0), min(end - block * size, size)
 
 

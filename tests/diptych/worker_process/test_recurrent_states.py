@@ -224,7 +224,7 @@ async def test_the_page_of_another_place_is_wrong(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             StatePages, "counts", lambda pages, at: pages._read(at, 0, 8).view(torch.int64).squeeze(1) * 0 - 1
         )
-        monkeypatch.setattr(step_states._Run, "stale", lambda run: torch.zeros(len(run.members), dtype=bool))
+        monkeypatch.setattr(step_states._Run, "stale", lambda run: [False] * len(run.members))
     async with house("shared_memory", blocks=BLOCKS, shape=RECURRENT) as made:
         heard = await ask(made, "a", PROMPT)
         assert wrong(heard, PROMPT)

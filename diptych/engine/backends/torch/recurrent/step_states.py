@@ -52,15 +52,19 @@ class _Run:
         size = len(self.members)
         return tuple(torch.zeros(size, *shape, device=self.rows.device) for shape in shapes)
 
-    def stale(self) -> torch.Tensor:
+    def stale(self) -> list[bool]:
         """Return for each sequence whether the states that it reads are not those before it."""
         if self.read is None:
-            return torch.zeros(len(self.members), dtype=torch.bool)
-        return (self.pages.counts(self.read) != self.starts).cpu()
+            return [False] * len(self.members)
+        found: list[bool] = (self.pages.counts(self.read) != self.starts).tolist()
+        return found
 
-    def write(self, chosen: torch.Tensor) -> None:
-        """Write what was kept of the `chosen` sequences, bool `[sequences]`."""
-        chosen = chosen.to(self.rows.device)
+    def write(self, numbers: Sequence[int]) -> None:
+        """Write what was kept of the run's sequences number `numbers`."""
+        everyone = len(numbers) == len(self.members)
+        chosen = (
+            slice(None) if everyone else torch.tensor(numbers, dtype=torch.int64, device=self.rows.device)
+        )
         for layer, piece, states in self.kept:
             if piece.pages is not None:
                 own = [state[chosen] for state in states]
@@ -94,10 +98,10 @@ class StepStates:
         """
         wrong: list[int] = []
         for run in self._runs:
-            stale = run.stale()
-            wrong += [member for member, one in zip(run.members, stale.tolist(), strict=True) if one]
-            aborted = [abort is not None and abort.is_aborted(member) for member in run.members]
-            run.write(~(stale | torch.tensor(aborted)))
+            wrong += [member for member, one in zip(run.members, run.stale(), strict=True) if one]
+            aborted = {member for member in run.members if abort is not None and abort.is_aborted(member)}
+            left_out = {*aborted, *wrong}
+            run.write([number for number, member in enumerate(run.members) if member not in left_out])
         return wrong
 
     def _advance_run(

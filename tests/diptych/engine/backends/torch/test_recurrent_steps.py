@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
@@ -130,3 +131,21 @@ def test_a_convolution_has_the_same_bits_however_it_is_cut(taps: int, dtype: tor
     assert torch.equal(alone, expected[1:2])
     skipped, _ = layer.advance(mixed[:, 5:], start)
     assert taps == 1 or not torch.equal(skipped, expected[:, 5:])
+
+
+def test_a_step_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is "meta", whose tensors have no numbers: operators refuse tensors of two devices."""
+    computes = TorchBackend(RECURRENT, weights_of(RECURRENT, torch.float32), device="meta")
+    memory = KVMemory.on_device(LAYOUT, 2 * BLOCKS, "meta")
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)
+    monkeypatch.setattr(step_states._Run, "stale", lambda run: [False] * len(run.members))
+    first, second, words = Text(memory, 0), Text(memory, 1), AbortWords(2)
+    computes.forward([first.step(0, 9), second.step(0, 1)], None)
+    assert computes.forward([first.step(9, 10), second.step(1, 2)], None).device.type == "meta"
+    words.abort(1)
+    monkeypatch.setattr(torch.Tensor, "__setitem__", lambda *given: None)  # of the aborted rows' logits
+    computes.forward([first.step(10, 11), second.step(2, 3)], words)
+    real = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *given, device=None, **more: real(*given, **more))
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"device|meta"):
+        computes.forward([first.step(11, 12), second.step(3, 4)], None)
