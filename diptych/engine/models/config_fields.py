@@ -76,7 +76,7 @@ _NULLABLE = frozenset(
     | {"num_experts_per_tok", "mamba_d_ssm"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+_OLD_LAYER_TYPES = {"attention": "full_attention"}
 _ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),

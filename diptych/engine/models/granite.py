@@ -66,6 +66,9 @@ def granite_shape(config: Config, tied: bool, **switches: Any) -> ModelShape:
 def _resolve_hybrid(resolved: dict[str, Any]) -> None:
     if resolved["layer_types"] is None:
         raise UnsupportedModel("layer_types: all layers are recurrent (linear_attention)")
+    resolved["layer_types"] = [
+        "linear_attention" if kind == "mamba" else kind for kind in resolved["layer_types"]
+    ]
 
 
 def _mamba2(config: Config) -> LayerShape:

@@ -249,7 +249,7 @@ class ModelShape:
     """Scores s become `cap tanh(s / cap)` after their scale, before the mask (Gemma 2)."""
     query_growth: QueryGrowth | None = None
     attention_gate: bool = False
-    """What attention mixes is multiplied, lane by lane, by a sigmoid of a product with its input."""
+    """A gate of what attention mixes: a sigmoid of a product with its input, for each lane."""
     sinks: bool = False
     """A logit for each head beside the scores, which takes its share of the softmax and no value."""
     activation: Activation = "silu"

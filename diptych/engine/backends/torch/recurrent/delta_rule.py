@@ -32,8 +32,8 @@ def delta_rule(
         out, states = _one_token([part.squeeze(2) for part in parts], states)
         return out.unsqueeze(1), states
     outs = []
-    for cut in cut_rows(rows):
-        out, states = _pieces([cut.of(part, 2) for part in parts], states)
+    for run in cut_rows(rows):
+        out, states = _pieces([run.of(part, 2) for part in parts], states)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2), states
 

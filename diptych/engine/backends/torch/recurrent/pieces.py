@@ -12,7 +12,7 @@ call with all rows gives; others differ from it by rounding.
 """
 
 
-class Cut(NamedTuple):
+class PieceRun(NamedTuple):
     """`pieces` of `length` rows each, from row `begin` on, which are computed together."""
 
     begin: int
@@ -26,11 +26,11 @@ class Cut(NamedTuple):
         return rows.reshape(shape)
 
 
-def cut_rows(rows: int) -> list[Cut]:
-    """Return the cuts of a call with `rows` rows: all whole pieces, and what is left."""
+def cut_rows(rows: int) -> list[PieceRun]:
+    """Return the runs of pieces of a call with `rows` rows: all whole pieces, and what is left."""
     count, tail = divmod(rows, PIECE_ROWS)
-    cuts = [Cut(0, count, PIECE_ROWS), Cut(count * PIECE_ROWS, 1, tail)]
-    return [cut for cut in cuts if cut.pieces and cut.length]
+    runs = [PieceRun(0, count, PIECE_ROWS), PieceRun(count * PIECE_ROWS, 1, tail)]
+    return [run for run in runs if run.pieces and run.length]
 
 
 def decay_between(total: torch.Tensor) -> torch.Tensor:

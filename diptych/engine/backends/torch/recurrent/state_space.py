@@ -34,8 +34,8 @@ def state_space(
         out, states = _one_token([part.squeeze(2) for part in (added, log_decay, b, c)], states)
         return out.unsqueeze(1), states
     outs = []
-    for cut in cut_rows(rows):
-        out, states = _pieces([cut.of(part, 2) for part in (added, log_decay, b, c)], states)
+    for run in cut_rows(rows):
+        out, states = _pieces([run.of(part, 2) for part in (added, log_decay, b, c)], states)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2), states
 
