@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.engine.models.family import Config, Family, Names
+from diptych.engine.models.moe import STACKED_EXPERTS
 from diptych.engine.models.qwen3_moe import QWEN2_EXPERTS, qwen_experts
 from diptych.engine.models.qwen3_next import (
     DELTA_DEFAULTS,
@@ -70,7 +71,9 @@ def _with_experts(config: Config, tied: bool) -> ModelShape:
     return qwen_experts(every, delta_shape(config, tied))
 
 
-def _family(name: str, defaults: dict[str, object], shape: Any, layer: Names, resolve: Any) -> Family:
+def _family(
+    name: str, defaults: dict[str, object], shape: Any, layer: Names, resolve: Any, stacked: Names
+) -> Family:
     return Family(
         name,
         defaults,
@@ -81,10 +84,18 @@ def _family(name: str, defaults: dict[str, object], shape: Any, layer: Names, re
         layer_kinds=LAYER_KINDS,
         neutral=NEUTRAL,
         partial_rotary=True,
+        stacked=stacked,
     )
 
 
 FAMILIES = (
-    _family("qwen3_5_text", _DENSE, delta_shape, _LAYER, _resolve),
-    _family("qwen3_5_moe_text", _EXPERTS, _with_experts, {**_LAYER, **QWEN2_EXPERTS}, _resolve_experts),
+    _family("qwen3_5_text", _DENSE, delta_shape, _LAYER, _resolve, {}),
+    _family(
+        "qwen3_5_moe_text",
+        _EXPERTS,
+        _with_experts,
+        {**_LAYER, **QWEN2_EXPERTS},
+        _resolve_experts,
+        STACKED_EXPERTS,
+    ),
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diptych.engine.backends.native.supports import supports as native_supports
 from diptych.engine.backends.torch.backend import TorchBackend
@@ -246,6 +247,40 @@ def test_fields_that_make_no_sense_are_refused(name: str, tmp_path: Path) -> Non
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UnsupportedModel, match=message):
         load_model(tmp_path, torch.float32, backend="torch")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_text_model_within_a_wrapper_is_read(stacked: bool, tmp_path: Path) -> None:
+    """Published folders have an encoder, layers that draft, and all experts of a layer in one tensor."""
+    oracle = oracle_of("qwen3.5-experts")
+    save(oracle, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if stacked:
+        tensors = _stacked(tensors, oracle.config.num_experts)
+    beside = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3, 3)}
+    wrapped = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    save_file({**wrapped, **beside}, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    inner = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({"model_type": "qwen3_5_moe", "text_config": inner, "tie_word_embeddings": False})
+    )
+    expected = oracle_logits(oracle, text_of(TEXT))
+    got = logits_of(read_checkpoint(tmp_path, "fp32"))
+    torch.testing.assert_close(got, expected, atol=EXACT, rtol=0)
+
+
+def _stacked(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors with all experts of a layer in one, gates before ups."""
+    made = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for prefix in {name.split("experts.")[0] + "experts." for name in tensors if ".mlp.experts." in name}:
+        gates, ups, downs = (
+            torch.stack([tensors[f"{prefix}{number}.{part}_proj.weight"] for number in range(experts)])
+            for part in ("gate", "up", "down")
+        )
+        made[f"{prefix}gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        made[f"{prefix}down_proj"] = downs
+    return made
 
 
 def test_recurrent_layers_are_left_to_torch(case: tuple[Any, Path]) -> None:
