@@ -83,6 +83,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "glm4": "glm4",
         "granite": "granite",
         "hunyuan-dense": "hunyuan",
+        "lfm2": "lfm2",
         "mistral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
-from diptych.engine.models.family import LLAMA_ATTENTION, LLAMA_MODEL, Config, Family, Names
+from diptych.engine.models.family import (
+    GGUF_LAYER,
+    GGUF_MODEL,
+    LLAMA_ATTENTION,
+    LLAMA_MODEL,
+    Config,
+    Family,
+    GgufFamily,
+    GgufMetadata,
+    Names,
+    Stored,
+)
 from diptych.engine.models.recurrent import ShortConvShape
-from diptych.engine.models.shape import LayerShape, ModelShape
+from diptych.engine.models.shape import BadModelFile, LayerShape, ModelShape
 
 _DEFAULTS = {
     "vocab_size": 65536,
@@ -97,5 +109,36 @@ FAMILIES = (
         rope_theta=1_000_000.0,
         resolve=_resolve,
         layer_kinds=LAYER_KINDS,
+    ),
+)
+
+_KV_HEADS, _TAPS = "attention.head_count_kv", "shortconv.l_cache"
+_GGUF_LAYER: Names = {
+    **GGUF_LAYER,
+    "recurrent.in_proj": "shortconv.in_proj.weight",
+    "recurrent.conv": Stored("shortconv.conv.weight", make=lambda taps, _, __: taps.unsqueeze(1)),
+    "recurrent.out_proj": "shortconv.out_proj.weight",
+}
+
+
+def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:
+    """Return the shape with convolutions in the layers that the file gives no KV heads."""
+    heads = metadata.integers(_KV_HEADS) or (shape.num_kv_heads,) * shape.num_layers
+    if len(heads) != shape.num_layers:
+        raise BadModelFile(
+            f"metadata {metadata.key(_KV_HEADS)} names {len(heads)} of {shape.num_layers} layers"
+        )
+    taps = metadata.size(_TAPS)
+    conv = LayerShape(attention=False, recurrent=ShortConvShape(shape.hidden_size, taps))
+    return replace(shape, qk_norm="head", layers=tuple(LayerShape() if one else conv for one in heads))
+
+
+GGUF_FAMILIES = (
+    GgufFamily(
+        "lfm2",
+        _gguf,
+        layer=_GGUF_LAYER,
+        model={**GGUF_MODEL, "final_norm": "token_embd_norm.weight"},
+        read=frozenset({_KV_HEADS, _TAPS}),
     ),
 )

@@ -115,7 +115,7 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
 ) -> None:
     """An oracle of pages: content by block, written behind each chunk as a step writes it.
 
-    Each chunk finds the states behind the token before it, and in the end the last places have theirs.
+    Each chunk finds the states behind the token before it, and in the end all places of the ring have theirs.
     """
     groups = state_groups([False, True], page_blocks)
     cached = min(cached, (tokens - 1) // block_size)
@@ -135,7 +135,7 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
         for place in range(start // block_size, (end - 1) // block_size + 1):
             content[pages[place - first]] = min((place + 1) * block_size, end)
         start = end
-    for place in range(max(window.first_left(places), groups.first_kept(tokens - 1, block_size)), places):
+    for place in range(window.first_left(places), places):
         assert content[tuple(window.blocks(place))] == min((place + 1) * block_size, tokens)
     assert window.first_left(places) <= max(cached, groups.first_kept(tokens - 1, block_size))
 

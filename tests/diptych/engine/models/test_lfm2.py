@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -17,12 +18,13 @@ from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights import Checkpoint
-from diptych.engine.weights.checkpoint import read_checkpoint
+from diptych.engine.weights.checkpoint import read_checkpoint, shape_of
 from diptych.engine.weights.hf_config import resolve_config, shape_from_config
 from diptych.planner.capacity import Worker, worker_of
 from diptych.planner.model_costs import model_costs
+from tests.diptych.engine.weights.gguf_files import finish
 
-Case = tuple[Path, torch.Tensor]
+Case = tuple[Path, Lfm2ForCausalLM, torch.Tensor]
 CONV, FULL = "conv", "full_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -79,7 +81,7 @@ LFM2_1_2B: dict[str, Any] = {
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
-    """Return a random model's folder, and transformers' logits of the text."""
+    """Return a random model's folder, transformers' model, and its logits of the text."""
     fields = {**SIZES, **CASES[request.param]}
     fields.setdefault("num_hidden_layers", len(fields.get("layer_types", ())))
     torch.manual_seed(11)
@@ -91,7 +93,7 @@ def case(
         logits = oracle(torch.tensor([TEXT]), use_cache=False).logits[0]
     folder = tmp_path_factory.mktemp("lfm2")
     oracle.save_pretrained(folder)
-    return folder, logits
+    return folder, oracle, logits
 
 
 def logits_of(checkpoint: Checkpoint, chunk: int) -> torch.Tensor:
@@ -110,7 +112,7 @@ def logits_of(checkpoint: Checkpoint, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 7, 70])
 def test_logits_are_those_of_transformers(case: Case, chunk: int) -> None:
-    folder, expected = case
+    folder, _, expected = case
     torch.testing.assert_close(logits_of(read_checkpoint(folder, "fp32"), chunk), expected, rtol=0, atol=1e-4)
 
 
@@ -119,7 +121,7 @@ def test_logits_are_those_of_transformers(case: Case, chunk: int) -> None:
 )
 def test_each_tensor_counts(case: Case, field: str) -> None:
     """Control: its rows, or a filter's taps, the other way round."""
-    folder, expected = case
+    folder, _, expected = case
     checkpoint = read_checkpoint(folder, "fp32")
     first = checkpoint.shape.recurrent_layers[0]
     given = checkpoint.weights.layers[first].recurrent
@@ -136,12 +138,63 @@ def test_each_tensor_counts(case: Case, field: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_rounded_weights_come_close(case: Case, precision: Any) -> None:
-    folder, expected = case
+    folder, _, expected = case
     checkpoint = read_checkpoint(folder, precision)
     found = logits_of(checkpoint, 70).log_softmax(-1)
     exact = expected.log_softmax(-1)
     divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
     assert divergence < 0.05, divergence
+
+
+def write_gguf(oracle: Lfm2ForCausalLM, path: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
+    """Write a model as llama.cpp's converter does: KV heads by layer, filters without their middle axis."""
+    config, writer = oracle.config, gguf.GGUFWriter(path, "lfm2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(oracle.model.layers[0].feed_forward.w1.out_features)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == FULL) for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, config.num_hidden_layers)
+    for name, parameter in oracle.named_parameters():
+        array = parameter.detach().numpy()
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if "conv.conv.weight" in name:
+            array = array.squeeze(1)
+        elif kind is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
+            writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            continue
+        writer.add_tensor(stored, array.copy())
+    finish(writer)
+    return path
+
+
+def test_a_gguf_file_has_transformers_logits(case: Case, tmp_path: Path) -> None:
+    _, oracle, expected = case
+    path = write_gguf(oracle, tmp_path / "model.gguf")
+    if oracle.config.conv_bias:
+        with pytest.raises(UnsupportedModel, match="shortconv"):
+            read_checkpoint(path, "fp32")
+        return
+    checkpoint = read_checkpoint(path, "fp32")
+    assert shape_of(path) == checkpoint.shape
+    torch.testing.assert_close(logits_of(checkpoint, 23), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["gguf", "int8", "fp32"])
+def test_a_quantised_gguf_file_comes_close(case: Case, tmp_path: Path, precision: Any) -> None:
+    _, oracle, expected = case
+    if oracle.config.conv_bias:
+        pytest.skip("no GGUF file has biases")
+    checkpoint = read_checkpoint(
+        write_gguf(oracle, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0), precision
+    )
+    found, exact = logits_of(checkpoint, 70).log_softmax(-1), expected.log_softmax(-1)
+    assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.05
 
 
 def shape(**changes: Any) -> ModelShape:
