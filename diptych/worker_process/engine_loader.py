@@ -175,7 +175,10 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
 def transports_of(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
     """Return the transports of a worker whose blocks are on `device`. Raises UnusableTransport."""
     apart = settings.ranks_have_memories(device.type)
-    return transports_for(settings.kv_transport, device, hosted=settings.hosted, apart=apart)
+    # A draft model's segment of a block goes with the whole block.
+    whole = apart and settings.speculative_model is not None and settings.kv_transport == "auto"
+    flag = "tcp" if whole else settings.kv_transport
+    return transports_for(flag, device, hosted=settings.hosted, apart=apart)
 
 
 def _target(

@@ -25,6 +25,8 @@ from tests.simulation.themes import THEMES, Theme
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
+SILENT_SHARE = 0.3
+"""Share of scenarios of groups with ranks on other machines in which a machine falls silent."""
 WINDOWED_SHARE = 0.35
 """Share of scenarios whose model has a window."""
 RECURRENT_SHARE = 0.3
@@ -285,7 +287,7 @@ def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
         lasts = rng.choice([0.05, 0.3, 1.0]) if kind in ("delay", "partition") else 0.0
         at = round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4)
         found.append(Fault(at, kind, pair, lasts, rng.getrandbits(16)))
-    return found + _faults_within_groups(shape, requests)
+    return found + _faults_within_groups(shape, requests) + _silences(shape, requests)
 
 
 def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
@@ -301,6 +303,20 @@ def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> l
         )
         for _ in range(rng.choice([0, 1, 2]) if pairs else 0)
     ]
+
+
+def _silences(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return silences of machines of ranks, rank 0 among them: most are longer than a group waits."""
+    rng = random.Random(f"silences {shape.network}")
+    names = [
+        name
+        for worker in shape.workers
+        for name in shape.groups[{"p": "prefill", "d": "decode"}[worker[0]]].holders(worker)
+    ]
+    if rng.random() >= SILENT_SHARE:
+        return []
+    at = round(rng.choice(requests).at + rng.uniform(-0.05, 0.15), 4)
+    return [Fault(at, "silence", (rng.choice(names),), rng.choice([2.0, 12.0, 20.0, 20.0, 30.0]))]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:
