@@ -174,7 +174,7 @@ async def test_name_that_stands_for_nothing_gets_the_names_that_do(
     async with several(bundled, redis_url, {}, model_split=SPLIT) as system:
         code, reason, text = await system.refusal(system.messages("three"))
         assert (code, reason) == (Code.NOT_FOUND, "UNKNOWN_MODEL")
-        assert text == "no such model is served here; one, two, chat are"
+        assert text == "the model 'three' is not served here; served: one, two, chat"
         code, reason, text = await system.refusal(system.messages(""))
         assert (code, reason, text) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER", "model: is required")
 
