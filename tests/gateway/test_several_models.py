@@ -269,7 +269,7 @@ async def test_every_api_finds_the_model_that_a_call_names(bundled: ServedModel,
             for name, ready in (("one", True), ("two", False), ("chat", True)):
                 answer = await kserve.ModelReady(oip.ModelReadyRequest(name=name))
                 assert answer.ready is ready
-            with pytest.raises(grpc.aio.AioRpcError, match="one, two, chat are"):
+            with pytest.raises(grpc.aio.AioRpcError, match="served: one, two, chat"):
                 await kserve.ModelReady(oip.ModelReadyRequest(name="three"))
         for name in ("two", "chat"):
             tokens = await system.http("/tokenize", {"model": name, "prompt": "Hi"})
