@@ -50,9 +50,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
         return kind.FromString(data)
     except DecodeError as error:
         form = kind.DESCRIPTOR.full_name
-        raise InvalidParameter(
-            "request", f"is no {form} message, or has text that is not UTF-8"
-        ) from error
+        raise InvalidParameter("request", f"is no {form} message, or has text that is not UTF-8") from error
 
 
 def skips_special(asked: pb.ResponseOptions | pb.DetokenizeRequest) -> bool:
