@@ -25,7 +25,6 @@ the others are refused at once (`gateway.admission.wait`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
@@ -34,6 +33,7 @@ from gateway.admission.capacity import KvBudget
 from gateway.admission.elsewhere import Elsewhere
 from gateway.admission.fair_queue import FairQueue, FairShares
 from gateway.admission.fair_share_lines import ServedHere
+from gateway.admission.running import RunningSequences
 from gateway.admission.ticket import Ticket
 from gateway.admission.wait import MaxQueueDelay, WaitEstimator
 
@@ -83,10 +83,7 @@ class AdmissionQueue:
         self._dead = False  # no workers at all
         self.rate = self._wait.rate  # prompt tokens per second
         self.kv = KvBudget()
-        self.running = 0  # requests with a running sequence
-        self.sequences = 0  # that run
-        self._extras = 0  # of these, beyond the first of each request
-        self._running_of: Counter[str] = Counter()  # sequences that run, by tenant
+        self._running = RunningSequences(self.kv)
         self.dispatched_tokens = 0  # of the waiting tokens, those at the workers
         self._dispatched = 0  # requests whose tokens these are
 
@@ -96,9 +93,19 @@ class AdmissionQueue:
         return len(self._queue)
 
     @property
+    def running(self) -> int:
+        """Number of requests with a running sequence."""
+        return self._running.requests
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that run."""
+        return self._running.sequences
+
+    @property
     def running_of_tenants(self) -> Mapping[str, int]:
         """Sequences that run, by tenant; tenants without any are left out."""
-        return self._running_of
+        return self._running.by_tenant
 
     @property
     def waiting_tokens(self) -> int:
@@ -219,7 +226,7 @@ class AdmissionQueue:
         if started_at is None or ticket.together:
             return []
         self._learn(ticket, started_at, now, output_tokens)
-        self._set_running(ticket, stop=(choice,))
+        self._running.stop(ticket, (choice,))
         return self._admit(now)
 
     def leave(self, ticket: Ticket, now: float | None = None, output_tokens: float = 0.0) -> list[Ticket]:
@@ -238,16 +245,13 @@ class AdmissionQueue:
             self._queue.discard(ticket)
             self._queued_kv_tokens -= ticket.queued_kv
         self._more.discard(ticket)
-        self._set_running(ticket, stop=tuple(ticket.running))
+        self._running.stop(ticket, tuple(ticket.running))
         return self._admit(now)
 
     def invariants(self) -> None:
         """Raise AssertionError when the counts do not add up; for tests and idle checks."""
-        assert 0 <= self.running <= self.sequences, "a request runs without a sequence"
+        self._running.invariants()
         assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
-        assert self.sequences == self._running_of.total(), "tenants' sequences do not add up"
-        assert 0 <= self._extras <= self.sequences - self.running, "too many sequences beyond the first"
-        assert self.kv.reserved >= 0, "memory was given back twice"
         assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
@@ -257,30 +261,6 @@ class AdmissionQueue:
             self._wait.learn_stay(now - started_at)
         if output_tokens:
             self.kv.learn(ticket.tenant, output_tokens)
-
-    def _set_running(
-        self, ticket: Ticket, *, start: int = 0, stop: tuple[int, ...] = (), now: float = 0.0
-    ) -> None:
-        """Start the next ``start`` sequences, end those in ``stop``, and count both."""
-        before, extras = len(ticket.running), ticket.extras
-        for index in range(ticket.started, ticket.started + start):
-            ticket.running[index] = now
-        ticket.started += start
-        for index in stop:
-            del ticket.running[index]
-        after = len(ticket.running)
-        self.running += (after > 0) - (before > 0)
-        self.sequences += after - before
-        self._extras += ticket.extras - extras
-        self._running_of[ticket.tenant] += after - before
-        if not self._running_of[ticket.tenant]:
-            del self._running_of[ticket.tenant]
-        kv_tokens = self._kv(ticket, after)
-        self.kv.reserve(kv_tokens - ticket.kv_tokens)
-        ticket.kv_tokens = kv_tokens
-
-    def _kv(self, ticket: Ticket, running: int) -> int:
-        return self.kv.clipped(ticket.shared_kv + running * ticket.own_kv) if running else 0
 
     def _first_kv(self, ticket: Ticket) -> int:
         """Return the KV memory that the first sequences of a request need, in tokens."""
@@ -335,7 +315,7 @@ class AdmissionQueue:
                 self.served_here.add(ticket.tenant, ticket.tokens)
                 self.dispatched_tokens += ticket.tokens
                 self._dispatched += 1
-            self._set_running(ticket, start=count, now=now or 0.0)
+            self._running.start(ticket, count, now or 0.0)
             admitted.append(ticket)
         return admitted
 
@@ -345,7 +325,7 @@ class AdmissionQueue:
         if first is not None and not self._may_dispatch(first):
             first = None  # it waits for a prefill worker, the others for a place
         more = self._head(self._more)
-        if more is not None and more.running and self._extras >= self._most_extras:
+        if more is not None and more.running and self._running.extras >= self._most_extras:
             more = None  # what is left is for first sequences
         turns = (more, first) if self._turn_of_more else (first, more)
         ticket = turns[0] or turns[1]
@@ -358,7 +338,7 @@ class AdmissionQueue:
         """Return the first request of the tenants below their share, or else of those that may have more."""
         if not len(queue):
             return None
-        held, waiting = self._running_of, [*queue.tenants]
+        held, waiting = self._running.by_tenant, [*queue.tenants]
         shares, most = self._shares_of_places(), self._most_of_one
         allowed = [tenant for tenant in waiting if held[tenant] < most]
         below = [tenant for tenant in allowed if held[tenant] < shares[tenant]]
@@ -366,13 +346,13 @@ class AdmissionQueue:
 
     def _shares_of_places(self) -> Mapping[str, float]:
         """Return the sequences that each tenant which runs or waits here should have here."""
-        tenants = self._running_of.keys() | self._queue.tenants | self._more.tenants
+        tenants = self._running.by_tenant.keys() | self._queue.tenants | self._more.tenants
         return self._elsewhere.shares(self._limit, tenants)
 
     @property
     def _most_of_one(self) -> int:
         """Most sequences of a tenant that is alone."""
-        alone = self._tenants() <= 1 and len(self._running_of.keys() | self._queue.tenants) <= 1
+        alone = self._tenants() <= 1 and len(self._running.by_tenant.keys() | self._queue.tenants) <= 1
         return self._limit if alone else self._limit - self._reserve
 
     @property
@@ -387,25 +367,22 @@ class AdmissionQueue:
         """Return how many sequences of the request may start now."""
         free, left = self._limit - self.sequences, ticket.sequences - ticket.started
         if ticket.together:
-            fits = free >= left and self._fits(ticket, left)
+            fits = free >= left and self._running.fits(ticket, left)
             return left if fits or not self.sequences else 0
-        extras = self._most_extras - self._extras + (not ticket.running)
+        extras = self._most_extras - self._running.extras + (not ticket.running)
         share = self._most_of_one
         if self._others_wait(ticket.tenant):
             share = int(self._shares_of_places()[ticket.tenant])
-        wanted = min(left, max(extras, 1), max(share - self._running_of[ticket.tenant], 1))
+        wanted = min(left, max(extras, 1), max(share - self._running.by_tenant[ticket.tenant], 1))
         count = min(wanted, free)
         if count < (1 if ticket.started else min(self._at_least(ticket), wanted)):
             return 0
-        while count > 1 and not self._fits(ticket, count):
+        while count > 1 and not self._running.fits(ticket, count):
             count -= 1
-        return count if self._fits(ticket, count) or not self.sequences else 0
+        return count if self._running.fits(ticket, count) or not self.sequences else 0
 
     def _others_wait(self, tenant: str) -> bool:
         return bool((self._queue.tenants | self._more.tenants) - {tenant})
-
-    def _fits(self, ticket: Ticket, more: int) -> bool:
-        return self.kv.fits(self._kv(ticket, len(ticket.running) + more) - ticket.kv_tokens)
 
     def _may_dispatch(self, ticket: Ticket) -> bool:
         if self._dispatched < WINDOW_REQUESTS * self._prefill_workers:
