@@ -124,7 +124,7 @@ class RequestDriver:
 
     @property
     def routes(self) -> Sequence[RouteTrace]:
-        """All route decisions that looked for workers, in order."""
+        """Route decisions that looked for workers, in order."""
         return self._placements.traces
 
     @property

@@ -46,7 +46,7 @@ class _Parser:
         self._text = text
         self._at = 0
         self._uses: dict[str, int] = {}
-        """Where in the text each name is used first."""
+        """Place in the text of the first use of each name."""
 
     def rules(self) -> dict[str, Node]:
         found: dict[str, Node] = {}
