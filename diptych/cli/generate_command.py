@@ -99,7 +99,9 @@ def hint_for(failure: CallFailed) -> str:
             f"{admin_port_beside(GRPC_PORT, None)}"
         )
     if failure.code is StatusCode.UNAVAILABLE and not failure.reason:
-        return "; does a server run there? `diptych up` starts one, --address names another"
+        if "refused" in failure.message:
+            return "; does a server run there? `diptych up` starts one, --address names another"
+        return "; does it speak gRPC there, and does it want TLS? DIPTYCH_CA_FILE turns TLS on"
     return ""
 
 
