@@ -10,6 +10,9 @@ others start when places become free, after the first token, when the prompt is 
 that wait for their first sequence and requests that wait for more of them take turns. The places of
 `_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
 
+**Stalls.** A prompt that no worker can take now, as when all encode workers are lost, does not count as one
+that workers have: others pass it, and while nothing else is at work, no throughput is measured.
+
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
 there are several tenants, one that is alone leaves `_reserve` to the others. What tenants get at other
 gateways counts as well, as far as it is known (`gateway.admission.elsewhere`).
@@ -30,6 +33,7 @@ from collections.abc import Callable, Mapping
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import KvBudget
+from gateway.admission.dispatched import DispatchedPrompts
 from gateway.admission.elsewhere import Elsewhere
 from gateway.admission.fair_queue import FairQueue, FairShares
 from gateway.admission.fair_share_lines import ServedHere
@@ -84,8 +88,7 @@ class AdmissionQueue:
         self.rate = self._wait.rate  # prompt tokens per second
         self.kv = KvBudget()
         self._running = RunningSequences(self.kv)
-        self.dispatched_tokens = 0  # of the waiting tokens, those at the workers
-        self._dispatched = 0  # requests whose tokens these are
+        self._prompts = DispatchedPrompts()
 
     @property
     def waiting(self) -> int:
@@ -108,9 +111,19 @@ class AdmissionQueue:
         return self._running.by_tenant
 
     @property
+    def dispatched_tokens(self) -> int:
+        """Tokens of the prompts that workers have, without a first token so far."""
+        return self._prompts.tokens
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens of prompts without a first token, here and at the workers."""
         return self._shares.total
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that wait here for admission."""
+        return self.waiting_tokens - self.dispatched_tokens - self._prompts.stalled_tokens
 
     @property
     def waiting_kv_tokens(self) -> int:
@@ -204,6 +217,25 @@ class AdmissionQueue:
             self._elsewhere.note_waiting(tenant)
         return ticket
 
+    def stall(self, ticket: Ticket, now: float) -> list[Ticket]:
+        """Note that no worker can take an admitted request, which has no token; return the newly admitted."""
+        if ticket.stalled or ticket.prefilled or ticket.over or not ticket.admitted:
+            return []
+        self._prompts.stall(ticket)
+        if not self._is_busy:
+            self.rate.pause(now)
+        return self._admit(now)
+
+    def resume(self, ticket: Ticket, now: float | None) -> None:
+        """Note that workers have a request again, or that it is over."""
+        if not ticket.stalled:
+            return
+        if now is not None:
+            if self.running == self._prompts.stalled:  # whatever waits, waited for these
+                self.rate.skip(now)
+            self.rate.begin(now)
+        self._prompts.resume(ticket)
+
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Note a request's first token, once: its prompt no longer waits. Return the newly admitted."""
         if ticket.prefilled:
@@ -252,12 +284,12 @@ class AdmissionQueue:
         """Raise AssertionError when the counts do not add up; for tests and idle checks."""
         self._running.invariants()
         assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
-        assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
+        self._prompts.invariants(self.waiting_tokens, self.running)
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
 
     def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
-        if ticket.prefilled and now is not None:
+        if ticket.prefilled and now is not None and not ticket.has_stalled:
             self._wait.learn_stay(now - started_at)
         if output_tokens:
             self.kv.learn(ticket.tenant, output_tokens)
@@ -266,14 +298,20 @@ class AdmissionQueue:
         """Return the KV memory that the first sequences of a request need, in tokens."""
         return ticket.shared_kv + self._at_least(ticket) * ticket.own_kv
 
+    @property
+    def _is_busy(self) -> bool:
+        """True while workers have prompts, or hold up those that wait."""
+        all_stall = bool(self._prompts.stalled) and self.running == self._prompts.stalled
+        return self.waiting_tokens > self._prompts.stalled_tokens and not all_stall
+
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
+        self.resume(ticket, now)
         ticket.prefilled = True
         self._shares.give_back(ticket.tenant, ticket.tokens)
         if ticket.admitted:
-            self.dispatched_tokens -= ticket.tokens
-            self._dispatched -= 1
+            self._prompts.remove(ticket)
         if now is not None:
-            self.rate.done(tokens, now, more=self.waiting_tokens > 0)
+            self.rate.done(tokens, now, more=self._is_busy)
 
     def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Predict the seconds until a request's prefill: the longest of the waits for a prefill worker, for a
@@ -281,7 +319,7 @@ class AdmissionQueue:
 
         0 while nothing was measured: no request is refused on a guess.
         """
-        queued = self.waiting_tokens - self.dispatched_tokens
+        queued = self.queued_tokens
         before = self._queue.cost_before(ticket.tenant, ticket.tokens)
         prefill_s = self._wait.prefill_s(self.dispatched_tokens + before)
         if not (self._wait.stay_known and self.running):
@@ -313,8 +351,7 @@ class AdmissionQueue:
                 self._queue.pop({ticket.tenant})
                 self._queued_kv_tokens -= ticket.queued_kv
                 self.served_here.add(ticket.tenant, ticket.tokens)
-                self.dispatched_tokens += ticket.tokens
-                self._dispatched += 1
+                self._prompts.add(ticket)
             self._running.start(ticket, count, now or 0.0)
             admitted.append(ticket)
         return admitted
@@ -385,7 +422,7 @@ class AdmissionQueue:
         return bool((self._queue.tenants | self._more.tenants) - {tenant})
 
     def _may_dispatch(self, ticket: Ticket) -> bool:
-        if self._dispatched < WINDOW_REQUESTS * self._prefill_workers:
+        if self._prompts.requests < WINDOW_REQUESTS * self._prefill_workers:
             return True
         window = max(WINDOW_TOKENS * self._prefill_workers, WINDOW_S * (self.rate.per_s or 0.0))
         return self.dispatched_tokens + ticket.tokens <= window
