@@ -7,14 +7,15 @@ it waits here or at a prefill worker.
 
 **Sequences start as room comes.** Those that find room with the request's first one share its prefill; the
 others start when places become free, after the first token, when the prompt is in a prefix cache. Requests
-that wait for their first sequence and requests that wait for more of them take turns. The places of
-`_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
+that wait for their first sequence and requests that wait for more of them take turns. Some places
+(`gateway.admission.places`) are for first sequences only: no request shuts the others out, however many
+sequences it has.
 
 **Stalls.** A prompt that no worker can take now, as when all encode workers are lost, does not count as one
 that workers have: others pass it, and while nothing else is at work, no throughput is measured.
 
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
-there are several tenants, one that is alone leaves `_reserve` to the others. What tenants get at other
+there are several tenants, one that is alone leaves a part to the others. What tenants get at other
 gateways counts as well, as far as it is known (`gateway.admission.elsewhere`).
 
 Prefill workers get only as many tokens as keep them busy, decode workers only as many requests as their
@@ -37,6 +38,7 @@ from gateway.admission.dispatched import DispatchedPrompts
 from gateway.admission.elsewhere import Elsewhere
 from gateway.admission.fair_queue import FairQueue, FairShares
 from gateway.admission.fair_share_lines import ServedHere
+from gateway.admission.places import Places
 from gateway.admission.running import RunningSequences
 from gateway.admission.ticket import Ticket
 from gateway.admission.wait import MaxQueueDelay, WaitEstimator
@@ -45,8 +47,6 @@ REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # at a prefill worker at least, however long: one runs, one is next
 WINDOW_TOKENS = 1024  # at a prefill worker at least: two steps of the default size,
 WINDOW_S = 0.5  # or as many as it computes in this time
-RESERVE = 8  # one place in so many is for the first sequences of requests, and for tenants below their share
-SMALLEST_SHARED = 4  # places; with fewer there is nothing to reserve
 
 
 class AdmissionQueue:
@@ -69,10 +69,9 @@ class AdmissionQueue:
         max_delay: MaxQueueDelay | None = None,
         tenants: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._limit = self._max_running = max_running
+        self._max_running = max_running
         self._shares = FairShares(max_waiting_tokens)
         self._wait = WaitEstimator(max_delay)
-        self._tenants = tenants
         self.served_here = ServedHere()
         self._elsewhere = Elsewhere()
         # Requests without a sequence so far.
@@ -88,6 +87,7 @@ class AdmissionQueue:
         self.rate = self._wait.rate  # prompt tokens per second
         self.kv = KvBudget()
         self._running = RunningSequences(self.kv)
+        self._places = Places(max_running, self._running, self._queue, self._more, self._elsewhere, tenants)
         self._prompts = DispatchedPrompts()
 
     @property
@@ -135,7 +135,7 @@ class AdmissionQueue:
         was_dead, self._dead = self._dead, not (sequences and prefill_workers)
         if was_dead and not self._dead:
             self.rate.skip(now)
-        self._limit = max(min(self._max_running, sequences), 1)
+        self._places.limit = max(min(self._max_running, sequences), 1)
         self._prefill_workers = max(prefill_workers, 1)
         return self._admit(now)
 
@@ -296,7 +296,7 @@ class AdmissionQueue:
 
     def _first_kv(self, ticket: Ticket) -> int:
         """Return the KV memory that the first sequences of a request need, in tokens."""
-        return ticket.shared_kv + self._at_least(ticket) * ticket.own_kv
+        return ticket.shared_kv + self._places.at_least(ticket) * ticket.own_kv
 
     @property
     def _is_busy(self) -> bool:
@@ -328,15 +328,10 @@ class AdmissionQueue:
         turns = share * len(self._queue)
         if len(self._more):
             turns *= 2  # every other turn starts one more sequence of a request that runs
-        over = self.sequences + turns + self._at_least(ticket) - self._limit
+        over = self.sequences + turns + self._places.at_least(ticket) - self._places.limit
         kv_tokens = share * self._queued_kv_tokens + self.kv.clipped(self._first_kv(ticket))
-        stays = max(over / self._limit, self.kv.excess(kv_tokens))
+        stays = max(over / self._places.limit, self.kv.excess(kv_tokens))
         return max(prefill_s, self._wait.places_s(stays))
-
-    @property
-    def _reserve(self) -> int:
-        """Places that only first sequences, and tenants below their share, may take."""
-        return max(self._limit // RESERVE, 1) if self._limit >= SMALLEST_SHARED else 0
 
     def _admit(self, now: float | None) -> list[Ticket]:
         admitted = []
@@ -358,68 +353,18 @@ class AdmissionQueue:
 
     def _next(self) -> tuple[Ticket, int] | None:
         """Return the request whose turn it is and how many of its sequences may start; None without room."""
-        first = self._head(self._queue)
+        first = self._places.head(self._queue)
         if first is not None and not self._may_dispatch(first):
             first = None  # it waits for a prefill worker, the others for a place
-        more = self._head(self._more)
-        if more is not None and more.running and self._running.extras >= self._most_extras:
+        more = self._places.head(self._more)
+        if more is not None and more.running and self._places.are_for_first_only:
             more = None  # what is left is for first sequences
         turns = (more, first) if self._turn_of_more else (first, more)
         ticket = turns[0] or turns[1]
         if ticket is None:
             return None
-        count = self._room(ticket)
+        count = self._places.room(ticket)
         return (ticket, count) if count else None  # no other one passes it: it would never be admitted
-
-    def _head(self, queue: FairQueue[Ticket]) -> Ticket | None:
-        """Return the first request of the tenants below their share, or else of those that may have more."""
-        if not len(queue):
-            return None
-        held, waiting = self._running.by_tenant, [*queue.tenants]
-        shares, most = self._shares_of_places(), self._most_of_one
-        allowed = [tenant for tenant in waiting if held[tenant] < most]
-        below = [tenant for tenant in allowed if held[tenant] < shares[tenant]]
-        return queue.head(below) or queue.head(allowed)
-
-    def _shares_of_places(self) -> Mapping[str, float]:
-        """Return the sequences that each tenant which runs or waits here should have here."""
-        tenants = self._running.by_tenant.keys() | self._queue.tenants | self._more.tenants
-        return self._elsewhere.shares(self._limit, tenants)
-
-    @property
-    def _most_of_one(self) -> int:
-        """Most sequences of a tenant that is alone."""
-        alone = self._tenants() <= 1 and len(self._running.by_tenant.keys() | self._queue.tenants) <= 1
-        return self._limit if alone else self._limit - self._reserve
-
-    @property
-    def _most_extras(self) -> int:
-        return self._limit - self._reserve - 1
-
-    def _at_least(self, ticket: Ticket) -> int:
-        """Return how many sequences of a request start at first: a few share one prefill."""
-        return ticket.sequences if ticket.together else min(ticket.sequences, max(self._reserve, 1))
-
-    def _room(self, ticket: Ticket) -> int:
-        """Return how many sequences of the request may start now."""
-        free, left = self._limit - self.sequences, ticket.sequences - ticket.started
-        if ticket.together:
-            fits = free >= left and self._running.fits(ticket, left)
-            return left if fits or not self.sequences else 0
-        extras = self._most_extras - self._running.extras + (not ticket.running)
-        share = self._most_of_one
-        if self._others_wait(ticket.tenant):
-            share = int(self._shares_of_places()[ticket.tenant])
-        wanted = min(left, max(extras, 1), max(share - self._running.by_tenant[ticket.tenant], 1))
-        count = min(wanted, free)
-        if count < (1 if ticket.started else min(self._at_least(ticket), wanted)):
-            return 0
-        while count > 1 and not self._running.fits(ticket, count):
-            count -= 1
-        return count if self._running.fits(ticket, count) or not self.sequences else 0
-
-    def _others_wait(self, tenant: str) -> bool:
-        return bool((self._queue.tenants | self._more.tenants) - {tenant})
 
     def _may_dispatch(self, ticket: Ticket) -> bool:
         if self._prompts.requests < WINDOW_REQUESTS * self._prefill_workers:
