@@ -206,8 +206,9 @@ class AdmissionQueue:
         if wait_s > (allowed_s := self._wait.allowed_s(tokens, self._prefill_workers)):
             raise QueueFull(self._wait.hint_s(tokens, wait_s - allowed_s, now))
         self._wait.learn_tokens(tokens)
-        self.rate.begin(now)
         self._shares.take(tenant, tokens)
+        if self._is_busy:
+            self.rate.begin(now)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
         # Kept: a resize, while it waits, changes how many sequences would start.
         ticket.queued_kv = self._first_kv(ticket)
@@ -347,6 +348,8 @@ class AdmissionQueue:
                 self._queued_kv_tokens -= ticket.queued_kv
                 self.served_here.add(ticket.tenant, ticket.tokens)
                 self._prompts.add(ticket)
+                if now is not None:
+                    self.rate.begin(now)  # it paused if all that ran had stalled
             self._running.start(ticket, count, now or 0.0)
             admitted.append(ticket)
         return admitted
