@@ -24,6 +24,7 @@ from tests.end_to_end.rank_processes import GREEDY, Degrees, alone, answer, proc
 from tests.end_to_end.ray_nodes import may_make_namespaces, network_nodes
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.test_expert_parallel import EXPERTS, LATENT
+from tests.faults.system import settle
 
 pytestmark = pytest.mark.timeout(900)
 TOKENS = 24
@@ -146,6 +147,7 @@ def test_a_host_that_falls_silent_is_left_and_comes_back(tmp_path: Path) -> None
                 assert time.monotonic() < until
                 time.sleep(0.2)
             subprocess.run([*link, "up"], check=True)
+            settle(stack)
             assert answer(stack, PROMPTS[1], TOKENS) == expected[1]
 
 
