@@ -21,7 +21,7 @@ from diptych.engine.backends.triton.supports import supports as triton_supports
 from diptych.engine.loaded_model import load_model
 from diptych.engine.models.config_fields import resolve_config, shape_from_config
 from diptych.engine.models.family import Family, Stored
-from diptych.engine.models.recurrent_shapes import SpaceShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, SpaceShape
 from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import LayerShape, UnsupportedModel
 from diptych.engine.weights import Checkpoint, safetensors_folder
@@ -147,12 +147,16 @@ def _without_each(checkpoint: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
         space = layer.recurrent
         if isinstance(space, SpaceShape) and space.norm != "none":
             other = "after_gate" if space.norm == "before_gate" else "before_gate"
-            yield "norm", _with_space(checkpoint, norm=other)
+            yield "norm", _with_changes(checkpoint, SpaceShape, norm=other)
             break
     if any(
         isinstance(one.recurrent, SpaceShape) and one.recurrent.step_bounds != OPEN for one in shape.layers
     ):
-        yield "bounds", _with_space(checkpoint, step_bounds=OPEN)
+        yield "bounds", _with_changes(checkpoint, SpaceShape, step_bounds=OPEN)
+    if any(
+        isinstance(one.recurrent, DeltaShape) and one.recurrent.largest_rate != 1.0 for one in shape.layers
+    ):
+        yield "largest_rate", _with_changes(checkpoint, DeltaShape, largest_rate=1.0)
     if any(layer.attention and layer.recurrent is not None for layer in shape.layers):
         unwritten = {"o": torch.zeros_like(checkpoint.weights.layers[0].o)}
         yield "attention beside the recurrence", _with_layers(checkpoint, **unwritten)
@@ -169,11 +173,11 @@ def _with_layers(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
     return replace(checkpoint, weights=replace(checkpoint.weights, layers=layers))
 
 
-def _with_space(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
-    """Return the model with changes of its layers of Mamba-2."""
+def _with_changes(checkpoint: Checkpoint, kind: type, **changes: Any) -> Checkpoint:
+    """Return the model with changes of its layers with a recurrence of this kind."""
     layers = tuple(
         replace(layer, recurrent=replace(layer.recurrent, **changes))
-        if isinstance(layer.recurrent, SpaceShape)
+        if isinstance(layer.recurrent, kind)
         else layer
         for layer in checkpoint.shape.layers
     )
