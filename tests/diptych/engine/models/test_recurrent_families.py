@@ -96,12 +96,14 @@ def test_greedy_tokens_equal_transformers_alone_and_mixed(
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(sample: tuple[Any, Path]) -> None:
+    """Of most tokens: where rounding turns a choice of experts, which it does in both, a token is far off."""
     oracle, folder = sample
     model = load_model(folder, torch.bfloat16, backend="torch")
     exact = oracle_logits(oracle, text_of(TEXT))
     got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
     peer = oracle_logits(copy.deepcopy(oracle).bfloat16(), text_of(TEXT))
-    assert (got - exact).norm() < 1.25 * (peer - exact).norm()
+    ours, theirs = ((one - exact).norm(dim=1).median() for one in (got, peer))
+    assert ours < 1.25 * theirs
 
 
 def test_int8_is_near_to_float32(sample: tuple[Any, Path]) -> None:
