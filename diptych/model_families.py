@@ -42,6 +42,7 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "nemotron": "nemotron",
         "olmo2": "olmo2",
         "olmo3": "olmo2",
+        "olmo_hybrid": "olmo_hybrid",
         "phi3": "phi3",
         "seed_oss": "seed_oss",
         "smollm3": "smollm3",
@@ -152,6 +153,7 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "nemotron": (256_000, 4_096),
         "olmo2": (50_304, 2_048),
         "olmo3": (50_304, 2_048),
+        "olmo_hybrid": (100_352, 65_536),
         "phi3": (32_064, 4_096),
         "seed_oss": (155_136, 524_288),
         "smollm3": (128_256, 32_768),
@@ -195,7 +197,7 @@ _FOLDERS_ONLY: Final = "models with recurrent layers are read of Hugging Face fo
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
-            *("falcon_mamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid"),
+            *("falcon_mamba", "kimi_linear", "mamba", "mamba2", "minimax"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
             *("kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
         ),

@@ -169,15 +169,15 @@ class Family:
     """Field with the number of layers behind the model's, which draft further tokens: they are not read."""
     layer_kinds: Mapping[str, Callable[[Config], LayerShape]] = field(default_factory=dict)
     """Layers of this family by their name in `layer_types`, beside full attention and windows."""
-    stacked: Names = field(default_factory=dict)
-    """Places of experts in files that have all of a layer in one tensor, where others have a tensor each."""
+    elsewhere: Names = field(default_factory=dict)
+    """Places of tensors in files that have any of these; `layer` has those of the others."""
 
     def of_files(self, has: Callable[[str], bool]) -> Family:
         """Return the family as its files are, of which `has` tells the ends of tensors' names."""
-        places = {stored_at(self.stacked, name) for name in self.stacked}
+        places = {stored_at(self.elsewhere, name) for name in self.elsewhere}
         if not any(place is not None and has(place.name) for place in places):
             return self
-        return replace(self, layer={**self.layer, **self.stacked})
+        return replace(self, layer={**self.layer, **self.elsewhere})
 
 
 class GgufMetadata(Protocol):

@@ -72,7 +72,7 @@ def _with_experts(config: Config, tied: bool) -> ModelShape:
 
 
 def _family(
-    name: str, defaults: dict[str, object], shape: Any, layer: Names, resolve: Any, stacked: Names
+    name: str, defaults: dict[str, object], shape: Any, layer: Names, resolve: Any, elsewhere: Names
 ) -> Family:
     return Family(
         name,
@@ -84,7 +84,7 @@ def _family(
         layer_kinds=LAYER_KINDS,
         neutral=NEUTRAL,
         partial_rotary=True,
-        stacked=stacked,
+        elsewhere=elsewhere,
     )
 
 

@@ -25,6 +25,12 @@ class DeltaShape:
     value_dim: int
     taps: int
     """Tokens that the convolution sees, the present one included."""
+    apart: bool = False
+    """Queries, keys and values have matrices and filters of their own."""
+    largest_rate: float = 1.0
+    """Rate of a correction whose sigmoid is one; with 2 a matrix may turn a value round (OLMo Hybrid)."""
+    norm_eps: float | None = None
+    """Epsilon of the output's norm; None: the model's."""
 
     @property
     def kind(self) -> str:
@@ -49,11 +55,14 @@ class DeltaShape:
     def tensors(self, hidden: int) -> Sizes:
         """See `RecurrentShape.tensors`."""
         channels, values, heads, _ = self.projected
-        yield "qkv_proj", (channels, hidden)
+        keys = self.key_heads * self.key_dim
+        parts = (("q", keys), ("k", keys), ("v", values)) if self.apart else (("qkv", channels),)
+        for name, width in parts:
+            yield f"{name}_proj", (width, hidden)
+            yield f"{name}_conv" if self.apart else "conv", (width, 1, self.taps)
         yield "gate_proj", (values, hidden)
         yield "rate", (heads, hidden)
         yield "step", (heads, hidden)
-        yield "conv", (channels, 1, self.taps)
         yield "decay", (heads,)
         yield "step_bias", (heads,)
         yield "norm", (self.value_dim,)

@@ -114,6 +114,8 @@ class LayerShape:
     """
     feed_forward: bool = True
     """The layer has a feed-forward."""
+    norms: NormPlacement | None = None
+    """Places of this layer's norms; None: `ModelShape.norms`."""
 
     @property
     def mixes(self) -> bool:

@@ -224,9 +224,10 @@ def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
 def _norm_shapes(shape: ModelShape, layer: LayerShape) -> Sizes:
     names = []
     mixer, feed_forward = layer.mixes, layer.feed_forward
-    if shape.norms != "after":
+    placed = layer.norms or shape.norms
+    if placed != "after":
         names += ["input_norm"] * mixer + ["post_norm"] * (feed_forward and not shape.parallel_residual)
-    if shape.norms != "before":
+    if placed != "before":
         names += ["attention_out_norm"] * mixer + ["feed_forward_out_norm"] * feed_forward
     for name in names:
         yield name, (shape.hidden_size,)

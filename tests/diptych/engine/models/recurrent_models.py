@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.diptych.engine.models.family_models import GRANITE, SIZES, WIDE
@@ -42,6 +43,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", {**_DELTA, **_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": ("qwen3_5_text", _DELTA),
     "qwen3.5-experts": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "olmo-hybrid-nope": (
+        "olmo_hybrid",
+        {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None}},
+    ),
     "granite4-h": (
         "granitemoehybrid",
         {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "mamba_proj_bias": True},
@@ -155,4 +170,18 @@ def _about(name: str, stored_less_one: bool) -> tuple[float, float]:
 def save(oracle: Any, folder: Path) -> Path:
     """Save a model and return its folder."""
     oracle.save_pretrained(folder)
+    if oracle.config.model_type == "olmo_hybrid":
+        _split_filters(folder / "model.safetensors", oracle.config)
     return folder
+
+
+def _split_filters(path: Path, config: Any) -> None:
+    """Give queries, keys and values their own filters: transformers saves three parts of one size."""
+    tensors = load_file(path)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    widths = [keys, keys, config.linear_num_value_heads * config.linear_value_head_dim]
+    for first in [name for name in tensors if name.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        joined = torch.cat([tensors[name] for name in names])
+        tensors |= {name: part.clone() for name, part in zip(names, joined.split(widths), strict=True)}
+    save_file(tensors, path)

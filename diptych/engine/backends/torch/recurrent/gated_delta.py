@@ -29,10 +29,13 @@ class GatedDelta:
         linear: Callable[..., torch.Tensor],
         eps: float,
     ) -> None:
-        self._shape, self._linear, self._eps = shape, linear, eps
-        self._in = torch.cat([tensors["qkv_proj"], tensors["gate_proj"]])
+        self._shape, self._linear = shape, linear
+        self._eps = eps if shape.norm_eps is None else shape.norm_eps
+        parts = ("q", "k", "v") if shape.apart else ("qkv",)
+        self._in = torch.cat([tensors[f"{part}_proj"] for part in (*parts, "gate")])
+        filters = [tensors[f"{part}_conv"] for part in parts] if shape.apart else [tensors["conv"]]
         self._rates = torch.cat([tensors["rate"], tensors["step"]])
-        self._filter = tensors["conv"].squeeze(1)
+        self._filter = torch.cat(filters).squeeze(1)
         self._speed = tensors["decay"].float().exp()
         self._step_bias = tensors["step_bias"].float()
         self._norm, self._out = tensors["norm"], tensors["out_proj"]
@@ -60,9 +63,9 @@ class GatedDelta:
         )
         heads = shape.value_heads, shape.value_dim
         log_decay = -self._speed * functional.softplus(step.float() + self._step_bias)
-        out, matrices = delta_rule(
-            q * shape.key_dim**-0.5, k, v.unflatten(-1, heads), log_decay, rate.float().sigmoid(), matrices
-        )
+        rate = shape.largest_rate * rate.float().sigmoid()
+        q, v = q * shape.key_dim**-0.5, v.unflatten(-1, heads)
+        out, matrices = delta_rule(q, k, v, log_decay, rate, matrices)
         normed = group_norm(out, self._norm, self._eps, 1)
         gated = normed * functional.silu(gate.float()).unflatten(-1, heads)
         return gated.flatten(2).to(mixed_BNX.dtype), (seen, matrices)
