@@ -265,7 +265,5 @@ def _window_groups(settings: WorkerSettings, model: Model) -> WindowGroups | Non
 
 def _check_reads_images(settings: WorkerSettings) -> None:
     """Check the settings of a worker whose model reads images. Raises ImpossibleSettings."""
-    if settings.in_parts:
-        raise ImpossibleSettings(f"{settings.group_flags} does not go with a model that reads images")
     if settings.speculative_model is not None:
         raise ImpossibleSettings("--speculative-model does not go with a model that reads images")
