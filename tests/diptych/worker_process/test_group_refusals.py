@@ -29,7 +29,6 @@ from diptych.engine.runner import Runner
 from diptych.runtime.settings_sources import BadSettings
 from diptych.worker_process.adapter_store import AdapterNotLoaded, AdapterStore
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.drafting_loader import NoHiddenRows, _check_hidden_rows
 from diptych.worker_process.engine_loader import ImpossibleSettings, _check_reads_images, _window_groups
 from prefill_worker.config import PrefillSettings
 from tests.diptych.worker_process.both_workers import WINDOWED
@@ -114,16 +113,11 @@ def test_draft_models_and_groups_whose_ranks_have_memories_of_their_own(
 
 
 @EACH
-@pytest.mark.parametrize("kind", ["Medusa", "EAGLE", "EAGLE-3", "MTP"])
-def test_heads_that_draft_from_hidden_rows(group: dict[str, Any], named: str, kind: str) -> None:
-    with pytest.raises(NoHiddenRows, match=rf"\({kind}\) does not go with {named}"):
-        _check_hidden_rows(settings(DecodeSettings, **group, speculative_model="heads"), kind)
-
-
-@EACH
-def test_images(group: dict[str, Any], named: str) -> None:
-    with pytest.raises(ImpossibleSettings, match=f"{named} does not go with a model that reads images"):
-        _check_reads_images(settings(PrefillSettings, **group))
+def test_images_on_gpus(group: dict[str, Any], named: str) -> None:
+    refused = f"{named} on a GPU does not go with a model that reads images"
+    with pytest.raises(ImpossibleSettings, match=refused):
+        _check_reads_images(settings(PrefillSettings, **group), on_gpu=True)
+    _check_reads_images(settings(PrefillSettings, **group), on_gpu=False)  # the control
 
 
 @EACH
@@ -194,5 +188,5 @@ def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
     ):
         assert f"--{flag}" in refused
     load = " ".join(feature for feature, flags, fate in documented() if not flags and "refused" in fate)
-    for kind in ("Medusa", "EAGLE", "MTP", "images", "latents", "both phases"):
+    for kind in ("images", "latents", "both phases"):
         assert kind in load
