@@ -175,7 +175,7 @@ class Runner:
 
     @property
     def embedding(self) -> torch.Tensor | None:
-        """The model's embedding `[vocab, hidden]`; None where the backend has a share of it, or no features."""
+        """The model's embedding `[vocab, hidden]`; None where the backend does not have it whole."""
         backend = self.model.backend
         return backend.embedding if isinstance(backend, EmbeddingBackend) else None
 

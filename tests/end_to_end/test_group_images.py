@@ -10,6 +10,7 @@ import pytest
 
 from kernels.cpu import library
 from tests import vision_models
+from tests.end_to_end.rank_hosts import serving_across_hosts
 from tests.end_to_end.rank_processes import Degrees, serving
 from tests.end_to_end.test_images import MODEL, Served, ask, conversations, ids, request
 
@@ -86,3 +87,13 @@ def test_any_degree_to_any_other_answers_as_transformers(
 ) -> None:
     with seeing(family, tmp_path, prefill, decode, backend, transport) as served:
         check(served)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_ranks_of_other_hosts_answer_as_transformers(family: str, tmp_path: Path) -> None:
+    folder = vision_models.write(family, tmp_path / "model")
+    flags = ["--model-name", MODEL, "--set", "gateway.max-images=4", "--encode", "1"]
+    with serving_across_hosts(folder, TWO, TWO, tmp_path, *flags) as (stack, _):
+        oracle, processor = vision_models.oracle(family, folder), vision_models.processor(family, folder)
+        check(Served(family, folder, stack, oracle, processor, "tcp"))
