@@ -160,7 +160,7 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     images = model_images(path, settings.mmproj)
     on_gpu = device.type == "cuda" or settings.backend == "triton"
     if images is not None and settings.takes_images:
-        _check_reads_images(settings, on_gpu=on_gpu)
+        _check_reads_images(settings)
     if images is not None and settings.batch_invariant and on_gpu:
         raise ImpossibleSettings("--batch-invariant does not go with a model that reads images on a GPU")
     return _Files(path, images, drafting_files(settings, path))
@@ -260,11 +260,7 @@ def _window_groups(settings: WorkerSettings, model: Model) -> WindowGroups | Non
     return groups
 
 
-def _check_reads_images(settings: WorkerSettings, *, on_gpu: bool) -> None:
+def _check_reads_images(settings: WorkerSettings) -> None:
     """Check the settings of a worker whose model reads images. Raises ImpossibleSettings."""
-    if settings.in_parts and on_gpu:
-        raise ImpossibleSettings(
-            f"{settings.group_flags} on a GPU does not go with a model that reads images"
-        )
     if settings.speculative_model is not None:
         raise ImpossibleSettings("--speculative-model does not go with a model that reads images")

@@ -16,7 +16,13 @@ def rows_of_stage(
     """Return what `given_embeddings` does, with the columns of a stage: first those that enter it, which mean
     nothing behind the first stage, then those of each of its layers. None where it takes no row.
     """
-    given = given_embeddings(sequences)
+    return cut_rows(given_embeddings(sequences), stage, hidden_size)
+
+
+def cut_rows(
+    given: tuple[torch.Tensor, torch.Tensor] | None, stage: Stage, hidden_size: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return places and rows of `given_embeddings` as `rows_of_stage` does."""
     if given is None:
         return None
     places, rows = given

@@ -113,11 +113,13 @@ def test_draft_models_and_groups_whose_ranks_have_memories_of_their_own(
 
 
 @EACH
-def test_images_on_gpus(group: dict[str, Any], named: str) -> None:
-    refused = f"{named} on a GPU does not go with a model that reads images"
-    with pytest.raises(ImpossibleSettings, match=refused):
-        _check_reads_images(settings(PrefillSettings, **group), on_gpu=True)
-    _check_reads_images(settings(PrefillSettings, **group), on_gpu=False)  # the control
+def test_images_and_drafts(group: dict[str, Any], named: str) -> None:
+    """Refused together, as in one process; images alone are not."""
+    with pytest.raises(ImpossibleSettings, match="--speculative-model does not go with a model that reads"):
+        _check_reads_images(settings(PrefillSettings, **group, speculative_model="bundled"))
+    seeing = settings(PrefillSettings, **group)
+    _check_reads_images(seeing)
+    assert seeing.group_flags == named
 
 
 @EACH
@@ -188,5 +190,5 @@ def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
     ):
         assert f"--{flag}" in refused
     load = " ".join(feature for feature, flags, fate in documented() if not flags and "refused" in fate)
-    for kind in ("images", "latents", "both phases"):
+    for kind in ("latents", "both phases", "images beside"):
         assert kind in load

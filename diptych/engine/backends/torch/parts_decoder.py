@@ -44,7 +44,7 @@ class PartsStep:
     attends: Sequence[Attend]
     """Attention of each own part."""
     changes: Sequence[StepAdapters | None]
-    """Each own part's share of the step's adapters."""
+    """Shares of the step's adapters that the own parts have."""
     given: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rows of images, as `rows_of_stage` returns them."""
     taps: Sequence[int] | None = None

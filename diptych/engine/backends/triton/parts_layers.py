@@ -27,14 +27,16 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedWeights
 from diptych.engine.backends.triton.parts_activations import PartsActivations
-from diptych.engine.backends.triton.parts_ends import PartsEnds
+from diptych.engine.backends.triton.parts_ends import PartsEnds, add_rows
 from diptych.engine.backends.triton.parts_sum import PartsSum
 from diptych.engine.backends.triton.parts_width_norm import PartsWidthNorm
 from diptych.engine.backends.triton.rounded_inputs import Matrix, Rows
+from diptych.engine.batch import rows_after
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links, send
+from diptych.engine.parallel.stage_images import cut_rows
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.stop_word import StopWord
 
@@ -119,15 +121,14 @@ class PartsLayers:
         Args:
             wanted: asked before every layer on the rank that leads, which then stops all by the stop word.
                 None is returned where the layers of any stage are not all computed.
-            given: must be None.
+            given: rows of images and their places, of which the stage takes its columns.
 
         Raises GroupBroken.
         """
-        if given is not None:
-            raise ValueError("parts take no embeddings in place of tokens")
+        given = cut_rows(given, self._stage, self.shape.hidden_size)
         growth = query_growth(self.shape, step.positions, self.weights.dtype)
         steps = [_narrowed(step, share) for share in self._shares]
-        self._ends.enter(step.tokens, buffers)
+        self._ends.enter(step.tokens, buffers, given)
         self.rotary.gather(step.positions, buffers.angles)
         layers = self.weights.layers
         x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv), buffers)
@@ -141,6 +142,8 @@ class PartsLayers:
             x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
             for half, own in zip(self._halves, buffers.own, strict=True):
                 half.feed_forward(index, x, step, own)
+            if (deep := rows_after(given, index, self.shape.hidden_size)) is not None:
+                add_rows(buffers.residual, *deep)
             x = self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
         if self._links.after is not None:
             send(self._links.after, buffers.residual)  # even if the step has ended: the next stage waits
@@ -200,7 +203,11 @@ def _share_in(part: Part, stage: Stage, held: KVShare | None) -> KVShare:
 def _narrowed(step: PackedStep, share: KVShare) -> PackedStep:
     """Return a step that reads and writes this share of its blocks."""
     tables = tuple(
-        replace(table, groups=tuple(replace(group, blocks=share.of(group.blocks)) for group in table.groups))
+        replace(
+            table,
+            groups=tuple(replace(group, blocks=share.of(group.blocks)) for group in table.groups),
+            seeing=tuple(replace(rows, blocks=share.of(rows.blocks)) for rows in table.seeing),
+        )
         for table in step.tables
     )
     return replace(step, tables=tables)

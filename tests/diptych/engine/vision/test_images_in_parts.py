@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model
@@ -20,6 +22,7 @@ from diptych.engine.parallel.step_plan import StepPlan, follow_plan, make_plan
 from diptych.engine.runner import Runner
 from diptych.engine.weights.checkpoint import open_checkpoint
 from kernels.cpu import library
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.diptych.engine.parallel.native_ranks import NativeGroup
 from tests.diptych.engine.parallel.thread_ranks import ThreadGroup
 from tests.diptych.engine.vision.conftest import TEXT_HIDDEN, Vision
@@ -28,6 +31,15 @@ from tests.forms import sampled
 
 CLOSE = 1e-4
 Group = Callable[..., Any]
+GROUPS = {
+    "torch": ThreadGroup,
+    "native": NativeGroup,
+    "triton": partial(
+        ThreadGroup, make=partial(TritonPartsBackend, device="cpu", operators=REFERENCE_OPERATORS)
+    ),
+}
+"""Makers of groups; the Triton step's operators are their meanings here."""
+MADE = pytest.mark.parametrize("made", GROUPS.values(), ids=list(GROUPS))
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not library.library_path().exists(), reason="the native step was not built"),
@@ -56,7 +68,7 @@ def without(field: str, value: Any) -> Callable[[StepPlan], StepPlan]:
     return lambda plan: plan._replace(rows=tuple(row._replace(**{field: value}) for row in plan.rows))
 
 
-@pytest.mark.parametrize("made", [ThreadGroup, NativeGroup], ids=["torch", "native"])
+@MADE
 @pytest.mark.parametrize(("ranks", "stages"), sampled([(2, 1), (1, 2), (2, 2), (2, 3)], [(2, 1), (1, 2)]))
 def test_logits_equal_transformers_and_their_bits_those_of_one_process(
     vision: Vision, made: Group, ranks: int, stages: int
@@ -78,7 +90,7 @@ def test_logits_equal_transformers_and_their_bits_those_of_one_process(
     assert of_group == greedy_tokens(alone, kept, ids, own[-1], eos, spans)
 
 
-@pytest.mark.parametrize("made", [ThreadGroup, NativeGroup], ids=["torch", "native"])
+@MADE
 def test_other_ranks_need_all_that_a_plan_says(vision: Vision, made: Group) -> None:
     """The controls: rows off by one, rows that see none behind them, rows behind layers and grids left out.
 
