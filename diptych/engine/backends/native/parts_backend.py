@@ -98,6 +98,7 @@ class NativePartsBackend:
         """
         self._step.give_features(layers)
         self._every_row = self._shape.num_layers in layers
+        self._taps = None  # the step has all layers for its own yet
         self._keep(() if self._every_row else layers)
         return self
 
