@@ -111,12 +111,23 @@ class DecodeSettings(WorkerSettings):
     def _trees_are_of_heads(self) -> Self:
         if self.speculative_tree and self.speculative_model is None:
             raise ValueError(f"--speculative-tree {self.speculative_tree} needs heads (--speculative-model)")
+        if self.speculative_tree and (self.remote_ranks or self.ranks_have_memories("cpu")):
+            raise ValueError(
+                f"--speculative-tree {self.speculative_tree} does not go with {self.group_flags} where ranks "
+                "have memories of their own (--remote-ranks): they do not move keys and values within a block"
+            )
         return self
 
     @property
     def draft_tokens(self) -> int:
         """Most tokens of a chain that a step drafts for a sequence."""
         return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
+
+    @property
+    def drafting_flags(self) -> str:
+        """See `WorkerSettings.drafting_flags`."""
+        tokens = f"--speculative-tokens {self.speculative_tokens}" if self.speculative_tokens else ""
+        return super().drafting_flags or tokens
 
     @property
     def tree_plan(self) -> TreePlan | None:

@@ -32,6 +32,7 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "helium": "helium",
         "hunyuan_v1_dense": "hunyuan",
         "internlm3": "internlm3",
+        "lfm2": "lfm2",
         "ministral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",
@@ -74,6 +75,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "glm4": "glm4",
         "granite": "granite",
         "hunyuan-dense": "hunyuan",
+        "lfm2": "lfm2",
         "mistral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",
@@ -129,6 +131,7 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "helium": (48_000, 4_096),
         "hunyuan_v1_dense": (290_943, 2_048),
         "internlm3": (128_512, 32_768),
+        "lfm2": (65_536, 128_000),
         "ministral3": (131_072, 262_144),
         "nemotron": (256_000, 4_096),
         "olmo2": (50_304, 2_048),
@@ -170,7 +173,7 @@ _RECURRENT: Final = "its layers keep a recurrent state, which is not stored besi
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
-            *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
+            *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2_moe", "mamba"),
             *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
             *("falcon-h1", "kimi-linear", "lfm2moe", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),

@@ -13,6 +13,7 @@ from kernels.cpu import library
 from tests.diptych.engine.heads import mtp_models, test_eagle3
 from tests.diptych.worker_process.test_medusa_loader import write_heads
 from tests.end_to_end import knowing_head, tiny_model
+from tests.end_to_end.rank_hosts import serving_across_hosts
 from tests.end_to_end.rank_processes import Degrees, alone, answer, resumed, serving, size_of
 from tests.end_to_end.stack import Stack
 
@@ -144,3 +145,20 @@ def test_a_models_own_layer_at_any_degree(
     ends = {key: config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     mtp_models.write(model, name, **ends)
     check(model, "mtp", prefill, decode, "auto")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["eagle", "medusa"])
+def test_heads_beside_ranks_of_other_hosts(form: str, tmp_path: Path) -> None:
+    """A head's keys and values lie in rank 0's memory alone, and go from there to the other rank 0."""
+    model = tiny_model.write(tmp_path / "tiny")
+    if form == "eagle":
+        head = knowing_head.write(tmp_path / "head", model, [PROMPT], TOKENS)
+    else:
+        head = write_heads(tmp_path / "head", model)
+    expected = alone(model, 2, [PROMPT, *OTHERS], TOKENS, backend="torch")
+    degrees = drafting(TWO, head)
+    with serving_across_hosts(model, degrees, degrees, tmp_path) as (stack, _):
+        assert [answer(stack, prompt, TOKENS) for prompt in (PROMPT, *OTHERS)] == expected
+        assert counted(stack, "draft") > 0
+        assert (counted(stack, "accepted") > 0) or form == "medusa"

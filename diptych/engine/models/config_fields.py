@@ -237,7 +237,7 @@ def _derive_layer_types(resolved: dict[str, Any], family: Family) -> None:
         return
     kinds = [_OLD_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
     resolved["layer_types"] = kinds
-    unknown = sorted({str(kind) for kind in kinds} - _LAYER_TYPES)
+    unknown = sorted({str(kind) for kind in kinds} - _LAYER_TYPES - set(family.layer_kinds))
     if unknown:
         raise UnsupportedModel(f"layer_types: {', '.join(unknown)}")
     if len(kinds) != layers:
@@ -275,7 +275,10 @@ def _layers(config: Config, family: Family) -> tuple[tuple[LayerShape, ...], tup
     count, rope = config["num_hidden_layers"], config["rope_parameters"]
     windows = _windows(config, family) or (None,) * count
     if family.rope_by_layer_type is None:
-        return tuple(LayerShape(window) for window in windows), (rotation_of(rope, config),)
+        kinds = config.get("layer_types") or (None,) * count
+        own = {kind: make(config) for kind, make in family.layer_kinds.items()}
+        found = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
+        return tuple(found), (rotation_of(rope, config),)
     kinds = sorted(set(config["layer_types"]))
     rotations = tuple(rotation_of(rope[kind], config) for kind in kinds)
     chosen = (kinds.index(kind) for kind in config["layer_types"])

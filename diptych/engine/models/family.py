@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import LayerShape, ModelShape
 
 Config = Mapping[str, Any]
 """Fields of a `config.json`, resolved: none is missing (config_fields.py)."""
@@ -163,6 +163,8 @@ class Family:
     """Returns rotary fields for each of `layer_types`, for families whose layers differ in them."""
     layers_behind: str | None = None
     """Field with the number of layers behind the model's, which draft further tokens: they are not read."""
+    layer_kinds: Mapping[str, Callable[[Config], LayerShape]] = field(default_factory=dict)
+    """Layers of this family by their name in `layer_types`, beside full attention and windows."""
 
 
 class GgufMetadata(Protocol):

@@ -35,7 +35,8 @@ _JOINED_ROWS = 32
 
 def is_matrix(name: str) -> bool:
     """Return whether the tensor of this canonical name is a factor of products (the embedding is not)."""
-    return name.rsplit(".", 1)[-1] in _MATRICES
+    last = name.rsplit(".", 1)[-1]
+    return last in _MATRICES or last.endswith("_proj")
 
 
 def multiplied_together(name: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The KV memories of a group, by the number that plans name them with.
 
 Ranks of this host map them. A rank with memories of its own, on a GPU or another host, allocates its share of
-each (spread_blocks.py). On GPUs rank 0 has room for its own share alone, too.
+each (spread_blocks.py). On GPUs rank 0 has room for its own share alone, too, and a draft model's segment.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ class SharedMemories:
         """Return the number of a memory. Raises KeyError for one that is not shared."""
         return self._numbers[memory]
 
+    def layout_of_ranks(self, layout: KVLayout) -> KVLayout:
+        """Return the layout of the blocks of which ranks with memories of their own hold shares, or that all
+        map: the first have no room for a draft model's keys and values.
+        """
+        return layout if self._held is None else layout.without_draft()
+
     def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Allocate zeroed blocks that all ranks have. Raises OSError, GroupBroken, torch.OutOfMemoryError."""
         made = self.allocate_pool(layout, num_blocks)
@@ -95,7 +101,7 @@ class SharedMemories:
         def order(number: int, at: int) -> None:
             pid, control = self._controls[at]
             if at >= self._mapping:
-                control.send(AllocateShare(number, layout, num_blocks))
+                control.send(AllocateShare(number, layout.without_draft(), num_blocks))
                 return
             control.send(MapFile(number, layout, num_blocks))
             send_handle(control, pool.file(), pid)
@@ -112,7 +118,7 @@ class SharedMemories:
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
         with self._lock:
             for _, control in self._controls:
-                control.send(CountBlocks(layout, utilization, recordings, temporaries))
+                control.send(CountBlocks(layout.without_draft(), utilization, recordings, temporaries))
             room = free_pool_bytes(self._device, utilization, recordings, temporaries)
             answers: list[int | RankFailed] = [control.recv() for _, control in self._controls]
         counts = [room // self._held.narrow(layout).bytes_per_block]

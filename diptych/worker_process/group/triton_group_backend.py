@@ -87,7 +87,7 @@ class TritonGroupBackend:
 
     def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
         """See `PromptGraphBackend.record_prompts`."""
-        order = RecordPrompts(layout, most_tokens)
+        order = RecordPrompts(self._group.memories.layout_of_ranks(layout), most_tokens)
         return self._together(order, lambda: self._own.record_prompts(layout, most_tokens))
 
     def _plan(self, sequences: Sequence[SequenceStep]) -> StepPlan:

@@ -13,6 +13,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from decode_worker.config import DecodeSettings
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.dtype import stored_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.parallel.pipeline import ALONE
@@ -29,7 +30,13 @@ from diptych.engine.runner import Runner
 from diptych.runtime.settings_sources import BadSettings
 from diptych.worker_process.adapter_store import AdapterNotLoaded, AdapterStore
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.engine_loader import ImpossibleSettings, _check_reads_images, _window_groups
+from diptych.worker_process.engine_loader import (
+    ImpossibleSettings,
+    _check_reads_images,
+    _window_groups,
+    transports_of,
+)
+from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from prefill_worker.config import PrefillSettings
 from tests.diptych.worker_process.both_workers import WINDOWED
 from tests.end_to_end import tiny_model
@@ -99,17 +106,42 @@ def test_flags_that_go_with_a_group_on_gpus(
 
 @ROLES
 @pytest.mark.parametrize("where", [{"device": "cuda"}, {"device": "cpu", "own_memories": True}], ids=str)
-def test_draft_models_and_groups_whose_ranks_have_memories_of_their_own(
+def test_transports_of_groups_whose_ranks_have_memories_of_their_own(
     role: type[WorkerSettings], where: dict[str, Any]
 ) -> None:
-    two, refused = {"tensor_parallel": 2, **where}, "--speculative-model bundled does not go with"
-    with pytest.raises((ValueError, BadSettings), match=refused):
-        settings(role, **two, speculative_model="bundled")
-    alone = settings(role, **{**two, "tensor_parallel": 1}, speculative_model="bundled")
-    assert not alone.ranks_have_memories("cuda")
+    """A draft model's keys and values do not go from rank to rank."""
+    two, drafting = {"tensor_parallel": 2, **where}, {"speculative_model": "bundled"}
+    if where["device"] == "cuda":
+        refused = "--transport cuda_ipc does not go with --speculative-model bundled and --tensor-parallel 2"
+        with pytest.raises((ValueError, BadSettings), match=refused):
+            settings(role, **two, **drafting, transport="cuda_ipc")
+        assert settings(role, **two, transport="cuda_ipc").ranks_have_memories("cuda")
+        alone = settings(role, **{**two, "tensor_parallel": 1}, **drafting, transport="cuda_ipc")
+        assert not alone.ranks_have_memories("cuda")
+    device = torch.device(where["device"])
+    assert transports_of(settings(role, **two), device) == ("cuda_ipc", "tcp")
+    assert transports_of(settings(role, **two, **drafting), device) == ("tcp",)
     for transport in ("nccl", "gloo"):
         with pytest.raises((ValueError, BadSettings), match=f"--transport {transport} does not go with"):
             settings(role, **two, transport=transport)
+
+
+@pytest.mark.parametrize("kind", [TritonPartsBackend, TritonGroupBackend])
+def test_heads_on_gpus(kind: type[Any]) -> None:
+    """Refused where a head is loaded: no step in parts gives what heads draft from there."""
+    model = Model(WINDOWED, "fp32", torch.float32, object.__new__(kind), "triton-parts")
+    runner = Runner(model, 1)
+    assert runner.give_hidden_rows() == "the triton-parts step gives no hidden rows"
+    assert not runner.has_features
+
+
+def test_trees_and_ranks_that_have_memories_of_their_own() -> None:
+    tree = {"speculative_model": "heads", "speculative_tree": "3,2,1", "tensor_parallel": 2}
+    with pytest.raises(
+        (ValueError, BadSettings), match=r"--speculative-tree 3,2,1 does not go with --tensor"
+    ):
+        settings(DecodeSettings, **tree, own_memories=True)
+    assert settings(DecodeSettings, **tree).group_flags == "--tensor-parallel 2"
 
 
 @EACH

@@ -40,7 +40,7 @@ class LayerHalves:
         self.adapters: DeviceAdapters | None = None
         """Adapters that rows may have; None: none may."""
         self._scales = kv_scales
-        self._experts = ExpertLayers(shape, self.products, operators)
+        self.experts = ExpertLayers(shape, self.products, operators)
 
     def attention(
         self,
@@ -92,7 +92,7 @@ class LayerHalves:
         layer = self.weights.layers[index]
         if layer.experts is not None:
             assert isinstance(x, torch.Tensor)
-            self._experts.forward(layer.experts, x, buffers)
+            self.experts.forward(layer.experts, x, buffers)
             return
         assert layer.gate_up is not None
         assert layer.down is not None

@@ -24,6 +24,7 @@ from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.current_device import current, numbered
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.backends.triton.parts_experts import with_one_shared_expert
 from diptych.engine.backends.triton.parts_layers import PartsLayers
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import planned_recordings
@@ -74,10 +75,13 @@ class TritonPartsBackend:
         with current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
             chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)
+            packed = [pack(own, where) for own in weights]
+            if parts[0].sends_rows:
+                packed = with_one_shared_expert(packed)
             layers = PartsLayers(
                 shape,
                 parts,
-                [pack(own, where) for own in weights],
+                packed,
                 chosen,
                 links,
                 stage,

@@ -88,6 +88,8 @@ class PartsEnds:
         return finished_logits(self._shape, half.products.head(hidden, out=out))
 
 
-def add_rows(residual: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add rows of images to the residual `[T, hidden]`, before it takes what their layer adds."""
-    residual[places.to(residual.device)] += rows.to(residual)
+def add_rows(residual: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Add rows of images to their places in the residual `[T, hidden]`, if there are any."""
+    if given is not None:
+        places, rows = given
+        residual[places.to(residual.device)] += rows.to(residual)

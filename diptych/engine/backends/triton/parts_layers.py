@@ -25,9 +25,10 @@ from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
-from diptych.engine.backends.triton.packed_weights import PackedWeights
+from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.backends.triton.parts_activations import PartsActivations
 from diptych.engine.backends.triton.parts_ends import PartsEnds, add_rows
+from diptych.engine.backends.triton.parts_experts import PartsExperts
 from diptych.engine.backends.triton.parts_sum import PartsSum
 from diptych.engine.backends.triton.parts_width_norm import PartsWidthNorm
 from diptych.engine.backends.triton.rounded_inputs import Matrix, Rows
@@ -79,6 +80,10 @@ class PartsLayers:
         self._ends = PartsEnds(self.shape, parts, self._halves, links, stage)
         self._sum = PartsSum(self.shape, operators, ranks)
         self._width_norm = PartsWidthNorm(self.shape, parts, self._halves, ranks)
+        self._experts = None
+        """Experts to which rows are sent; None: each part adds its own experts' outputs."""
+        if own[0].sends_rows:
+            self._experts = PartsExperts(self.shape, parts, self._halves, operators, ranks)
         self.rotary = RotaryTables(self.shape, self.weights.device)
 
     @property
@@ -138,13 +143,8 @@ class PartsLayers:
             if not self._goes_on(index, wanted):
                 break
             self._attention(index, x, steps, buffers, scratch, growth)
-            gate_up = self._alone(layer.gate_up)
-            x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
-            for half, own in zip(self._halves, buffers.own, strict=True):
-                half.feed_forward(index, x, step, own)
-            if (deep := rows_after(given, index, self.shape.hidden_size)) is not None:
-                add_rows(buffers.residual, *deep)
-            x = self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
+            deep = rows_after(given, index, self.shape.hidden_size)
+            x = self._feed_forward(index, layer, next_half, step, buffers, deep)
         if self._links.after is not None:
             send(self._links.after, buffers.residual)  # even if the step has ended: the next stage waits
         if self._stop_word.stops(self._stage.of_layers - 1):
@@ -185,6 +185,31 @@ class PartsLayers:
             self._width_norm.normalise(index, buffers)
         for half, step, own in every:
             half.attend(index, step, own, scratch, growth)
+
+    def _feed_forward(
+        self,
+        index: int,
+        layer: PackedLayer,
+        next_half: tuple[torch.Tensor | None, Matrix],
+        step: PackedStep,
+        buffers: PartsActivations,
+        deep: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Rows:
+        """Add attention, in `buffers.outputs`, and the second half of a layer to the residual, and rows of
+        images behind it, `deep`.
+
+        Returns what the next layer reads, by its norm and its first matrix.
+        """
+        if self._experts is not None and layer.experts is not None:
+            self._experts.add(index, layer, buffers, recorded=step.recorded)
+            add_rows(buffers.residual, deep)
+            return self._sum.first(*next_half, buffers)
+        gate_up = self._alone(layer.gate_up)
+        x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
+        for half, own in zip(self._halves, buffers.own, strict=True):
+            half.feed_forward(index, x, step, own)
+        add_rows(buffers.residual, deep)  # before the sum, which norms all of it
+        return self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
 
     def _alone(self, matrix: Matrix) -> Matrix:
         """Return the first part's matrix if no other part of this rank reads the same rows."""

@@ -55,7 +55,7 @@ def test_more_layers_than_any_model_has_are_refused(model_type: str) -> None:
         shape_of({"model_type": model_type, "num_hidden_layers": 10**9})
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "nemotron_h", "mamba2", "lfm2"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "nemotron_h", "mamba2"])
 def test_recurrent_model_is_refused_by_its_name(model_type: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"'{model_type}': its layers keep a recurrent state"):
         shape_of({"model_type": model_type})

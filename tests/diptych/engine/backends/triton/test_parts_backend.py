@@ -78,13 +78,20 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     check_family(case, tmp_path, TritonRanks, supports)
 
 
-@pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
+SENT = {"whole_experts": True, "all_to_all": True}
+
+
+@pytest.mark.parametrize(
+    "dealing",
+    [{"whole_experts": True}, {"whole_experts": False}, SENT],
+    ids=["whole", "sliced", "all-to-all"],
+)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(n, marks=() if n in EXPERTS else pytest.mark.full) for n in sorted(expert_models.CONFIGS)],
 )
 def test_experts_give_the_whole_and_every_degree_the_same_bits(
-    case: str, whole_experts: bool, tmp_path: Path
+    case: str, dealing: dict[str, bool], tmp_path: Path
 ) -> None:
     """Four parts: more than the two KV heads, and ten experts that they do not divide."""
     expert_models.oracle_of(case).save_pretrained(tmp_path)
@@ -96,7 +103,7 @@ def test_experts_give_the_whole_and_every_degree_the_same_bits(
     ).tolist()
     found = {}
     for ranks in (1, 2, 4):
-        group = TritonRanks(opened, 4, ranks, whole_experts=whole_experts)
+        group = TritonRanks(opened, 4, ranks, **dealing)
         found[ranks] = group.step(group.memory(), 0, text, len(text))
     assert (found[1] - whole(opened, text)).abs().max() < 1e-3
     for ranks in (2, 4):
@@ -212,8 +219,15 @@ def test_ranks_stop_before_the_same_layer(llama: OpenCheckpoint) -> None:
 class Recorded:
     """Two ranks whose decode steps are recorded, over one memory."""
 
-    def __init__(self, opened: OpenCheckpoint, text: Sequence[int], ranks: int = 2, stages: int = 1) -> None:
-        self.group = TritonRanks(opened, 2, ranks, stages=stages, on_device=True)
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        text: Sequence[int],
+        ranks: int = 2,
+        stages: int = 1,
+        **dealing: bool,
+    ) -> None:
+        self.group = TritonRanks(opened, 2, ranks, stages=stages, on_device=True, **dealing)
         self.memory, self.text = self.group.memory(), text
         self.group.step(self.memory, 0, text[:-1])
         self.on_all(lambda backend: backend.plan_decode(4, self.memory.layout.block_size, EagerCapture()))

@@ -33,18 +33,26 @@ from tests.diptych.engine.parallel.thread_ranks import memory_of
 PARTS, PROMPT, CONTEXT = 2, 6, 64
 
 
-@pytest.fixture(params=["dense", "experts"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenCheckpoint:
-    """Three KV heads on two parts, or ten experts on two."""
-    if request.param == "experts":
-        expert_models.oracle_of("mixtral").save_pretrained(tmp_path)
+@pytest.fixture(params=["dense", "experts", "sent"])
+def dealing(request: pytest.FixtureRequest) -> str:
+    """Return what is dealt: a dense model, experts to which all rows go, or ones to which rows are sent."""
+    return str(request.param)
+
+
+@pytest.fixture
+def opened(dealing: str, tmp_path: Path) -> OpenCheckpoint:
+    """Three KV heads on two parts, or ten experts on two; a shared expert where rows are sent."""
+    if dealing != "dense":
+        expert_models.oracle_of("qwen2_moe" if dealing == "sent" else "mixtral").save_pretrained(tmp_path)
         return open_checkpoint(tmp_path, "fp32")
     return open_checkpoint(save(oracle_of(config_of("smollm3")), tmp_path), "fp32")
 
 
-def backends(opened: OpenCheckpoint, device: torch.device) -> tuple[PartsBackend, TritonPartsBackend]:
+def backends(
+    opened: OpenCheckpoint, device: torch.device, *, sent: bool = False
+) -> tuple[PartsBackend, TritonPartsBackend]:
     shape = opened.shape
-    parts = deal_parts(shape, PARTS, whole_experts=shape.experts is not None)
+    parts = deal_parts(shape, PARTS, whole_experts=shape.experts is not None, all_to_all=sent)
     (stage,) = deal_stages(shape, 1)
     weights = read_parts(opened, parts, stage)
     by_torch = PartsBackend(shape, parts, weights, ALONE, stage, stop_word=StopWord(), threads=1)
@@ -62,8 +70,8 @@ def on(device: torch.device, opened: OpenCheckpoint) -> KVMemory:
     return memory if device.type == "cpu" else KVMemory.on_device(memory.layout, 4, device)
 
 
-def test_steps_equal_those_of_torch(opened: OpenCheckpoint, device: torch.device) -> None:
-    by_torch, made = backends(opened, device)
+def test_steps_equal_those_of_torch(opened: OpenCheckpoint, dealing: str, device: torch.device) -> None:
+    by_torch, made = backends(opened, device, sent=dealing == "sent")
     theirs, ours, text = memory_of(opened.shape, 4), on(device, opened), text_of(opened, PROMPT + 1)
     for begin, end in ((0, PROMPT), (PROMPT, PROMPT + 1)):
         steps = [[SequenceStep(memory, range(4), begin, text[begin:end], True)] for memory in (theirs, ours)]
