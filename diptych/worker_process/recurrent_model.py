@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.state_groups import LARGE_PAGE
 from diptych.engine.models.shape import ModelShape
 from diptych.worker_process.config import ImpossibleSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_MANY_BLOCKS = 8
-"""Blocks of a page from which on larger blocks are advised."""
 _LARGEST = 1024
 """Most tokens of a block."""
 
@@ -43,6 +42,8 @@ def describe_states(layout: KVLayout) -> str | None:
         f"recurrent states of {len(layout.states.layers)} layers take {layout.states.page_bytes / 2**20:.2f} "
         f"MiB, {pages} blocks of {size} tokens; a sequence keeps {layout.windows.kept(size)} such pages"
     )
-    if pages < _MANY_BLOCKS or size == _LARGEST:
-        return words
-    return f"{words}. With --block-size {min(size * pages, _LARGEST)} they take fewer blocks"
+    larger, blocks = size, pages
+    while blocks >= LARGE_PAGE and larger < _LARGEST:
+        larger = min(2 * larger, _LARGEST)
+        blocks = -(-pages * size // larger)
+    return words if larger == size else f"{words}. With --block-size {larger} they take about {blocks} blocks"

@@ -196,8 +196,9 @@ class AdmissionQueue:
         if wait_s > (allowed_s := self._wait.allowed_s(tokens, self._prefill_workers)):
             raise QueueFull(self._wait.hint_s(tokens, wait_s - allowed_s, now))
         self._wait.learn_tokens(tokens)
-        self.rate.begin(now)
         self._shares.take(tenant, tokens)
+        if self._is_busy:
+            self.rate.begin(now)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
         # Kept: a resize, while it waits, changes how many sequences would start.
         ticket.queued_kv = self._first_kv(ticket)
@@ -383,6 +384,8 @@ class AdmissionQueue:
                 self.served_here.add(ticket.tenant, ticket.tokens)
                 self.dispatched_tokens += ticket.tokens
                 self._dispatched += 1
+                if now is not None:
+                    self.rate.begin(now)  # it paused if all that ran had stalled
             self._set_running(ticket, start=count, now=now or 0.0)
             admitted.append(ticket)
         return admitted

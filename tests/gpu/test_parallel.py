@@ -14,8 +14,10 @@ from tests.end_to_end import reference, tiny_model
 from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.rank_processes import answer
 from tests.end_to_end.stack import running_stack
+from tests.end_to_end.test_adapters import Adapted
 from tests.end_to_end.test_expert_parallel import ALL_TO_ALL, PROMPTS, SHARED, greedy
 from tests.end_to_end.test_expert_parallel import TOKENS as EXPERT_TOKENS
+from tests.end_to_end.test_group_adapters import Model, change_adapters, check_all
 
 TOKENS = reference.MOST_TOKENS
 
@@ -45,6 +47,27 @@ def test_two_ranks_on_one_card_answer_as_transformers_does() -> None:
         answers = asyncio.run(many_greedy(stack.address, prompts, TOKENS, at_a_time=2))
         stack.wait_idle()
     assert answers == [reference.greedy(prompt, TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    ["gloo", pytest.param("nccl", marks=needs_two), pytest.param("peers", marks=needs_two)],
+)
+def test_adapters_in_groups_of_two_are_merged_weights(
+    exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of two adapters and of the base share steps, which over Gloo are not recorded; adapters come and
+    go.
+    """
+    monkeypatch.setenv("DIPTYCH_GROUP_EXCHANGE", exchange)
+    model = Model(tmp_path)
+    degrees = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
+    flags = ("--model", str(model.folder), "--device", "cuda", "--dtype", "fp32", "--kv-memory-mib", "512")
+    with running_stack(*flags, *degrees, *model.flags) as stack:
+        served = Adapted(stack, model.folder, model.adapters)
+        check_all(served)
+        change_adapters(served)
+        stack.wait_idle()
 
 
 def answers_of_experts(folder: Path, prefill: int, decode: int) -> None:

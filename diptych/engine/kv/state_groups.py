@@ -14,6 +14,8 @@ from diptych.engine.kv.window_groups import MOST_RINGS, WindowGroups
 
 WINDOW = 2
 """Tokens that a recurrent layer reads: the present one, and the one whose states are there."""
+LARGE_PAGE = 8
+"""Blocks of a page from which on larger blocks are better."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,11 @@ class StateGroups(WindowGroups):
         """Return the blocks of the pages in which a prompt is computed, as `WindowGroups.ring_blocks` does.
 
         Those of two places are enough, however long a chunk is: a step reads one page before it writes any.
+        More are taken for fewer places where pages are large.
         """
-        ring, longest = self.kept(block_size), MOST_RINGS * self.span(chunk, block_size)
+        ring = self.kept(block_size)
+        chunks = self.span(chunk, block_size) // max(1, self.tables // LARGE_PAGE)
+        longest = MOST_RINGS * max(ring, chunks)
         return self.tables * min(places, tail if ring < tail <= longest else ring)
 
 

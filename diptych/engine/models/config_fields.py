@@ -73,7 +73,7 @@ _TYPES: dict[str, type] = {
 _NULLABLE = frozenset(
     {"num_key_value_heads", "head_dim", "sliding_window", "architectures", "layer_types"}
     | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group"}
-    | {"num_experts_per_tok"}
+    | {"num_experts_per_tok", "mamba_d_ssm"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OLD_LAYER_TYPES = {"attention": "full_attention"}
@@ -112,7 +112,7 @@ def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel("per_layer_config: all layers are computed with one shape")
     _check_types(config, family)
     resolved = {**family.defaults, **config, "model_type": name}
-    check_layer_count(resolved["num_hidden_layers"])
+    check_layer_count(resolved.get("num_hidden_layers", 0))
     if family.resolve is not None:
         family.resolve(resolved)
     _derive_heads(resolved, family)

@@ -33,6 +33,10 @@ class Stored:
     """Fields whose rows the file's tensor holds, in this order; empty if it is this field's alone. Rows are
     those of the fields' shapes.
     """
+    rows: Callable[[str, ModelShape, int], torch.Tensor] | None = None
+    """Gives the numbers of the rows that are the field's, by its name below the layer's and the layer's
+    number, where those of `rows_of` do not follow one another.
+    """
     plus: float = 0.0
     """Added to each number (norms that are stored less one)."""
     float32: bool = False
@@ -165,6 +169,15 @@ class Family:
     """Field with the number of layers behind the model's, which draft further tokens: they are not read."""
     layer_kinds: Mapping[str, Callable[[Config], LayerShape]] = field(default_factory=dict)
     """Layers of this family by their name in `layer_types`, beside full attention and windows."""
+    stacked: Names = field(default_factory=dict)
+    """Places of experts in files that have all of a layer in one tensor, where others have a tensor each."""
+
+    def of_files(self, has: Callable[[str], bool]) -> Family:
+        """Return the family as its files are, of which `has` tells the ends of tensors' names."""
+        places = {stored_at(self.stacked, name) for name in self.stacked}
+        if not any(place is not None and has(place.name) for place in places):
+            return self
+        return replace(self, layer={**self.layer, **self.stacked})
 
 
 class GgufMetadata(Protocol):

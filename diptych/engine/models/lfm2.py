@@ -42,7 +42,7 @@ _DEFAULTS = {
     "full_attn_idxs": None,
     "layer_types": None,
 }
-_LAYER: Names = {
+LFM2_LAYER: Names = {
     **LLAMA_ATTENTION,
     "o": "self_attn.out_proj.weight",
     "q_norm": "self_attn.q_layernorm.weight",
@@ -59,6 +59,7 @@ _LAYER: Names = {
     "recurrent.out_proj": "conv.out_proj.weight",
     "recurrent.out_proj_bias": "conv.out_proj.bias",
 }
+LFM2_MODEL: Names = {**LLAMA_MODEL, "final_norm": "model.embedding_norm.weight"}
 
 
 def _resolve(resolved: dict[str, Any]) -> None:
@@ -97,17 +98,17 @@ def _shape(config: Config, tied: bool) -> ModelShape:
     return llama_shape(config, tied, qk_norm="head", intermediate_size=_inner(config))
 
 
-_KINDS: Mapping[str, Any] = {"conv": _conv}
+LAYER_KINDS: Mapping[str, Any] = {"conv": _conv}
 FAMILIES = (
     Family(
         "lfm2",
         _DEFAULTS,
         _shape,
-        layer=_LAYER,
-        model={**LLAMA_MODEL, "final_norm": "model.embedding_norm.weight"},
+        layer=LFM2_LAYER,
+        model=LFM2_MODEL,
         rope_theta=1_000_000.0,
         resolve=_resolve,
-        layer_kinds=_KINDS,
+        layer_kinds=LAYER_KINDS,
     ),
 )
 

@@ -149,6 +149,8 @@ class ExpertsShape:
     router_bias: bool = False
     bias: bool = False
     """Biases of the experts' matrices."""
+    gated: bool = True
+    """Experts, the shared one too, are `down(act(gate x) * up x)`, else `down(act(up x))`, without a gate."""
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
     held: range | None = None
@@ -246,6 +248,8 @@ class ModelShape:
     score_cap: float | None = None
     """Scores s become `cap tanh(s / cap)` after their scale, before the mask (Gemma 2)."""
     query_growth: QueryGrowth | None = None
+    attention_gate: bool = False
+    """A gate of what attention mixes: a sigmoid of a product with its input, for each lane."""
     sinks: bool = False
     """A logit for each head beside the scores, which takes its share of the softmax and no value."""
     activation: Activation = "silu"
@@ -268,6 +272,10 @@ class ModelShape:
     """Multiplies logits, before their cap."""
     logit_cap: float | None = None
     """Logits l become `cap tanh(l / cap)`."""
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """Factors that the reader multiplies into a layer's tensors, by their names below its own: one, or one
+    for each stretch of rows (Falcon-H1). The tensors have them already.
+    """
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     """Attention is over latents, in every layer."""

@@ -14,7 +14,7 @@ from kernels.packed_matrix import from_blocks
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 from kernels.scaled_matrix import FP8, INT8, quantise
 
-_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
+_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "q_gate", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
 _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
     gguf.GGMLQuantizationType.Q4_0: "q4_0",

@@ -39,7 +39,9 @@ EXPERT = "experts.{}."
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each of `ExpertsShape.own` in order."""
+    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each of `ExpertsShape.own` in order; no
+    gates where these have none.
+    """
 
     router: torch.Tensor
     """`[experts, hidden]`, float32 in every precision."""
@@ -92,6 +94,8 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     input_norm_bias: torch.Tensor | None = None
     post_norm_bias: torch.Tensor | None = None
+    q_gate: Matrix | None = None
+    """`[heads * head_dim, hidden]`: gate of what attention mixes."""
     sinks: torch.Tensor | None = None
     """`[heads]`, float32: a logit beside each head's scores."""
     q_a: Matrix | None = None
@@ -193,6 +197,8 @@ def _attention_shapes(shape: ModelShape) -> Sizes:
     if shape.qk_norm == "width":
         yield "q_norm", (queries,)
         yield "k_norm", (pairs,)
+    if shape.attention_gate:
+        yield "q_gate", (queries, hidden)
     if shape.sinks:
         yield "sinks", (shape.num_heads,)
 
@@ -239,8 +245,10 @@ def _feed_forward_shapes(shape: ModelShape) -> Sizes:
 
 def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
     def matrices(prefix: str, inner: int) -> Sizes:
-        for name, size in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            yield f"{prefix}{name}", size
+        if experts.gated:
+            yield f"{prefix}gate", (inner, hidden)
+        yield f"{prefix}up", (inner, hidden)
+        yield f"{prefix}down", (hidden, inner)
 
     yield "router", (experts.num_experts, hidden)
     if experts.router_bias:
@@ -329,6 +337,7 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
         for name, plural in _PLURALS.items()
         if EXPERT.format(numbers.start) + name in tensors
     }
+    lists.setdefault("gates", ())
     experts = ExpertWeights(
         **{name: tensors[name] for name in beside if name in tensors},
         **{name.replace(".", "_"): value for name, value in tensors.items() if name.startswith("shared.")},

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from diptych.engine.device import free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory, SpreadBlocks
+from diptych.engine.parallel.card_room import CardRoom, blocks_with_room, room_of_card
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group.orders import (
@@ -111,22 +111,21 @@ class SharedMemories:
         return pool
 
     def count_blocks(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
-        """Return the blocks of which every rank's GPU has room for the rank's share: one book counts for all.
+        """Return the blocks whose shares the GPUs of all ranks have room for: one book counts for all.
 
-        The last three are as for `diptych.engine.device.free_pool_bytes`. Raises GroupBroken.
+        The last three are as for `blocks_with_room`. Raises GroupBroken.
         """
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
         with self._lock:
             for _, control in self._controls:
-                control.send(CountBlocks(layout.without_draft(), utilization, recordings, temporaries))
-            room = free_pool_bytes(self._device, utilization, recordings, temporaries)
-            answers: list[int | RankFailed] = [control.recv() for _, control in self._controls]
-        counts = [room // self._held.narrow(layout).bytes_per_block]
+                control.send(CountBlocks(layout.without_draft()))
+            rooms = [room_of_card(self._device, self._held.narrow(layout).bytes_per_block)]
+            answers: list[CardRoom | RankFailed] = [control.recv() for _, control in self._controls]
         for answer in answers:
             if isinstance(answer, RankFailed):
                 raise GroupBroken(answer.why)
-            counts.append(answer)
-        return min(counts)
+            rooms.append(answer)
+        return blocks_with_room(rooms, utilization, recordings, temporaries)
 
     def room_for(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
         """Return the bytes of the blocks that `count_blocks` returns. Raises GroupBroken."""

@@ -13,12 +13,14 @@ from typing import TypeVar
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.parallel.step_plan import StepPlan, make_plan
 from diptych.engine.sampling import SampleRow
+from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.native_group_backend import GroupStep
 from diptych.worker_process.group.orders import PlanDecode, PrepareDecode, Recording, RecordPrompts
 from diptych.worker_process.group.rank_group import RankGroup
@@ -34,9 +36,22 @@ class TritonGroupBackend:
 
     def __init__(self, own: TritonPartsBackend, group: RankGroup) -> None:
         self._own, self._group = own, group
+        self._adapters = GroupAdapters(own, group)
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._adapters.allow(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `GroupAdapters.prepare`."""
+        return self._adapters.prepare(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `GroupAdapters.set`."""
+        self._adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`."""
@@ -98,6 +113,7 @@ class TritonGroupBackend:
     ) -> _Result:
         """Have all ranks carry out `order`, this one by `compute`; wait for answers where there are any."""
         try:
+            self._adapters.forget_dropped()
             self._group.begin_step(order)
             result = compute()
             if answered:

@@ -57,6 +57,11 @@ def load_torch(opened: OpenParts) -> LoadedParts:
     return load_parts(opened, ALONE, StopWord(), 1)
 
 
+def load_triton(opened: OpenParts) -> LoadedParts:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    return load_parts(opened, ALONE, StopWord(), 1, triton=True)
+
+
 def store_of(model: Path, load: Callable[[OpenParts], LoadedParts]) -> AdapterStore:
     """Return the adapters of a worker of two parts."""
     opened = open_parts(model, "fp32", Dealing(2))
@@ -165,7 +170,7 @@ def test_windows_keep_one_block_for_all_layers(
     assert f": {named}" in caplog.text
 
 
-@pytest.mark.parametrize("load", [load_native, load_torch])
+@pytest.mark.parametrize("load", [load_native, load_torch, load_triton])
 def test_adapters_are_computed(tmp_path: Path, load: Callable[[OpenParts], LoadedParts]) -> None:
     assert store_of(tiny_model.write(tmp_path), load).max_loras == 8
 

@@ -72,4 +72,4 @@ def test_states_and_larger_blocks_are_described() -> None:
     large = describe_states(kv_layout(replace(SHAPE, layers=(wide, LayerShape())), torch.float32, 16))
     assert large is not None
     assert large.startswith("recurrent states of 1 layers take 0.03 MiB, 32 blocks of 16 tokens;")
-    assert large.endswith(". With --block-size 512 they take fewer blocks")
+    assert large.endswith(". With --block-size 128 they take about 4 blocks")

@@ -328,6 +328,19 @@ def test_time_in_which_no_worker_can_take_a_prompt_is_not_measured(gives_up: boo
     queue.invariants()
 
 
+def test_work_is_measured_from_its_admission_beside_stalled_requests() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    now = measured(queue)
+    queue.resize(1, 1, now)
+    queue.stall(queue.enqueue(84, now=now), now)
+    waiting = [queue.enqueue(84, now=now) for _ in range(9)]  # for the place that it keeps
+    queue.resize(10, 10, now + 2)
+    for number, ticket in enumerate(waiting, 1):
+        queue.prefilled(ticket, now + 2 + number / 10)
+    assert queue.rate.per_s == pytest.approx(1000, rel=0.01)
+    queue.invariants()
+
+
 def test_stay_with_a_stall_is_not_learned() -> None:
     queue = AdmissionQueue(1, 1_000_000, max_delay=MaxQueueDelay(seconds=5.0))
     now = measured(queue)

@@ -200,7 +200,8 @@ class Decoder:
         if latents is not None:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
         projected = self.project(index, layer, normed, adapters)
-        return self.mix(index, layer, projected, angles, growth, attend, adapters)
+        gate = None if layer.q_gate is None else self._linear(normed, layer.q_gate)
+        return self.mix(index, layer, projected, angles, growth, attend, adapters, gate=gate)
 
     def project(
         self, index: int, layer: FusedLayer, normed: torch.Tensor, adapters: StepAdapters | None
@@ -228,10 +229,12 @@ class Decoder:
         attend: Attend,
         adapters: StepAdapters | None,
         mean_squares: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what attention gives for queries, keys and values, before its norm: `[T, H]`.
 
         `mean_squares` are those of all heads' queries and keys, `[T, 1]`, where these are a part of them.
+        `gate [T, N * D]` is what the sigmoid of the output's gate is taken of.
         """
         shape = self.shape
         q_TND, k_TKD, v_TKD = projected
@@ -248,7 +251,7 @@ class Decoder:
         if growth is not None:
             q_TND = q_TND * growth
         mixed = attend(index, q_TND, k_TKD, v_TKD)
-        mixed = mixed.flatten(1)
+        mixed = mixed.flatten(1) if gate is None else mixed.flatten(1) * torch.sigmoid(gate)
         out = self._linear(mixed, layer.o, layer.o_bias)
         return out if adapters is None else adapters.add(index, ("o",), mixed, out, out.shape[1:])
 
@@ -302,8 +305,9 @@ class Decoder:
         experts = self.shape.experts
         if weights is None or experts is None:
             return None
-        gate = partial(gated, self.shape.activation, limit=experts.clamp)
-        return ExpertFeedForward(experts, weights, self._linear, dense, gate)
+        kind = self.shape.activation
+        act = partial(gated, kind, limit=experts.clamp) if experts.gated else partial(activate, kind)
+        return ExpertFeedForward(experts, weights, self._linear, dense, act)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return float32 logits `[T, vocab]` of normed hidden rows."""

@@ -24,6 +24,7 @@ class FusedLayer:
     qkv: torch.Tensor | None
     """None where attention is over latents (latent_attention.py), or where there is none."""
     qkv_bias: torch.Tensor | None
+    q_gate: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
@@ -47,6 +48,7 @@ def fuse(layer: LayerWeights) -> FusedLayer:
         input_norm_bias=layer.input_norm_bias,
         qkv=None if layer.latent_norm is not None else _qkv(layer),
         qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
+        q_gate=None if layer.q_gate is None else dense(layer.q_gate),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
         o=dense(layer.o),

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
-from diptych.engine.backends.triton.adapters import DeviceAdapters
+from diptych.engine.backends.triton.adapters import PlacedAdapters
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.backends.triton.parts_activations import PartsActivations
+from diptych.engine.backends.triton.parts_adapters import PartsAdapters
 from diptych.engine.backends.triton.parts_ends import PartsEnds, add_rows
 from diptych.engine.backends.triton.parts_experts import PartsExperts
 from diptych.engine.backends.triton.parts_sum import PartsSum
@@ -45,8 +46,8 @@ from diptych.engine.parallel.stop_word import StopWord
 class PartsLayers:
     """Forward pass of the parts of one rank; every rank calls it with the same step."""
 
-    adapters: DeviceAdapters | None = None
-    """Adapters that rows may have: none."""
+    adapters: PlacedAdapters | None = None
+    """Adapters that rows may have; None: none may (`allow_adapters`)."""
 
     def __init__(
         self,
@@ -96,6 +97,10 @@ class PartsLayers:
         """Bytes of `read_bytes` that belong to experts among which rows choose."""
         return sum(half.weights.expert_bytes for half in self._halves)
 
+    def allow_adapters(self, slots: int, max_rank: int) -> None:
+        """See `ForwardPass.allow_adapters`: each part gets its share of them."""
+        self.adapters = PartsAdapters([half.allow_adapters(slots, max_rank) for half in self._halves])
+
     def twin(self) -> PartsLayers:
         """Raise RuntimeError: the other ranks have no second set."""
         raise RuntimeError("the parts of a group are computed once")
@@ -136,8 +141,8 @@ class PartsLayers:
         self._ends.enter(step.tokens, buffers, given)
         self.rotary.gather(step.positions, buffers.angles)
         layers = self.weights.layers
-        x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv), buffers)
-        following = [(one.input_norm, self._alone(one.qkv)) for one in layers[1:]]
+        x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv, step), buffers)
+        following = [(one.input_norm, self._alone(one.qkv, step)) for one in layers[1:]]
         last = self.weights.final_norm if self._stage.is_last else None
         for index, (layer, next_half) in enumerate(zip(layers, [*following, (last, None)], strict=True)):
             if not self._goes_on(index, wanted):
@@ -204,16 +209,18 @@ class PartsLayers:
             self._experts.add(index, layer, buffers, recorded=step.recorded)
             add_rows(buffers.residual, deep)
             return self._sum.first(*next_half, buffers)
-        gate_up = self._alone(layer.gate_up)
+        gate_up = self._alone(layer.gate_up, step)
         x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
         for half, own in zip(self._halves, buffers.own, strict=True):
             half.feed_forward(index, x, step, own)
         add_rows(buffers.residual, deep)  # before the sum, which norms all of it
         return self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
 
-    def _alone(self, matrix: Matrix) -> Matrix:
-        """Return the first part's matrix if no other part of this rank reads the same rows."""
-        return matrix if len(self._halves) == 1 else None
+    def _alone(self, matrix: Matrix, step: PackedStep) -> Matrix:
+        """Return the first part's matrix if nothing else reads the same rows: no other part of this rank, and
+        no adapter, which multiplies what is not rounded.
+        """
+        return matrix if len(self._halves) == 1 and step.adapters is None else None
 
 
 def _share_in(part: Part, stage: Stage, held: KVShare | None) -> KVShare:

@@ -140,6 +140,15 @@ def test_a_prompts_ring_has_what_each_chunk_reads(
     assert window.first_left(places) <= max(cached, groups.first_kept(tokens - 1, block_size))
 
 
+def test_large_pages_are_kept_for_fewer_places() -> None:
+    """A ring for what prompts share is as long as four chunks, and with pages of 200 blocks eight places."""
+    for page_blocks, longest in ((1, 136), (7, 136), (16, 68), (200, 8)):
+        groups = state_groups([True, False], page_blocks)
+        assert groups.ring_blocks(1000, 512, 16) == 2 * page_blocks
+        assert groups.ring_blocks(1000, 512, 16, longest) == longest * page_blocks
+        assert groups.ring_blocks(1000, 512, 16, longest + 1) == 2 * page_blocks
+
+
 def test_a_ring_without_wrapping_refuses_a_long_chunk() -> None:
     window = PromptWindow(1, [], [1, 2], 0)
     with pytest.raises(IndexError, match="do not fit"):

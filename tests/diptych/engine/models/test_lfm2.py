@@ -17,6 +17,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.parallel_model import Dealing, open_parts
 from diptych.engine.weights import Checkpoint
 from diptych.engine.weights.checkpoint import read_checkpoint, shape_of
 from diptych.engine.weights.hf_config import resolve_config, shape_from_config
@@ -195,6 +196,11 @@ def test_a_quantised_gguf_file_comes_close(case: Case, tmp_path: Path, precision
     )
     found, exact = logits_of(checkpoint, 70).log_softmax(-1), expected.log_softmax(-1)
     assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.05
+
+
+def test_it_is_not_dealt_to_parts(case: Case) -> None:
+    with pytest.raises(UnsupportedModel, match="the recurrent layers of lfm2 are not dealt to parts"):
+        open_parts(case[0], "fp32", Dealing(2))
 
 
 def shape(**changes: Any) -> ModelShape:

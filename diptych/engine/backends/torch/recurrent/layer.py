@@ -11,8 +11,12 @@ from typing import Protocol
 
 import torch
 
+from diptych.engine.backends.torch.recurrent.gated_delta import GatedDelta
+from diptych.engine.backends.torch.recurrent.mamba import Mamba
+from diptych.engine.backends.torch.recurrent.mamba2 import Mamba2
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
 from diptych.engine.models.recurrent import RecurrentShape, ShortConvShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, ScanShape, SpaceShape
 
 States = tuple[torch.Tensor, ...]
 """States of B sequences: float32 `[B, *size]` for each of `RecurrentShape.states`."""
@@ -24,7 +28,8 @@ class RecurrentLayer(Protocol):
     """A layer whose tokens read the state that the one before them left.
 
     `project` and `output` are computed for all rows of a step at once, each by itself. What `advance` gives
-    of a token depends on that token and the state before it, in the same bits however a text is cut.
+    of a token depends on that token and the state before it: in the same bits however a text is cut, or, of
+    layers that compute many rows at once, if calls begin at multiples of `PIECE_ROWS` (pieces.py).
     """
 
     def project(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -52,5 +57,11 @@ def make_layer(
     match shape:
         case ShortConvShape():
             return ShortConv(shape, tensors, linear)
+        case DeltaShape():
+            return GatedDelta(shape, tensors, linear, eps)
+        case SpaceShape():
+            return Mamba2(shape, tensors, linear, eps)
+        case ScanShape():
+            return Mamba(shape, tensors, linear, eps)
         case _:
             raise TypeError(f"no layer of {shape.kind}")

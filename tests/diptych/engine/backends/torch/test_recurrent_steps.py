@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from diptych.engine.backends.native import supports as native
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
+from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
+from diptych.engine.backends.triton import supports as triton
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.models.recurrent import ShortConvShape
+from diptych.engine.models.shape import LayerShape
 from tests.diptych.worker_process.both_workers import RECURRENT, VOCABULARY
 from tests.kernels.cpu.tiny_models import weights_of
 
@@ -149,3 +154,12 @@ def test_a_step_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", lambda *given, device=None, **more: real(*given, **more))
     with pytest.raises((RuntimeError, NotImplementedError), match=r"device|meta"):
         computes.forward([first.step(11, 12), second.step(3, 4)], None)
+
+
+def test_what_other_steps_lack_is_named() -> None:
+    assert lacks_adapters(RECURRENT) == "adapters of recurrent layers"
+    assert lacks_trees(RECURRENT) == "a recurrent layer knows no trees of tokens"
+    assert native.supports(RECURRENT) == triton.supports(RECURRENT) == "recurrent layers"
+    assert native.supports(replace(RECURRENT, layers=(LayerShape(), LayerShape(feed_forward=False)))) == (
+        "layers without attention or without a feed-forward"
+    )

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
+from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.backends.triton.parts_layers import _narrowed
 from diptych.engine.backends.triton.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.parallel.kv_shares import kv_shares
+from diptych.engine.parallel.kv_shares import KVShare, kv_shares
 from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.parallel.stages import Grid, deal_stages
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
@@ -165,6 +167,19 @@ def test_ranks_with_memories_of_their_own_hold_their_share_of_the_common_blocks(
     assert torch.equal(group.step(own, 0, text), expected)
     for share, memory in zip(shares, own, strict=True):
         assert torch.equal(memory.data, share.of(pool.data))
+
+
+def test_rows_that_see_beyond_their_own_position_read_the_heads_of_their_part() -> None:
+    """As rows of decodes and chunks do; layers and heads of a share of a block."""
+    blocks, none = torch.arange(2 * 3 * 2 * 3 * 4.0).view(2, 3, 2, 3, 4), torch.zeros(0)
+    seeing = SeeingRows(slice(0, 2), blocks, none, 0, none)
+    group = Group(blocks, slice(0, 2), None, ())
+    step = PackedStep(none, none, none, (TableRows(none, (group,), (seeing,)),))
+    share = KVShare(range(1, 3), range(2, 3))
+    (table,) = _narrowed(step, share).tables
+    for rows in (*table.groups, *table.seeing):
+        assert torch.equal(rows.blocks, share.of(blocks))
+        assert not torch.equal(rows.blocks, KVShare(range(1, 3), range(1, 2)).of(blocks))
 
 
 def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from diptych.engine.adapters.reader import read_adapter
 from diptych.engine.backends.torch.parts_backend import PartsBackend
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
@@ -26,6 +27,7 @@ from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.part_weights import read_parts
 from diptych.engine.weights.reader import OpenCheckpoint
+from tests.adapters import write_adapter
 from tests.diptych.engine.models import expert_models
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save
 from tests.diptych.engine.parallel.thread_ranks import memory_of
@@ -65,9 +67,9 @@ def text_of(opened: OpenCheckpoint, tokens: int) -> list[int]:
     return torch.randint(0, opened.shape.vocab_size, (tokens,), generator=generator).tolist()
 
 
-def on(device: torch.device, opened: OpenCheckpoint) -> KVMemory:
-    memory = memory_of(opened.shape, 4)
-    return memory if device.type == "cpu" else KVMemory.on_device(memory.layout, 4, device)
+def on(device: torch.device, opened: OpenCheckpoint, blocks: int = 4) -> KVMemory:
+    memory = memory_of(opened.shape, blocks)
+    return memory if device.type == "cpu" else KVMemory.on_device(memory.layout, blocks, device)
 
 
 def test_steps_equal_those_of_torch(opened: OpenCheckpoint, dealing: str, device: torch.device) -> None:
@@ -77,6 +79,39 @@ def test_steps_equal_those_of_torch(opened: OpenCheckpoint, dealing: str, device
         steps = [[SequenceStep(memory, range(4), begin, text[begin:end], True)] for memory in (theirs, ours)]
         expected, got = by_torch.forward(steps[0], None), made.forward(steps[1], None)
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(ours.data.cpu(), theirs.data, atol=2e-4, rtol=0)
+
+
+@pytest.mark.full
+def test_adapted_steps_equal_those_of_torch(tmp_path: Path, device: torch.device) -> None:
+    """A prompt with an adapter, then a recorded step of it beside a row of the base, whose prompt was
+    recorded.
+    """
+    oracle = oracle_of(config_of("smollm3"))
+    whole = open_checkpoint(save(oracle, tmp_path / "model"), "fp32")
+    opened = replace(whole, shape=lower_context(whole.shape, CONTEXT))
+    by_torch, made = backends(opened, device)
+    theirs, ours, text = memory_of(opened.shape, 8), on(device, opened, 8), text_of(opened, 5)
+    adapter = read_adapter(write_adapter(tmp_path / "a", oracle, seed=1, layers=[0]), opened.shape, 4)
+    for backend in (by_torch, made):
+        assert backend.allow_adapters(1, 4) is None
+        backend.set_adapter(0, backend.prepare_adapter(adapter))
+    capture = EagerCapture() if device.type == "cpu" else None
+    assert made.record_prompts(ours.layout, 8, capture) == 2
+    assert made.plan_decode(2, 16, capture) == 2
+    made.prepare_decode(ours)
+    for rows, begin, end in (((None,), 0, 4), ((0,), 0, 4), ((None, 0), 4, 5)):
+        steps = [
+            [
+                SequenceStep(memory, range(4 * (row or 0), 8), begin, text[begin:end], True, adapter=slot)
+                for row, slot in enumerate(rows, start=0 if len(rows) > 1 else rows.count(0))
+            ]
+            for memory in (theirs, ours)
+        ]
+        assert made.launches(steps[1]) == (end == 5)
+        expected, got = by_torch.forward(steps[0], None), made.forward(steps[1], None)
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+    assert (got[1] - got[0]).abs().max() > 0.1, "the adapter should show"
     torch.testing.assert_close(ours.data.cpu(), theirs.data, atol=2e-4, rtol=0)
 
 
