@@ -52,11 +52,11 @@ def check(served: Served) -> None:
     expected = [served.expected(one)[1] for one in turns]
     alone = [ask(served.stack, request(one, cache={"salt": "alone"}))[0] for one in turns]
     assert [ids(one) for one in alone] == expected
+    (again,) = ask(served.stack, request(turns[2], cache={"salt": "alone"}))
+    assert ids(again) == expected[2]
+    assert again.usage.cached_prompt_tokens > 0
     mixed = ask(served.stack, *(request(one, cache={"salt": f"m{n}"}) for n in range(2) for one in turns))
     assert [ids(one) for one in mixed] == expected * 2
-    again = ask(served.stack, *(request(one, cache={"salt": "alone"}) for one in turns))
-    assert [ids(one) for one in again] == expected
-    assert again[1].usage.cached_prompt_tokens > 0
     # The control: with the two images swapped the answer is another one.
     (role, (first, words, second, rest)), *_ = turns[1]
     assert served.expected([(role, [second, words, first, rest])])[1] != expected[1]
