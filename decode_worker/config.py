@@ -111,6 +111,11 @@ class DecodeSettings(WorkerSettings):
     def _trees_are_of_heads(self) -> Self:
         if self.speculative_tree and self.speculative_model is None:
             raise ValueError(f"--speculative-tree {self.speculative_tree} needs heads (--speculative-model)")
+        if self.speculative_tree and (self.remote_ranks or self.ranks_have_memories("cpu")):
+            raise ValueError(
+                f"--speculative-tree {self.speculative_tree} does not go with {self.group_flags} where ranks "
+                "have memories of their own (--remote-ranks): they do not move keys and values within a block"
+            )
         return self
 
     @property

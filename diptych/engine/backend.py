@@ -165,16 +165,21 @@ class HiddenRowsBackend(Backend, Protocol):
 class FeatureBackend(Backend, Protocol):
     """A backend that gives the residual stream before some layers, or behind all: what EAGLE heads read."""
 
-    @property
-    def embedding(self) -> torch.Tensor:
-        """The model's embedding, `[vocab, hidden]`."""
-        ...
-
     def give_features(self, layers: Sequence[int]) -> SamplingBackend:
         """Return the backend, perhaps this one, whose outputs have them (`StepOutput.features`).
 
         The number behind that of the last layer stands for the stream behind the final norm.
         """
+        ...
+
+
+@runtime_checkable
+class EmbeddingBackend(Protocol):
+    """A backend that has the whole embedding, and not a share of it."""
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The model's embedding, `[vocab, hidden]`."""
         ...
 
 

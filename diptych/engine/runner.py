@@ -14,6 +14,7 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backend import (
     AdapterBackend,
     CompletionFdBackend,
+    EmbeddingBackend,
     FeatureBackend,
     GraphBackend,
     HiddenRowsBackend,
@@ -174,9 +175,14 @@ class Runner:
 
     @property
     def embedding(self) -> torch.Tensor | None:
-        """The model's embedding `[vocab, hidden]`; None where the backend gives no features either."""
+        """The model's embedding `[vocab, hidden]`; None where the backend does not have it whole."""
         backend = self.model.backend
-        return backend.embedding if isinstance(backend, FeatureBackend) else None
+        return backend.embedding if isinstance(backend, EmbeddingBackend) else None
+
+    @property
+    def has_features(self) -> bool:
+        """True if steps of the model can give features."""
+        return isinstance(self.model.backend, FeatureBackend)
 
     def give_features(self, layers: Sequence[int]) -> str | None:
         """Let outputs of steps have the residual stream before `layers` (`StepOutput.features`); return what

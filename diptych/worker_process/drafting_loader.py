@@ -16,7 +16,7 @@ from diptych.engine.shared_cores import SharedCores
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.model_files import checked_model
-from diptych.runtime.settings import StartupError, resolve_model
+from diptych.runtime.settings import resolve_model
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.draft_loader import LoadedDraft, check_vocabulary
 from diptych.worker_process.eagle_loader import EagleFiles, LoadedEagle, eagle_files, load_eagle
@@ -35,33 +35,18 @@ class DraftingFiles:
     eagle: EagleFiles | None = None
 
 
-class NoHiddenRows(StartupError):
-    """Heads for a worker whose steps give no hidden rows to draft from."""
-
-
 def drafting_files(settings: WorkerSettings, model: Path) -> DraftingFiles:
     """Return the files that --speculative-model names for `model`. Raises StartupError."""
     if settings.speculative_model is None:
         return DraftingFiles()
     if (eagle := eagle_files(settings.speculative_model, model)) is not None:
-        _check_hidden_rows(settings, eagle.kind)
         return DraftingFiles(eagle=eagle)
     found = resolve_model(settings.speculative_model)
     if is_heads(found):
-        _check_hidden_rows(settings, "Medusa")
         return DraftingFiles(medusa=found)
     path = checked_model(settings.speculative_model)
     check_vocabulary(model, path)
     return DraftingFiles(model=path)
-
-
-def _check_hidden_rows(settings: WorkerSettings, kind: str) -> None:
-    """Check that this worker's steps give what heads draft from. Raises NoHiddenRows."""
-    if settings.in_parts:
-        raise NoHiddenRows(
-            f"--speculative-model {settings.speculative_model} ({kind}) does not go with "
-            f"{settings.group_flags}: groups draft by prompt lookup and draft models"
-        )
 
 
 @dataclass(frozen=True, slots=True)

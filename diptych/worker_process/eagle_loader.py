@@ -84,13 +84,15 @@ def check_eagle(files: EagleFiles, shape: ModelShape) -> str:
 
 def load_eagle(files: EagleFiles, runner: Runner, precision: Precision) -> LoadedEagle:
     """Read the head of `runner`'s model, whose steps give its features from now on. Raises UnfitHeads."""
-    shape, embedding = runner.model.shape, runner.embedding
-    if embedding is None:
+    shape, dtype = runner.model.shape, stored_dtype(precision)
+    if not runner.has_features:
         raise UnfitHeads(
             f"--speculative-model {_named(files)}: EAGLE heads are not computed with the "
             f"{runner.model.backend_name} step"
         )
-    dtype = stored_dtype(precision)
+    embedding = runner.embedding
+    if embedding is None:
+        embedding = _embedding(files, dtype)
     head = _read(files, shape, embedding, lambda: _output_matrix(files.model, shape, embedding, dtype), dtype)
     if (why := runner.give_features(head.layers)) is not None:
         raise UnfitHeads(f"--speculative-model {_named(files)}: {why}")
@@ -115,6 +117,16 @@ def _read(
                 return read_mtp(files.model, shape, embed, dtype)
     except BadHeads as error:
         raise UnfitHeads(f"--speculative-model {_named(files)}: {error}") from error
+
+
+def _embedding(files: EagleFiles, dtype: torch.dtype) -> torch.Tensor:
+    """Return the model's embedding `[vocab, hidden]` in full numbers: its backend has a share of it. Raises
+    UnfitHeads.
+    """
+    try:
+        return dense(open_checkpoint(files.model, plain_precision(dtype)).read("embed"))
+    except (UnsupportedModel, BadModelFile) as error:
+        raise UnfitHeads(f"--speculative-model {_named(files)}: the model's embedding: {error}") from error
 
 
 def _output_matrix(

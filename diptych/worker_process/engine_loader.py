@@ -161,13 +161,10 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     check_max_model_len(path, settings.max_model_len)
     check_recurrent_settings(settings, shape_of(path))
     images = model_images(path, settings.mmproj)
+    on_gpu = device.type == "cuda" or settings.backend == "triton"
     if images is not None and settings.takes_images:
         _check_reads_images(settings)
-    if (
-        images is not None
-        and settings.batch_invariant
-        and (device.type == "cuda" or settings.backend == "triton")
-    ):
+    if images is not None and settings.batch_invariant and on_gpu:
         raise ImpossibleSettings("--batch-invariant does not go with a model that reads images on a GPU")
     return _Files(path, images, drafting_files(settings, path))
 
@@ -274,7 +271,5 @@ def _window_groups(settings: WorkerSettings, model: Model) -> WindowGroups | Non
 
 def _check_reads_images(settings: WorkerSettings) -> None:
     """Check the settings of a worker whose model reads images. Raises ImpossibleSettings."""
-    if settings.in_parts:
-        raise ImpossibleSettings(f"{settings.group_flags} does not go with a model that reads images")
     if settings.speculative_model is not None:
         raise ImpossibleSettings("--speculative-model does not go with a model that reads images")

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 28
+#define DIPTYCH_ABI_VERSION 29
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -220,8 +220,10 @@ struct DiptychBatch {
     int32_t image_layers;          // first layers, behind each of which the residual stream takes rows of `images`; 0: none
     int32_t image_rows;            // rows there
     int64_t image_stride;          // numbers from one row to the next, at least image_layers * hidden
-    const int32_t *image_places;   // [sum of counts] a token's row, or -1
+    const int32_t *image_places;   // [sum of counts] a token's row, or -1; null without any
     const float *images;           // [image_rows][image_layers][hidden], or null
+    const float *embeddings;       // [image_rows][hidden], likewise image_stride apart: what the stream begins with for
+                                   // tokens that have a row, in place of their scaled embeddings; or null
 };
 
 // A part of a change, for one of the matrices that a product joins.

@@ -33,8 +33,9 @@ bool is_own_row(const StepState &step, int64_t row) {
 void place_inputs(StepState &step) {
     const ModelShare *share = step.model->share.get();
     auto rows = static_cast<int64_t>(step.rows.size());
-    // Streams that leave a stage are whole in every rank.
-    bool many = share != nullptr && share->ranks > 1 && rows >= kDividedRows && step.batch.leaves == nullptr;
+    // Streams that leave a stage are whole in every rank, and so are those that are tapped.
+    bool whole = step.batch.leaves != nullptr || step.batch.taps > 0;
+    bool many = share != nullptr && share->ranks > 1 && rows >= kDividedRows && !whole;
     step.divided = many && rows <= share->exchange.most_inputs();
     step.normed = step.divided ? share->exchange.inputs(0) : step.own_normed.get();
     step.normed_entries = step.divided ? share->exchange.inputs(1) : step.entries.get();

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -167,6 +167,7 @@ class Batch(Structure):
         ("image_stride", c_int64),
         ("image_places", c_void_p),
         ("images", c_void_p),
+        ("embeddings", c_void_p),
     )
 
 

@@ -181,9 +181,7 @@ std::string refused_by_share(const DiptychModel &model, const DiptychBatch &batc
     if (rows > share.exchange.most_rows() || wanted * share.vocab > RankExchange::most_logits()) {
         return "more tokens than the exchange of ranks can hold";
     }
-    if (batch.features != nullptr || batch.hidden != nullptr || batch.block_stride == 0) {
-        return "a rank of a group gives no rows, and is told the stride of blocks";
-    }
+    if (batch.block_stride == 0) return "a rank of a group is told the stride of blocks";
     if ((batch.enters == nullptr) != share.first_stage || (batch.leaves == nullptr) != share.last_stage) {
         return "rows enter where layers are not the model's first, and leave where they are not its last";
     }

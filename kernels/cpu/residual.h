@@ -31,6 +31,13 @@ inline void add_image_row(const StepState &step, int layer, int64_t row, float *
     for (int64_t i = 0; i < width; i++) hidden[i] += from[i];
 }
 
+// What the stream begins with for a token that has a row of an image; null: with its embedding.
+inline const float *given_row(const StepState &step, int64_t row) {
+    const DiptychBatch &batch = step.batch;
+    if (batch.embeddings == nullptr || batch.image_places[row] < 0) return nullptr;
+    return batch.embeddings + batch.image_places[row] * batch.image_stride;
+}
+
 // The outputs of a row's experts that are here, in ascending order, and then what is in `to` already, where it has the
 // shared expert's output.
 inline void add_experts(const StepState &step, int64_t place, bool has_update, float *to) {

@@ -59,7 +59,9 @@ struct SharedSums {
         });
         meet(step, rank);
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
-            if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), share.exchange.filled(0, row), bytes);
+            const float *given = given_row(step, row);
+            const float *from = given == nullptr ? share.exchange.filled(0, row) : given;
+            if (is_own_row(step, row)) std::memcpy(step.hidden_row(row), from, bytes);
         });
     }
 

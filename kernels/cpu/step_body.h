@@ -29,9 +29,12 @@ constexpr int kRunTasks = 12;
 template <class Kind>
 struct WholeSums {
     static void embed(StepState &step, int) {
+        auto bytes = static_cast<size_t>(step.model->shape.hidden) * sizeof(float);
         RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
         share_rows(step, groups, kRowChunk, [&](int64_t row) {
-            embed_token(*step.model, step.rows[static_cast<size_t>(row)].token, step.hidden_row(row));
+            const float *given = given_row(step, row);
+            if (given != nullptr) std::memcpy(step.hidden_row(row), given, bytes);
+            else embed_token(*step.model, step.rows[static_cast<size_t>(row)].token, step.hidden_row(row));
         });
     }
 
@@ -111,6 +114,15 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
     }
 }
 
+// A wanted row behind the final norm.
+template <class Kind>
+void keep_hidden_row(const StepState &step, int64_t place) {
+    int64_t hidden = step.model->shape.hidden;
+    const auto *from = static_cast<const typename Kind::Value *>(step.normed) + place * step.hidden_stride;
+    float *to = step.batch.hidden + place * hidden;
+    for (int64_t j = 0; j < hidden; j++) to[j] = to_float(from[j]);
+}
+
 template <class Kind, class Sums>
 void run_head(StepState &step, const Update &update, int rank) {
     DiptychModel &model = *step.model;
@@ -124,13 +136,13 @@ void run_head(StepState &step, const Update &update, int rank) {
         add_update(step, update, i, row);
         add_image_row(step, update.behind, step.wanted[static_cast<size_t>(i)].row, row);
         norm_row(model.shape, row, model.final_norm, normed + i * step.hidden_stride);
-        if (step.batch.hidden != nullptr) {
-            float *to = step.batch.hidden + i * model.shape.hidden;
-            for (int j = 0; j < model.shape.hidden; j++) to[j] = to_float(normed[i * step.hidden_stride + j]);
-        }
+        if (step.batch.hidden != nullptr && !step.divided) keep_hidden_row<Kind>(step, i);
         ready_normed_row<Kind>(step, i);
     });
     Sums::end_norms(step, rank);
+    if (step.batch.hidden != nullptr && step.divided && rank == 0) {  // rows of all ranks are there from now on
+        for (int64_t i = 0; i < wanted; i++) keep_hidden_row<Kind>(step, i);
+    }
     if (wanted == 0) return;
     bool changed = model.shape.logit_scale != 1.0f || model.shape.logit_cap > 0.0f;
     auto keep = [&](int i, int column, float *sums) {
@@ -155,6 +167,7 @@ void leave_rows(StepState &step, const Update &update) {
     int64_t hidden = step.model->shape.hidden;
     share_rows(step, RowGroups(step, step.all.size(), Kind::kRows), kRowChunk, [&](int64_t row) {
         add_update(step, update, row, step.hidden_row(row));
+        add_image_row(step, update.behind, row, step.hidden_row(row));
         std::memcpy(step.batch.leaves + row * hidden, step.hidden_row(row), static_cast<size_t>(hidden) * sizeof(float));
     });
 }

@@ -70,13 +70,12 @@ std::string refused_places(const DiptychModel &model, const DiptychBatch &batch)
 
 // Rows of images must be there for each token that has one.
 std::string refused_images(const DiptychModel &model, const DiptychBatch &batch, int64_t tokens) {
-    if (batch.image_layers == 0) return "";
-    if (model.share) return "a share of a model takes no rows of images behind layers";
+    if (batch.image_layers == 0 && batch.embeddings == nullptr) return "";
     if (batch.image_layers < 0 || batch.image_layers > model.shape.layers) {
         return "rows of images behind " + std::to_string(batch.image_layers) + " layers";
     }
-    if (batch.images == nullptr || batch.image_places == nullptr ||
-        batch.image_stride < static_cast<int64_t>(batch.image_layers) * model.shape.hidden) {
+    if ((batch.images == nullptr && batch.image_layers > 0) || batch.image_places == nullptr ||
+        batch.image_stride < static_cast<int64_t>(std::max(batch.image_layers, 1)) * model.shape.hidden) {
         return "rows of images are missing";
     }
     for (int64_t i = 0; i < tokens; i++) {

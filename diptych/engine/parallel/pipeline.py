@@ -2,6 +2,7 @@
 
     hidden rows   from each rank of a stage to the rank of the same number in the next one
     logits        from the first rank of the last stage to that of the first, which samples
+    features      of tapped layers, which drafting heads read: with the hidden rows, then with the logits
 
 Each way is a communicator of two processes, of which the receiving one is rank 0. All ranks of a stage have
 the same hidden rows, so that none is gathered or cut on the way.
@@ -9,6 +10,7 @@ the same hidden rows, so that none is gathered or cut on the way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,3 +63,18 @@ def receive(way: Communicator, like: torch.Tensor) -> torch.Tensor:
     everything = way.gather(like)
     assert everything is not None, "the receiving process is rank 0"
     return everything[1]
+
+
+def send_with(way: Communicator, rows: torch.Tensor, features: Mapping[int, torch.Tensor]) -> None:
+    """Send hidden rows `[T, H]`, and as many of each layer's features beside them. Raises GroupBroken."""
+    send(way, torch.cat([rows, *(features[layer] for layer in sorted(features))], dim=1))
+
+
+def receive_with(
+    way: Communicator, like: torch.Tensor, layers: Iterable[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Return hidden rows that are like `like`, and the features of these layers. Raises GroupBroken."""
+    ordered = sorted(set(layers))
+    came = receive(way, like.repeat(1, 1 + len(ordered)))
+    rows, *features = came.split(like.shape[1], dim=1)
+    return rows.contiguous(), dict(zip(ordered, features, strict=True))

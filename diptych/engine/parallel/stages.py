@@ -29,6 +29,13 @@ class Stage:
         """True for the stage that ends with logits."""
         return self.layers.stop == self.of_layers
 
+    def columns_of_rows(self, hidden_size: int) -> slice:
+        """Return the columns of rows of images (`EmbeddingRows.rows`) that this stage takes: what enters its
+        first layer, which is given in the model's first stage alone, and what comes behind each layer. Rows
+        of other models end before.
+        """
+        return slice(self.layers.start * hidden_size, (self.layers.stop + 1) * hidden_size)
+
     def shape_of(self, shape: ModelShape) -> ModelShape:
         """Return the shape of the shallower model that this stage of `shape` is."""
         return replace(shape, layers=shape.layers[self.layers.start : self.layers.stop])

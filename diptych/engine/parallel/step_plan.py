@@ -1,6 +1,7 @@
 """The plan of a step, as rank 0 sends it to the other ranks.
 
-Memories have numbers, which mean the same to every rank, and so do the numbers of blocks within them.
+Memories have numbers, which mean the same to every rank, and so do the numbers of blocks within them. Rows of
+images go to every rank with the plan: each finds in them what its stage takes.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.planned_images import PlannedImage, follow_image, plan_image
 
 
 class PlannedRow(NamedTuple):
@@ -23,6 +28,10 @@ class PlannedRow(NamedTuple):
     trailing: int
     follows: int | None
     adapter: int | None
+    images: tuple[PlannedImage, ...]
+    shift: int
+    grid: npt.NDArray[np.int64] | None
+    parents: tuple[int, ...] | None
 
 
 class StepPlan(NamedTuple):
@@ -31,10 +40,17 @@ class StepPlan(NamedTuple):
     rows: tuple[PlannedRow, ...]
     greedy: bytes
     """A byte for each row of logits, 1 where its likeliest token is wanted; empty: logits of all are."""
+    taps: tuple[int, ...] | None = None
+    """Layers before which the residual stream is wanted, beside the rows behind the final norm; None: neither
+    is.
+    """
 
 
 def make_plan(
-    sequences: Sequence[SequenceStep], number_of: Callable[[KVMemory], int], greedy: bytes = b""
+    sequences: Sequence[SequenceStep],
+    number_of: Callable[[KVMemory], int],
+    greedy: bytes = b"",
+    taps: Sequence[int] | None = None,
 ) -> StepPlan:
     """Return the plan of a step, with the blocks that it reads or writes. Raises KeyError for a memory
     without a number.
@@ -49,10 +65,14 @@ def make_plan(
             step.trailing,
             step.follows,
             step.adapter,
+            tuple(plan_image(image) for image in step.embeddings),
+            step.shift,
+            step.grid,
+            None if step.parents is None else tuple(step.parents),
         )
         for step in sequences
     )
-    return StepPlan(tuple(rows), greedy)
+    return StepPlan(tuple(rows), greedy, None if taps is None else tuple(taps))
 
 
 def follow_plan(plan: StepPlan, memories: Mapping[int, KVMemory]) -> list[SequenceStep]:
@@ -67,6 +87,10 @@ def follow_plan(plan: StepPlan, memories: Mapping[int, KVMemory]) -> list[Sequen
             row.trailing,
             row.follows,
             row.adapter,
+            [follow_image(image) for image in row.images],
+            row.shift,
+            row.grid,
+            parents=row.parents,
         )
         for row in plan.rows
     ]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.torch.hidden_rows import HiddenRows
 from diptych.engine.backends.torch.parts_backend import PartsBackend
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.parallel.step_plan import make_plan
 from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.rank_group import RankGroup
@@ -41,15 +42,33 @@ class GroupBackend:
         """See `GroupAdapters.set`."""
         self._adapters.set(slot, prepared)
 
+    def give_hidden_rows(self) -> HiddenRows:
+        """See `HiddenRowsBackend.give_hidden_rows`."""
+        return HiddenRows(self)
+
+    def give_features(self, layers: Sequence[int]) -> HiddenRows:
+        """See `FeatureBackend.give_features`."""
+        return HiddenRows(self, layers)
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        return self._own.lacks_trees()
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. An error within a step ends the process: the ranks are out of step then."""
-        plan = make_plan(sequences, self._group.memories.number_of)
+        return self.forward_with_features(sequences, abort, None).logits
+
+    def forward_with_features(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None, taps: Sequence[int] | None
+    ) -> StepOutput:
+        """See `WithFeatures.forward_with_features`; errors as in `forward`."""
+        plan = make_plan(sequences, self._group.memories.number_of, taps=taps)
         self._group.stop_word.reset()
         try:
             self._adapters.forget_dropped()
             self._group.begin_step(plan)
-            logits = self._own.forward(sequences, abort)
+            output = self._own.forward_with_features(sequences, abort, taps)
             self._group.end_step()
         except Exception as error:
             self._group.fail(error)
-        return logits
+        return output

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.backends.native.every_row import compute_every_row
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.parallel.step_plan import make_plan
@@ -58,6 +59,20 @@ class NativeGroupBackend:
         """See `GroupAdapters.set`."""
         self._adapters.set(slot, prepared)
 
+    def give_hidden_rows(self) -> NativeGroupBackend:
+        """See `HiddenRowsBackend.give_hidden_rows`: from the next step on."""
+        self._own.give_hidden_rows()
+        return self
+
+    def give_features(self, layers: Sequence[int]) -> NativeGroupBackend:
+        """See `FeatureBackend.give_features`: from the next step on."""
+        self._own.give_features(layers)
+        return self
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        return self._own.lacks_trees()
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`."""
         rows = sum(step.logit_rows for step in sequences)
@@ -70,7 +85,11 @@ class NativeGroupBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
-        greedy = bytes([row is not None and self._own.samples_on_device(row) for row in rows])
+        if self._own.widens(sequences):
+            return compute_every_row(
+                sequences, rows, lambda wide, draws: self.forward_and_sample(wide, draws, abort)
+            )
+        greedy = self._own.greedy(rows)
         return self._compute(sequences, greedy, lambda: self._own.forward_and_sample(sequences, rows, abort))
 
     def samples_on_device(self, row: SampleRow) -> bool:
@@ -94,7 +113,7 @@ class NativeGroupBackend:
     def _compute(
         self, sequences: Sequence[SequenceStep], greedy: bytes, compute: Callable[[], _Result]
     ) -> _Result:
-        plan = make_plan(sequences, self._group.memories.number_of, greedy)
+        plan = make_plan(sequences, self._group.memories.number_of, greedy, self._own.taps)
         try:
             self._adapters.forget_dropped()
             self._group.begin_step(plan)

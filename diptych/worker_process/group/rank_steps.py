@@ -39,7 +39,7 @@ def carry_out(
     elif not isinstance(order, StepPlan):
         _record(order, backend, memories)
         plans.send_bytes(b"")
-    elif backend.follow(follow_plan(order, memories.mapped), order.greedy):
+    elif backend.follow(follow_plan(order, memories.mapped), order.greedy, order.taps):
         plans.send_bytes(b"")
 
 

@@ -70,14 +70,16 @@ def features_of(head: FeatureHead) -> torch.Tensor:
     return head.step(KVMemory(head.kv_layout(16), 1), [step])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "parts"), [("fp32", 1), ("bf16", 1), ("fp32", 2)])
 async def test_both_workers_load_a_head_with_the_models_embedding_and_output_matrix(
-    dtype: str, tiny: Path, tmp_path: Path
+    dtype: str, parts: int, tiny: Path, tmp_path: Path
 ) -> None:
+    """A worker of several parts has shares of these, and reads them whole for the head."""
     path = write_eagle(tmp_path / "head", tiny)
     flags = (f"--speculative-model={path}", f"--dtype={dtype}")
     settings, engine = await loaded(tiny, *flags)
-    _, other = await loaded(tiny, *flags, "--backend=torch", kind=PrefillSettings)
+    dealt = ("--backend=torch", f"--sum-parts={parts}")
+    _, other = await loaded(tiny, *flags, *dealt, kind=PrefillSettings)
     assert engine.eagle is not None
     assert other.eagle is not None
     assert engine.layout.draft == engine.eagle.head.kv_layout(settings.block_size)

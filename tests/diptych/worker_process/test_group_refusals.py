@@ -13,6 +13,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from decode_worker.config import DecodeSettings
+from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.dtype import stored_dtype
 from diptych.engine.loaded_model import Model
 from diptych.engine.parallel.pipeline import ALONE
@@ -29,13 +30,13 @@ from diptych.engine.runner import Runner
 from diptych.runtime.settings_sources import BadSettings
 from diptych.worker_process.adapter_store import AdapterNotLoaded, AdapterStore
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.drafting_loader import NoHiddenRows, _check_hidden_rows
 from diptych.worker_process.engine_loader import (
     ImpossibleSettings,
     _check_reads_images,
     _window_groups,
     transports_of,
 )
+from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
 from prefill_worker.config import PrefillSettings
 from tests.diptych.worker_process.both_workers import WINDOWED
 from tests.end_to_end import tiny_model
@@ -130,17 +131,32 @@ def test_transports_of_groups_whose_ranks_have_memories_of_their_own(
             settings(role, **two, transport=transport)
 
 
-@EACH
-@pytest.mark.parametrize("kind", ["Medusa", "EAGLE", "EAGLE-3", "MTP"])
-def test_heads_that_draft_from_hidden_rows(group: dict[str, Any], named: str, kind: str) -> None:
-    with pytest.raises(NoHiddenRows, match=rf"\({kind}\) does not go with {named}"):
-        _check_hidden_rows(settings(DecodeSettings, **group, speculative_model="heads"), kind)
+@pytest.mark.parametrize("kind", [TritonPartsBackend, TritonGroupBackend])
+def test_heads_on_gpus(kind: type[Any]) -> None:
+    """Refused where a head is loaded: no step in parts gives what heads draft from there."""
+    model = Model(WINDOWED, "fp32", torch.float32, object.__new__(kind), "triton-parts")
+    runner = Runner(model, 1)
+    assert runner.give_hidden_rows() == "the triton-parts step gives no hidden rows"
+    assert not runner.has_features
+
+
+def test_trees_and_ranks_that_have_memories_of_their_own() -> None:
+    tree = {"speculative_model": "heads", "speculative_tree": "3,2,1", "tensor_parallel": 2}
+    with pytest.raises(
+        (ValueError, BadSettings), match=r"--speculative-tree 3,2,1 does not go with --tensor"
+    ):
+        settings(DecodeSettings, **tree, own_memories=True)
+    assert settings(DecodeSettings, **tree).group_flags == "--tensor-parallel 2"
 
 
 @EACH
-def test_images(group: dict[str, Any], named: str) -> None:
-    with pytest.raises(ImpossibleSettings, match=f"{named} does not go with a model that reads images"):
-        _check_reads_images(settings(PrefillSettings, **group))
+def test_images_and_drafts(group: dict[str, Any], named: str) -> None:
+    """Refused together, as in one process; images alone are not."""
+    with pytest.raises(ImpossibleSettings, match="--speculative-model does not go with a model that reads"):
+        _check_reads_images(settings(PrefillSettings, **group, speculative_model="bundled"))
+    seeing = settings(PrefillSettings, **group)
+    _check_reads_images(seeing)
+    assert seeing.group_flags == named
 
 
 @EACH
@@ -211,5 +227,5 @@ def test_the_table_of_features_has_a_row_for_every_refusal() -> None:
     ):
         assert f"--{flag}" in refused
     load = " ".join(feature for feature, flags, fate in documented() if not flags and "refused" in fate)
-    for kind in ("Medusa", "EAGLE", "MTP", "images", "latents", "both phases"):
+    for kind in ("latents", "both phases", "images beside"):
         assert kind in load

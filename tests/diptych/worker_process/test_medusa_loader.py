@@ -19,7 +19,6 @@ from diptych.engine.heads.medusa import WEIGHTS
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
-from diptych.worker_process.drafting_loader import NoHiddenRows
 from diptych.worker_process.eagle_loader import EagleFiles, load_eagle
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.loaded_engine import LoadedEngine
@@ -96,12 +95,16 @@ async def test_the_decode_worker_loads_heads_and_a_prefill_worker_needs_none(
         make_speculation(settings, replace(engine, heads=None), KVMemory(engine.layout, 4))
 
 
-async def test_heads_are_refused_by_name_where_the_model_is_dealt(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", "torch"])
+async def test_heads_are_loaded_whole_where_the_model_is_dealt(
+    tiny: Path, tmp_path: Path, backend: str
+) -> None:
     heads = write_heads(tmp_path / "heads", tiny)
-    with pytest.raises(
-        NoHiddenRows, match=r"--speculative-model \S+ \(Medusa\) does not go with --sum-parts 2"
-    ):
-        await loaded(tiny, f"--speculative-model={heads}", "--sum-parts=2")
+    flags = (f"--speculative-model={heads}", f"--backend={backend}")
+    _, engine = await loaded(tiny, *flags, "--sum-parts=2")
+    assert engine.heads is not None
+    assert engine.model.backend_name == f"{backend}-parts"
+    assert len(engine.heads) == 3
 
 
 def test_numbers_of_tokens_go_with_the_tree(capsys: pytest.CaptureFixture[str]) -> None:

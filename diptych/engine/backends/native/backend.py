@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,15 @@ from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.native.adapters import NativeAdapter, whole_products
 from diptych.engine.backends.native.batch import (
     GivenRows,
+    ImageRows,
     NativeBatch,
     NativeError,
     Passing,
-    RowsBehind,
     Taps,
     native_batch,
     positions_of,
 )
-from diptych.engine.backends.native.every_row import has_every_row, with_every_row
+from diptych.engine.backends.native.every_row import compute_every_row, has_every_row
 from diptych.engine.backends.native.packing import native_shape, pack_model, rotary_tables, stored
 from diptych.engine.backends.native.share import Share
 from diptych.engine.backends.native.share_adapters import share_products
@@ -43,6 +43,7 @@ from diptych.engine.batch import (
     visible_ends,
 )
 from diptych.engine.models.shape import ModelShape
+from diptych.engine.parallel.stage_images import rows_of_stage
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
 from diptych.engine.weights import Storage, Weights
@@ -221,8 +222,12 @@ class NativeBackend:
             raise ValueError(f"features {list(layers)}: the last one is given by itself")
         if self._every_row:
             return self.give_hidden_rows()
-        self._taps = Taps(array("i", layers), self._shape.hidden_size)
+        self.tap(layers)
         return self
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep the residual stream before these layers, of a share its own, from the next step on."""
+        self._taps = Taps(array("i", layers), self._shape.hidden_size) if layers else None
 
     def lacks_trees(self) -> str | None:
         """See `TreeBackend.lacks_trees`. A token of a tree has the bits that it has in a chain."""
@@ -244,11 +249,9 @@ class NativeBackend:
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`: greedy rows are drawn as their logits come."""
         if self._every_row and not has_every_row(sequences):
-            wide = with_every_row(sequences, draws)
-            output = self.forward_and_sample(wide.sequences, wide.draws, abort)
-            assert output.hidden is not None
-            tokens = [output.tokens[row] for row in wide.asked]
-            return replace(output, tokens=tokens, hidden=output.hidden[list(wide.asked)])
+            return compute_every_row(
+                sequences, draws, lambda wide, rows: self.forward_and_sample(wide, rows, abort)
+            )
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, batch = self._step(sequences, greedy, abort)
         pairs = zip(batch.likeliest, greedy, strict=True)
@@ -266,15 +269,15 @@ class NativeBackend:
         abort: AbortWords | None,
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
-        return (
-            self._launch(sequences, b"\x01" * len(draws), abort) if self.launches(sequences, draws) else None
-        )
+        if not self.launches(sequences, draws):
+            return None
+        return self._launch(sequences, b"\x01" * len(draws), abort, _turns(sequences))
 
     def launches(self, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> bool:
         """Return whether `launch` begins this step."""
         if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
             return False
-        if any(step.grid is not None for step in sequences):
+        if on_grids(sequences):
             return False  # it is computed with tables of its own
         if self._every_row and not has_every_row(sequences):
             return False
@@ -286,27 +289,36 @@ class NativeBackend:
         """Positions that rotary tables reach now."""
         return self._positions
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> Launched:
+    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> Launched | None:
         """Begin a step whose logits, of the rows that are not `greedy`, another rank of the group has.
 
-        No other step may be launched where tables do not reach its positions.
+        No other step may be launched where tables do not reach its positions, or where these lie on grids:
+        such a step is over at the return, and None.
         """
-        self._reach(positions_of(sequences))
-        return self._launch(sequences, greedy, None)
+        with self._rotated(sequences) as turns:
+            launched = self._launch(sequences, greedy, None, turns)
+            if not on_grids(sequences):
+                return launched
+            launched.collect()
+            return None
 
     def forward_stage(
-        self, sequences: Sequence[SequenceStep], passing: Passing, abort: AbortWords | None
-    ) -> torch.Tensor:
-        """Compute the layers of a stage; return the logits that sequences want, which those of the last do.
-
-        Raises NativeError.
+        self, sequences: Sequence[SequenceStep], greedy: bytes, passing: Passing, abort: AbortWords | None
+    ) -> tuple[torch.Tensor, NativeBatch]:
+        """Compute the layers of a stage; return the logits of rows that are not `greedy`, which those of the
+        last stage have, and the batch with what else came of it. Raises NativeError.
         """
-        self._reach(positions_of(sequences))
-        greedy = bytes(sum(step.logit_rows for step in sequences))
-        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), passing=passing), greedy)[0]
+        with self._rotated(sequences) as turns:
+            return self._run(self._batch(sequences, greedy, abort, turns, passing), greedy)
 
-    def _launch(self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None) -> Launched:
-        batch = self._batch(sequences, greedy, abort, _turns(sequences))
+    def _launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        turns: npt.NDArray[np.int64] | None,
+    ) -> Launched:
+        batch = self._batch(sequences, greedy, abort, turns)
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
@@ -342,61 +354,20 @@ class NativeBackend:
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
     ) -> tuple[torch.Tensor, NativeBatch]:
         """Return the logits of rows that are not greedy, and the batch with what else came of it."""
-        if any(step.embeddings for step in sequences):
-            return self._step_with_embeddings(sequences, greedy, abort)
-        return self._step_of_ids(sequences, greedy, abort)
+        with self._rotated(sequences) as turns:
+            return self._run(self._batch(sequences, greedy, abort, turns), greedy)
 
-    def _step_with_embeddings(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, NativeBatch]:
-        """Compute a step in which some tokens have embeddings of their own.
+    @contextlib.contextmanager
+    def _rotated(self, sequences: Sequence[SequenceStep]) -> Iterator[npt.NDArray[np.int64] | None]:
+        """Set the rotary tables that a step needs, and yield the row in them of each token; None: its place.
 
-        The step reads a table of its own in place of the embedding, a row a token; it is no launched step, so
-        that no other reads one meanwhile. Raises NativeError for more tokens than the vocabulary has ids.
+        Positions on grids have tables of their own, a row a token. Such a step is no launched one, so that no
+        other reads tables meanwhile. Raises NativeError.
         """
-        given = given_embeddings(sequences)
-        ids = [token for step in sequences for token in step.token_ids]
-        if given is None or self._ahead or len(ids) > self._shape.vocab_size:
-            raise NativeError(f"a step of {len(ids)} tokens with embeddings of their own cannot be computed")
-        table = self.embedding_rows(ids)
-        hidden = self._shape.hidden_size
-        table[given[0]] = given[1][:, :hidden].float() / self._shape.embedding_scale
-        changed = GivenRows(_ends(sequences), RowsBehind.of(given, len(ids), hidden))
-        own = table.to(self._dtype)
-        numbered, begin = [], 0
-        for step in sequences:
-            end = begin + len(step.token_ids)
-            numbered.append(replace(step, token_ids=range(begin, end), embeddings=()))
-            begin = end
-        self._check(self._library.diptych_set_embedding(self._model, own.data_ptr()))
-        try:
-            return self._step_of_ids(numbered, greedy, abort, changed)
-        finally:
-            before = None if self._embedding is None else self._embedding.data_ptr()
-            self._check(self._library.diptych_set_embedding(self._model, before))
-
-    def _step_of_ids(
-        self,
-        sequences: Sequence[SequenceStep],
-        greedy: bytes,
-        abort: AbortWords | None,
-        given: GivenRows = GivenRows(),  # noqa: B008  # it is immutable
-    ) -> tuple[torch.Tensor, NativeBatch]:
-        if any(step.grid is not None for step in sequences):
-            return self._step_on_grids(sequences, greedy, abort, given)
-        self._reach(positions_of(sequences))
-        return self._run(self._batch(sequences, greedy, abort, _turns(sequences), given), greedy)
-
-    def _step_on_grids(
-        self,
-        sequences: Sequence[SequenceStep],
-        greedy: bytes,
-        abort: AbortWords | None,
-        given: GivenRows,
-    ) -> tuple[torch.Tensor, NativeBatch]:
-        """Compute a step some of whose tokens have three positions: by rotary tables of its own, a row a
-        token. It is no launched step, so that no other reads tables meanwhile.
-        """
+        if not on_grids(sequences):
+            self._reach(positions_of(sequences))
+            yield _turns(sequences)
+            return
         if self._ahead:
             raise NativeError("a step of positions on grids cannot follow launched ones")
         positions = torch.from_numpy(rotary_positions(sequences))
@@ -404,7 +375,7 @@ class NativeBackend:
         turns = np.arange(positions.shape[-1])
         self._set_rotations(own, len(turns))
         try:
-            return self._run(self._batch(sequences, greedy, abort, turns, given), greedy)
+            yield turns
         finally:
             self._set_rotations(self._rotary, self._positions)
 
@@ -414,7 +385,6 @@ class NativeBackend:
         greedy: bytes,
         abort: AbortWords | None,
         turns: npt.NDArray[np.int64] | None,
-        given: GivenRows = GivenRows(),  # noqa: B008  # it is immutable
         passing: Passing | None = None,
     ) -> NativeBatch:
         return native_batch(
@@ -423,12 +393,23 @@ class NativeBackend:
             abort,
             self._kept,
             turns,
-            given,
+            self._given_rows(sequences),
             hidden_size=self._hidden_size,
             taps=self._taps,
             passing=passing,
             view_offset=0 if self._share is None else self._share.view_offset(sequences[0].memory.layout),
         )
+
+    def _given_rows(self, sequences: Sequence[SequenceStep]) -> GivenRows:
+        """Return what tokens with embeddings of their own change in a step of this model or share."""
+        stage, hidden = None if self._share is None else self._share.stage, self._shape.hidden_size
+        given = given_embeddings(sequences) if stage is None else rows_of_stage(sequences, stage, hidden)
+        ends = _ends(sequences)
+        if given is None:
+            return GivenRows(ends)
+        tokens = sum(len(step.token_ids) for step in sequences)
+        images = ImageRows.of(given, tokens, hidden, self._dtype)
+        return GivenRows(ends, images, enter=stage is None or stage.is_first)
 
     def _run(self, batch: NativeBatch, greedy: bytes) -> tuple[torch.Tensor, NativeBatch]:
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
@@ -463,6 +444,11 @@ class NativeBackend:
         addresses = [native.Rotation(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in tables]
         array = (native.Rotation * len(tables))(*addresses)
         self._check(self._library.diptych_set_rotations(self._model, array, len(tables), count))
+
+
+def on_grids(sequences: Sequence[SequenceStep]) -> bool:
+    """Return whether some tokens of a step have three positions."""
+    return any(step.grid is not None for step in sequences)
 
 
 def _turns(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:

@@ -28,8 +28,10 @@ class Taps:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsBehind:
-    """Rows of images that the residual stream takes behind the first layers, one behind each (Qwen3-VL)."""
+class ImageRows:
+    """Rows of images: what the residual stream begins with for their tokens, and what it takes behind the
+    first layers, one row behind each (Qwen3-VL).
+    """
 
     layers: int
     places: array[int]
@@ -38,34 +40,40 @@ class RowsBehind:
     """Float32 `[rows, (1 + layers) * hidden]`: first the embedding, then those of the layers."""
 
     @classmethod
-    def of(cls, given: tuple[torch.Tensor, torch.Tensor], tokens: int, hidden_size: int) -> RowsBehind | None:
-        """Return them of what `given_embeddings` found in a step of so many tokens; None without any."""
+    def of(
+        cls, given: tuple[torch.Tensor, torch.Tensor], tokens: int, hidden_size: int, dtype: torch.dtype
+    ) -> ImageRows:
+        """Return them of what `given_embeddings` found in a step of so many tokens; embeddings are rounded as
+        those of the model, of type `dtype`.
+        """
         places, rows = given
-        layers = rows.shape[1] // hidden_size - 1
-        if not layers:
-            return None
         of_tokens = array("i", [-1]) * tokens
         for row, place in enumerate(places.tolist()):
             of_tokens[place] = row
-        return cls(layers, of_tokens, rows.float().contiguous())
+        exact = rows.float().contiguous()
+        exact = exact.clone() if exact.data_ptr() == rows.data_ptr() else exact
+        exact[:, :hidden_size] = exact[:, :hidden_size].to(dtype).float()
+        return cls(rows.shape[1] // hidden_size - 1, of_tokens, exact)
 
     @property
-    def address(self) -> int:
+    def behind(self) -> int:
         """Address of the first row's numbers behind the first layer."""
         hidden_size = self.rows.shape[1] // (1 + self.layers)
         return self.rows.data_ptr() + hidden_size * self.rows.itemsize
 
 
 class GivenRows(NamedTuple):
-    """Changes that tokens with embeddings of their own make to a step, beside these.
+    """Changes that tokens with embeddings of their own make to a step.
 
     Args:
         ends: the first positions that tokens do not see; None: those after their own.
-        behind: what the stream takes behind layers.
+        images: the rows of these tokens that this process takes.
+        enter: whether their embeddings begin the stream here; a later stage has them in the rows that enter.
     """
 
     ends: Sequence[int] | None = None
-    behind: RowsBehind | None = None
+    images: ImageRows | None = None
+    enter: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +153,9 @@ def native_batch(
         arrays["turns"] = array("i", turns.tolist())
     if given.ends is not None:
         arrays["ends"] = array("i", given.ends)
-    behind = given.behind
-    if behind is not None:
-        arrays["image_places"] = behind.places
+    images = given.images
+    if images is not None:
+        arrays["image_places"] = images.places
     if any(step.parents is not None for step in sequences):
         arrays["parents"] = array("i", [parent for step in sequences for parent in _parents(step)])
     hidden = None if hidden_size is None else torch.zeros((len(greedy), hidden_size))
@@ -164,10 +172,11 @@ def native_batch(
         hidden=None if hidden is None or not len(hidden) else hidden.data_ptr(),
         enters=None if passing is None or passing.enters is None else passing.enters.data_ptr(),
         leaves=None if passing is None or passing.leaves is None else passing.leaves.data_ptr(),
-        image_layers=0 if behind is None else behind.layers,
-        image_rows=0 if behind is None else len(behind.rows),
-        image_stride=0 if behind is None else behind.rows.shape[1],
-        images=None if behind is None else behind.address,
+        image_layers=0 if images is None else images.layers,
+        image_rows=0 if images is None else len(images.rows),
+        image_stride=0 if images is None else images.rows.shape[1],
+        images=None if images is None else images.behind,
+        embeddings=None if images is None or not given.enter else images.rows.data_ptr(),
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )

@@ -6,10 +6,10 @@ token that it is likeliest to give is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.engine.batch import SequenceStep
+from diptych.engine.batch import SequenceStep, StepOutput
 from diptych.engine.sampling import SampleRow, SamplingParams
 
 _DROPPED = SampleRow(SamplingParams(temperature=0.0), (), ())
@@ -47,3 +47,23 @@ def with_every_row(sequences: Sequence[SequenceStep], draws: Sequence[SampleRow 
 def has_every_row(sequences: Sequence[SequenceStep]) -> bool:
     """Return whether logits are wanted after each token of a step."""
     return all(step.logit_rows == len(step.token_ids) for step in sequences)
+
+
+def is_dropped(draw: SampleRow | None) -> bool:
+    """Return whether a row is there for its hidden row alone."""
+    return draw is _DROPPED
+
+
+def compute_every_row(
+    sequences: Sequence[SequenceStep],
+    draws: Sequence[SampleRow | None],
+    compute: Callable[[Sequence[SequenceStep], Sequence[SampleRow | None]], StepOutput],
+) -> StepOutput:
+    """Return the output of a step that `compute` computes with a hidden row for each token: what was asked
+    for, and all these rows as features.
+    """
+    wide = with_every_row(sequences, draws)
+    output = compute(wide.sequences, wide.draws)
+    assert output.hidden is not None
+    tokens = [output.tokens[row] for row in wide.asked]
+    return replace(output, tokens=tokens, hidden=output.hidden[list(wide.asked)])

@@ -17,11 +17,12 @@ from dataclasses import replace
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.native.backend import NativeBackend, on_grids
 from diptych.engine.backends.native.batch import Passing, positions_of
+from diptych.engine.backends.native.every_row import has_every_row, is_dropped
 from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
-from diptych.engine.parallel.pipeline import Links, receive, send
+from diptych.engine.parallel.pipeline import Links, receive, receive_with, send, send_with
 from diptych.engine.sampling import SampleRow
 
 _MOST_LAUNCHED = 2
@@ -50,6 +51,8 @@ class NativePartsBackend:
         self._links, self._stage, self._shape = links, share.stage, share.whole
         self._is_whole = share.stage.is_first and share.stage.is_last
         self._followed: deque[Launched] = deque()
+        self._taps: tuple[int, ...] | None = None
+        self._every_row = False
 
     @property
     def mixes_chunks(self) -> bool:
@@ -79,16 +82,51 @@ class NativePartsBackend:
         self._collect(leave=0)
         self._step.set_adapter(slot, prepared)
 
+    @property
+    def taps(self) -> tuple[int, ...] | None:
+        """Layers whose features outputs have beside hidden rows; None: outputs have neither."""
+        return self._taps
+
+    def give_hidden_rows(self) -> NativePartsBackend:
+        """See `HiddenRowsBackend.give_hidden_rows`: from the next step on."""
+        self._keep(())
+        return self
+
+    def give_features(self, layers: Sequence[int]) -> NativePartsBackend:
+        """See `FeatureBackend.give_features`: from the next step on. Raises ValueError as that of a whole
+        model does.
+        """
+        self._step.give_features(layers)
+        self._every_row = self._shape.num_layers in layers
+        self._taps = None  # the step has all layers for its own yet
+        self._keep(() if self._every_row else layers)
+        return self
+
+    def _keep(self, taps: Sequence[int] | None) -> None:
+        """Have this rank's steps keep what outputs are to have, those of its own layers."""
+        if taps is None or tuple(taps) == self._taps:
+            return
+        self._taps, own = tuple(taps), self._stage.layers
+        self._step.tap([tap - own.start for tap in taps if tap in own])
+        if self._links.leads if self._is_whole else self._stage.is_last and self._links.home is not None:
+            self._step.give_hidden_rows()
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        return self._step.lacks_trees()
+
+    def widens(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Return whether a step is to be computed with a row of logits for each token (every_row.py)."""
+        return self._every_row and not has_every_row(sequences)
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`: once all sequences are aborted every rank of
         its stage stops before the same layer. Before that, the other ranks write one that is aborted.
         """
         if self._is_whole:
             return self._step.forward(sequences, abort)
-        logits = self._forward_stage(sequences, abort)
-        if abort is not None and abort.all_aborted():
-            logits.fill_(torch.nan)  # the other stages computed with what there was
-        return logits
+        rows = sum(step.logit_rows for step in sequences)
+        return self._forward_stage(sequences, abort, bytes(rows), self._taps).logits
 
     def forward_and_sample(
         self,
@@ -97,9 +135,18 @@ class NativePartsBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`. The stages of a pipeline give the logits of all rows."""
-        if not self._is_whole:
-            return StepOutput.logits_only(self.forward(sequences, abort))
-        return self._step.forward_and_sample(sequences, rows, abort)
+        if self._is_whole:
+            return self._step.forward_and_sample(sequences, rows, abort)
+        output = self._forward_stage(sequences, abort, self.greedy(rows), self._taps)
+        return replace(output, features=output.hidden) if self._every_row else output
+
+    def greedy(self, rows: Sequence[SampleRow | None]) -> bytes:
+        """Return a byte for each row of a step's logits, 1 where its likeliest token is wanted: by the stages
+        of a pipeline where the row is dropped.
+        """
+        if self._is_whole:
+            return bytes([row is not None and self.samples_on_device(row) for row in rows])
+        return bytes(map(is_dropped, rows))
 
     def samples_on_device(self, row: SampleRow) -> bool:
         """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
@@ -120,41 +167,79 @@ class NativePartsBackend:
             return None
         return self._step.launch(sequences, rows, abort)
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
+    def follow(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, taps: Sequence[int] | None = None
+    ) -> bool:
         """Begin this rank's share of a step of rank 0's, after those that were begun before.
 
-        `greedy` has a byte for each row of logits, 1 where its likeliest token is wanted. Returns while the
-        step is computed, once the one before the last is; in a pipeline when it is over. False: rank 0 waits
-        for no word of its end. Raises NativeError, GroupBroken.
+        `greedy` has a byte for each row of logits, 1 where its likeliest token is wanted; `taps` are those of
+        rank 0. Returns while the step is computed, once the one before the last is; in a pipeline when it is
+        over. False: rank 0 waits for no word of its end. Raises NativeError, GroupBroken.
         """
+        self._keep(taps)
         if not self._is_whole:
-            self._forward_stage(sequences, None)
+            self._forward_stage(sequences, None, greedy, taps)
             return False
-        beyond = positions_of(sequences) > self._step.positions
-        self._collect(leave=0 if beyond else _MOST_LAUNCHED - 1)
-        self._followed.append(self._step.follow(sequences, greedy))
+        alone = on_grids(sequences) or positions_of(sequences) > self._step.positions
+        self._collect(leave=0 if alone else _MOST_LAUNCHED - 1)
+        if (launched := self._step.follow(sequences, greedy)) is not None:
+            self._followed.append(launched)
         return False
 
     def _collect(self, leave: int) -> None:
         while len(self._followed) > leave:
             self._followed.popleft().collect()
 
-    def _forward_stage(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
-        """Compute this stage's layers; return the logits on the group's first process."""
-        links, rows = self._links, sum(step.logit_rows for step in sequences)
-        like = torch.zeros((sum(len(step.token_ids) for step in sequences), self._shape.hidden_size))
-        passing = Passing(
-            enters=None if links.before is None else receive(links.before, like),
-            leaves=None if self._stage.is_last else torch.zeros_like(like),
-        )
+    def _forward_stage(
+        self,
+        sequences: Sequence[SequenceStep],
+        abort: AbortWords | None,
+        greedy: bytes,
+        taps: Sequence[int] | None,
+    ) -> StepOutput:
+        """Compute this stage's layers; return the output on the group's first process."""
+        links, own, width = self._links, self._stage.layers, self._shape.hidden_size
+        like = torch.zeros((sum(len(step.token_ids) for step in sequences), width))
+        enters: torch.Tensor | None = None
+        features: dict[int, torch.Tensor] = {}
+        if links.before is not None:
+            before = [tap for tap in taps or () if tap < own.start]
+            enters, features = receive_with(links.before, like, before)
+        passing = Passing(enters, None if self._stage.is_last else torch.zeros_like(like))
         if passing.leaves is not None:
             sequences = [replace(step, wants_logits=False) for step in sequences]
-        logits = self._step.forward_stage(sequences, passing, abort)
+        asked = greedy if self._stage.is_last else b""
+        logits, batch = self._step.forward_stage(sequences, asked, passing, abort)
+        if taps and batch.features is not None:
+            here = [tap for tap in taps if tap in own]
+            features |= zip(here, batch.features.split(width, dim=1), strict=True)
         if links.after is not None and passing.leaves is not None:
-            send(links.after, passing.leaves)  # even if the step has ended: the next stage waits for it
-        if links.home is None:
-            return logits
+            send_with(links.after, passing.leaves, features)  # even if the step has ended: the next one waits
         if self._stage.is_last:
-            send(links.home, logits)
-            return logits
-        return receive(links.home, torch.zeros((rows, self._shape.vocab_size)))
+            tapped = torch.cat([features[tap] for tap in taps], dim=1) if taps else None
+            return self._send_home(StepOutput([None] * len(greedy), logits, batch.hidden, tapped), taps)
+        output = self._from_home(greedy, taps, len(like))
+        if abort is not None and abort.all_aborted():
+            output.logits.fill_(torch.nan)  # the other stages computed with what there was
+        return output
+
+    def _send_home(self, output: StepOutput, taps: Sequence[int] | None) -> StepOutput:
+        """Send the output of the last stage to rank 0, from the first rank that has it."""
+        if (home := self._links.home) is not None:
+            send(home, output.logits)
+            if taps is not None and output.hidden is not None:
+                send(home, output.hidden)
+            if output.features is not None:
+                send(home, output.features)
+        return output
+
+    def _from_home(self, greedy: bytes, taps: Sequence[int] | None, tokens: int) -> StepOutput:
+        """Return the output of the last stage on rank 0; what other ranks return is not looked at."""
+        rows, vocab, width = len(greedy), self._shape.vocab_size, self._shape.hidden_size
+        logits = torch.zeros((greedy.count(0), vocab))
+        if (home := self._links.home) is None:
+            return StepOutput([None] * rows, logits)
+        logits = receive(home, logits)
+        hidden = None if taps is None else receive(home, torch.zeros((rows, width)))
+        tapped = receive(home, torch.zeros((tokens, len(taps) * width))) if taps else None
+        return StepOutput([None] * rows, logits, hidden, tapped)

@@ -13,12 +13,12 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
+from diptych.engine.backends.torch.hidden_rows import HiddenRows
 from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.backends.torch.row_groups import attention_of, group_tables
 from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.sampling import SampleRow
 from diptych.engine.weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -89,17 +89,13 @@ class TorchBackend:
         """See `Backend.forward`; rows of aborted sequences are NaN, and of those that found other recurrent
         states than those before them.
         """
-        return self.forward_with_hidden(sequences, abort)[0]
+        return self.forward_with_features(sequences, abort, None).logits
 
-    def forward_with_hidden(
-        self,
-        sequences: Sequence[SequenceStep],
-        abort: AbortWords | None,
-        taps: dict[int, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what `forward` does, and the float32 rows `[rows, hidden]` behind the final norm, if not all
-        sequences were aborted. `taps` as in `Decoder.forward`.
-        """
+    def forward_with_features(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None, taps: Sequence[int] | None
+    ) -> StepOutput:
+        """See `WithFeatures.forward_with_features`."""
+        kept = dict.fromkeys(taps or (), torch.empty(0))
         with torch.inference_mode():
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             tables = group_tables(sequences)
@@ -123,14 +119,14 @@ class TorchBackend:
             given = given_embeddings(sequences)
             adapters = self._adapters.of_step(sequences)
             normed = self._decoder.forward(
-                tokens, positions, last, attend, wanted, adapters, given, taps, recur
+                tokens, positions, last, attend, wanted, adapters, given, kept, recur
             )
             logits = None if normed is None else self._decoder.logits(normed)
             stale = [] if states is None or logits is None else states.finish(abort)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None or normed is None:
-                return torch.full((len(last), self._shape.vocab_size), torch.nan), None
+                return StepOutput.logits_only(torch.full((len(last), self._shape.vocab_size), torch.nan))
             logits = logits.cpu()
             if abort is not None or stale:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
@@ -138,31 +134,10 @@ class TorchBackend:
                 logits[[aborted[i] or i in stale for i in owners]] = torch.nan
             if stale:
                 _LOG.error("rows %s of a step read recurrent states that are not those before them", stale)
-            return logits, normed.float().cpu()
-
-
-class HiddenRows:
-    """A torch backend whose outputs have hidden rows, and the inputs of some layers. It samples nothing."""
-
-    def __init__(self, backend: TorchBackend, layers: Sequence[int] = ()) -> None:
-        self._backend = backend
-        self._layers = layers
-        self.set_threads = backend.set_threads
-        self.forward = backend.forward
-
-    def forward_and_sample(
-        self,
-        sequences: Sequence[SequenceStep],
-        rows: Sequence[SampleRow | None],
-        abort: AbortWords | None,
-    ) -> StepOutput:
-        """See `SamplingBackend.forward_and_sample`."""
-        taps = dict.fromkeys(self._layers, torch.empty(0))
-        logits, hidden = self._backend.forward_with_hidden(sequences, abort, taps)
-        features = None
-        if self._layers and hidden is not None:
-            features = torch.cat([taps[layer] for layer in self._layers], dim=-1).float().cpu()
-        return StepOutput([None] * len(logits), logits, hidden, features)
+            if taps is None:
+                return StepOutput.logits_only(logits)
+            features = torch.cat([kept[tap] for tap in taps], dim=-1).float().cpu() if taps else None
+            return StepOutput([None] * len(logits), logits, normed.float().cpu(), features)
 
 
 def on_device(record: Any, device: torch.device) -> Any:

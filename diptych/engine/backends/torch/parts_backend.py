@@ -18,14 +18,16 @@ from diptych.engine.adapters.part_adapter import part_adapters
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.backend import flatten, on_device
 from diptych.engine.backends.torch.decoder import Attend
-from diptych.engine.backends.torch.parts_decoder import PartsDecoder
+from diptych.engine.backends.torch.hidden_rows import HiddenRows
+from diptych.engine.backends.torch.parts_decoder import PartsDecoder, PartsStep
 from diptych.engine.backends.torch.row_groups import Chunk, Decodes, ScoreRule, group_rows
-from diptych.engine.backends.torch.supports import lacks_adapters
-from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
+from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.pipeline import Links
+from diptych.engine.parallel.stage_images import rows_of_stage
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.weights import Weights
@@ -54,7 +56,8 @@ class PartsBackend:
         """
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
-        self._leads, self._is_alone, self._layers = links.leads, links.is_alone, stage.layers
+        self._leads, self._is_alone = links.leads, links.is_alone
+        self._stage, self._layers = stage, stage.layers
         self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
         self._decoder = PartsDecoder(shape, parts, weights, links, stage)
@@ -85,21 +88,36 @@ class PartsBackend:
         for number, adapters in enumerate(self._adapters):
             adapters.set(slot, None if prepared is None else prepared[number])
 
+    def give_hidden_rows(self) -> HiddenRows:
+        """See `HiddenRowsBackend.give_hidden_rows`."""
+        return HiddenRows(self)
+
+    def give_features(self, layers: Sequence[int]) -> HiddenRows:
+        """See `FeatureBackend.give_features`."""
+        return HiddenRows(self, layers)
+
+    def lacks_trees(self) -> str | None:
+        """See `TreeBackend.lacks_trees`."""
+        return lacks_trees(self._shape)
+
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
 
         The words are read between layers to end a step that no sequence wants any more. Else a sequence that
         is aborted is written to the end of the step, and its rows are NaN.
         """
+        return self.forward_with_features(sequences, abort, None).logits
+
+    def forward_with_features(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None, taps: Sequence[int] | None
+    ) -> StepOutput:
+        """Return what `forward` does, and what `PartsStep.taps` asks for if not all sequences were aborted;
+        every rank is asked for the same.
+        """
         if self._is_alone:
             self._stop_word.reset()  # in a group rank 0 does, before it sends the plan
         with torch.inference_mode():
-            tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
-            groups = group_rows(sequences)
-            attends = [
-                self._attention([self._view(group, part.kv_heads) for group in groups], rules)
-                for part, rules in zip(self._decoder.own, self._rules, strict=True)
-            ]
+            step = self._step_of(sequences, taps)
 
             def wanted(layer: int) -> bool:
                 if abort is not None and abort.all_aborted():
@@ -109,25 +127,38 @@ class PartsBackend:
             def finished() -> bool:
                 return not self._stop_word.stops(self._shape.num_layers - 1)
 
-            changes = [adapters.of_step(sequences) for adapters in self._adapters]
-            logits = self._decoder.forward(tokens, positions, last, attends, changes, wanted, finished)
+            output = self._decoder.forward(step, wanted, finished)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
-            if logits is None:
-                rows = len(last) if self._leads else 0  # what other ranks return is not looked at
-                return torch.full((rows, self._shape.vocab_size), torch.nan)
-            logits = logits.cpu()
+            if output is None:
+                rows = len(step.last) if self._leads else 0  # what other ranks return is not looked at
+                return StepOutput.logits_only(torch.full((rows, self._shape.vocab_size), torch.nan))
+            logits = output.logits.cpu()
             if abort is not None:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
                 logits[[abort.is_aborted(i) for i in owners]] = torch.nan
-            return logits
+            hidden, features = _to_host(output.hidden), _to_host(output.features)
+            return StepOutput([None] * len(logits), logits, hidden, features)
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> bool:
+    def follow(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, taps: Sequence[int] | None = None
+    ) -> bool:
         """Compute this rank's share of a step of rank 0's, and return True: rank 0 waits for a word that it
         is over. Raises GroupBroken.
         """
-        self.forward(sequences, None)
+        self.forward_with_features(sequences, None, taps)
         return True
+
+    def _step_of(self, sequences: Sequence[SequenceStep], taps: Sequence[int] | None) -> PartsStep:
+        tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
+        groups = group_rows(sequences)
+        attends = [
+            self._attention([self._view(group, part.kv_heads) for group in groups], rules)
+            for part, rules in zip(self._decoder.own, self._rules, strict=True)
+        ]
+        changes = [adapters.of_step(sequences) for adapters in self._adapters]
+        given = rows_of_stage(sequences, self._stage, self._shape.hidden_size)
+        return PartsStep(tokens, positions, last, attends, changes, given, taps)
 
     def _view(self, group: Chunk | Decodes, kv_heads: range) -> Chunk | Decodes:
         """Return a group with a view of the stage's layers and of these KV heads of all blocks."""
@@ -154,3 +185,7 @@ class PartsBackend:
             return mixed
 
         return attend
+
+
+def _to_host(rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None else rows.float().cpu()

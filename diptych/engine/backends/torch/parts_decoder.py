@@ -14,6 +14,7 @@ A rank of a pipeline has the layers of its stage. Numbers of layers are the stag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -23,12 +24,43 @@ from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Proje
 from diptych.engine.backends.torch.expert_rows import ExpertRows
 from diptych.engine.backends.torch.fused_layer import FusedLayer
 from diptych.engine.backends.torch.part_sums import PartSums
+from diptych.engine.batch import rows_after
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
-from diptych.engine.parallel.pipeline import Links, receive, send
+from diptych.engine.parallel.pipeline import Links, receive, receive_with, send, send_with
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.vocab_shares import VocabShares
 from diptych.engine.weights import Weights
+
+
+@dataclass(frozen=True)
+class PartsStep:
+    """A step as a rank computes it."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+    """Rows of the step after which logits are wanted."""
+    attends: Sequence[Attend]
+    """Attention of each own part."""
+    changes: Sequence[StepAdapters | None]
+    """Shares of the step's adapters that the own parts have."""
+    given: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Rows of images, as `rows_of_stage` returns them."""
+    taps: Sequence[int] | None = None
+    """Layers of the model whose features are wanted, and hidden rows with them; see `Decoder.forward`."""
+
+
+@dataclass
+class PartsOutput:
+    """Results of a step on rank 0."""
+
+    logits: torch.Tensor
+    """Float32 `[len(last), vocab]`."""
+    hidden: torch.Tensor | None = None
+    """The rows `[len(last), H]` behind the final norm, where they are wanted."""
+    features: torch.Tensor | None = None
+    """`[T, taps * H]`, the residual stream before each tapped layer."""
 
 
 class PartsDecoder:
@@ -57,41 +89,34 @@ class PartsDecoder:
         )
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        last: torch.Tensor,
-        attends: Sequence[Attend],
-        changes: Sequence[StepAdapters | None],
-        wanted: Callable[[int], bool],
-        finished: Callable[[], bool],
-    ) -> torch.Tensor | None:
-        """Return float32 logits `[len(last), vocab]` of the rows `last` of the step; None on other ranks.
+        self, step: PartsStep, wanted: Callable[[int], bool], finished: Callable[[], bool]
+    ) -> PartsOutput | None:
+        """Return logits of the rows `step.last` of the step, and what else it wants; None on other ranks.
 
         Args:
-            attends: attention of each own part.
-            changes: each own part's share of the step's adapters.
             wanted: asked before every layer of the stage, by its number in the model; it answers all ranks of
                 the stage alike.
             finished: asked after them whether all layers of the model are computed; it answers all ranks
                 alike. None is returned where they are not.
         """
-        lead = self.decoders[0]  # norms are the same in all
-        angles, growth = lead.angles(positions), lead.growth(positions)
-        x_TH = self._received(tokens)
+        lead, first = self.decoders[0], self._stage.layers.start  # norms are the same in all
+        angles, growth = lead.angles(step.positions), lead.growth(step.positions)
+        x_TH, features = self._entering(step)
         for index in range(len(lead.layers)):
-            if not wanted(self._stage.layers.start + index):
+            if not wanted(first + index):
                 break
-            x_TH = self._layer(index, x_TH, angles, growth, attends, changes)
+            if step.taps is not None and first + index in step.taps:
+                features[first + index] = x_TH
+            x_TH = self._layer(index, x_TH, angles, growth, step.attends, step.changes)
+            if (deep := rows_after(step.given, index, x_TH.shape[1])) is not None:
+                x_TH = x_TH.index_add(0, deep[0].to(x_TH.device), deep[1].to(x_TH))
         if self._links.after is not None:
-            send(self._links.after, x_TH)  # even if the step has ended: the next stage waits for it
+            # Even if the step has ended: the next stage waits for it.
+            kept = {tap: features.get(tap, x_TH) for tap in _taps_before(step, self._stage.layers.stop)}
+            send_with(self._links.after, x_TH, kept)
         if not finished():
             return None
-        logits = None
-        if self._stage.is_last:
-            x_TH = lead.norm(x_TH[last], lead.final_norm, lead.final_norm_bias)
-            logits = self._all_logits(x_TH)
-        return self._at_home(logits, len(last))
+        return self._at_home(step, self._ended(step, x_TH, features))
 
     def _layer(
         self,
@@ -199,22 +224,50 @@ class PartsDecoder:
         )
         return means[0][:, None], means[1][:, None]
 
-    def _received(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the hidden rows that enter the stage's first layer."""
-        if self._links.before is None:
-            return self._embedded(tokens)
-        width, dtype = self._shape.hidden_size, self.decoders[0].dtype
-        like = torch.zeros((len(tokens), width), dtype=dtype, device=self._device)
-        return receive(self._links.before, like)
+    def _entering(self, step: PartsStep) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Return the hidden rows that enter the stage's first layer, and the features of layers before it."""
+        if self._links.before is not None:
+            width, dtype = self._shape.hidden_size, self.decoders[0].dtype
+            like = torch.zeros((len(step.tokens), width), dtype=dtype, device=self._device)
+            return receive_with(self._links.before, like, _taps_before(step, self._stage.layers.start))
+        x_TH = self._embedded(step.tokens)
+        if step.given is not None:
+            places, rows = step.given
+            x_TH[places.to(x_TH.device)] = rows[:, : x_TH.shape[1]].to(x_TH)
+        return x_TH, {}
 
-    def _at_home(self, logits: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-        """Return the last stage's logits on rank 0."""
-        if (home := self._links.home) is None:
-            return logits
-        if logits is not None:
-            send(home, logits)
+    def _ended(
+        self, step: PartsStep, x_TH: torch.Tensor, features: dict[int, torch.Tensor]
+    ) -> PartsOutput | None:
+        """Return what the last stage makes of its last layer's output on its first rank."""
+        if not self._stage.is_last:
             return None
-        return receive(home, torch.zeros((rows, self._shape.vocab_size), device=self._device))
+        lead, layers = self.decoders[0], self._stage.of_layers
+        normed = lead.norm(x_TH[step.last], lead.final_norm, lead.final_norm_bias)
+        logits = self._all_logits(normed)
+        if logits is None or step.taps is None:
+            return None if logits is None else PartsOutput(logits)
+        if layers in step.taps:
+            features[layers] = lead.norm(x_TH, lead.final_norm, lead.final_norm_bias)
+        tapped = torch.cat([features[tap] for tap in step.taps], dim=1) if step.taps else None
+        return PartsOutput(logits, normed, tapped)
+
+    def _at_home(self, step: PartsStep, output: PartsOutput | None) -> PartsOutput | None:
+        """Return the last stage's output on rank 0."""
+        if (home := self._links.home) is None:
+            return output
+        if output is not None:
+            for numbers in (output.logits, output.hidden, output.features):
+                if numbers is not None:
+                    send(home, numbers)
+            return None
+        width, rows, dtype = self._shape.hidden_size, len(step.last), self.decoders[0].dtype
+        logits = receive(home, torch.zeros((rows, self._shape.vocab_size), device=self._device))
+        if step.taps is None:
+            return PartsOutput(logits)
+        hidden = receive(home, torch.zeros((rows, width), dtype=dtype, device=self._device))
+        like = torch.zeros((len(step.tokens), len(step.taps) * width), dtype=dtype, device=self._device)
+        return PartsOutput(logits, hidden, receive(home, like) if step.taps else None)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of `tokens`, each as the rank that holds it has it."""
@@ -231,3 +284,7 @@ class PartsDecoder:
         return self._vocab.gather_logits(
             torch.cat([decoder.logits(x_TH) for decoder in self.decoders], dim=1)
         )
+
+
+def _taps_before(step: PartsStep, layer: int) -> list[int]:
+    return [tap for tap in step.taps or () if tap < layer]

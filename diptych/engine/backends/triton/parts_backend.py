@@ -159,8 +159,10 @@ class TritonPartsBackend:
         """Return whether a step was recorded, the same on every rank: it ends without a word between them."""
         return self._step.launches(sequences)
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
-        """Compute this rank's share of a step of rank 0's, after those that came before.
+    def follow(
+        self, sequences: Sequence[SequenceStep], greedy: bytes = b"", taps: Sequence[int] | None = None
+    ) -> bool:
+        """Compute this rank's share of a step of rank 0's, after those that came before; `taps` are None.
 
         A recorded step is launched, once the one before the last is over; another is over at the return, and
         only then is True returned: rank 0 waits for a word of it. Raises GroupBroken.

@@ -38,9 +38,14 @@ class PartsEnds:
         self._vocab = VocabShares(parts, ranks, weights.device)
         self._scale = embedding_scale(shape, weights.dtype)
 
-    def enter(self, tokens: torch.Tensor, buffers: PartsActivations) -> None:
-        """Write what enters the stage's first layer into the residual: embeddings of `tokens [T]`, or the
-        rows of the stage before. Raises GroupBroken.
+    def enter(
+        self,
+        tokens: torch.Tensor,
+        buffers: PartsActivations,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Write what enters the stage's first layer into the residual: embeddings of `tokens [T]` and in the
+        `given` places rows of images (`rows_of_stage`), or the rows of the stage before. Raises GroupBroken.
         """
         residual = buffers.residual
         if self._links.before is not None:
@@ -54,6 +59,9 @@ class PartsEnds:
         residual.copy_(self._vocab.gather_embedded(tokens, own_TH))
         if self._scale != 1.0:
             residual.mul_(self._scale)
+        if given is not None:
+            places, rows = given
+            residual[places.to(residual.device)] = rows[:, : residual.shape[1]].to(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[rows, vocab]` of rows of `hidden` on the process that leads, None on the
@@ -78,3 +86,10 @@ class PartsEnds:
     def _of_part(self, half: LayerHalves, vocab: range, hidden: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(hidden), len(vocab)), dtype=torch.float32, device=hidden.device)
         return finished_logits(self._shape, half.products.head(hidden, out=out))
+
+
+def add_rows(residual: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Add rows of images to their places in the residual `[T, hidden]`, if there are any."""
+    if given is not None:
+        places, rows = given
+        residual[places.to(residual.device)] += rows.to(residual)

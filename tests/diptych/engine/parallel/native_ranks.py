@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from diptych.engine.backends.native.backend import on_grids
 from diptych.engine.backends.native.parts_backend import NativePartsBackend
 from diptych.engine.backends.native.share import Share
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
@@ -66,10 +67,23 @@ class NativeGroup:
         """Compute a step of all ranks; return its logits."""
         self.follow(sequences, bytes(sum(step.logit_rows for step in sequences)))
         logits = self.backends[0].forward(sequences, abort)
+        self.wait()
+        return logits
+
+    def forward_planned(
+        self, sequences: Sequence[SequenceStep], planned: Sequence[SequenceStep]
+    ) -> torch.Tensor:
+        """Compute a step whose other ranks have it as `planned`; return its logits."""
+        self.follow(planned, bytes(sum(step.logit_rows for step in sequences)))
+        logits = self.backends[0].forward(sequences, None)
+        self.wait()
+        return logits
+
+    def wait(self) -> None:
+        """Wait for the other stages of a pipeline."""
         for followed in self._followed:
             followed.result()
         self._followed.clear()
-        return logits
 
     def sample(self, sequences: Sequence[SequenceStep], rows: Sequence[SampleRow | None]) -> StepOutput:
         """Compute a step and sample what the backend samples."""
@@ -85,9 +99,10 @@ class NativeGroup:
 
     def follow(self, sequences: Sequence[SequenceStep], greedy: bytes) -> None:
         for backend in self.backends[1:]:
-            if backend.samples_on_device(SampleRow(SamplingParams(temperature=0.0), (), ())):
+            launches = backend.samples_on_device(SampleRow(SamplingParams(temperature=0.0), (), ()))
+            if launches and not on_grids(sequences):
                 backend.follow(sequences, greedy)
-            else:  # of a pipeline: it waits for other stages
+            else:  # it waits for other stages, or for the step's end
                 self._followed.append(self._threads.submit(backend.follow, sequences, greedy))
 
     def step(self, memory: KVMemory, start: int, tokens: Sequence[int], trailing: int = 1) -> torch.Tensor:

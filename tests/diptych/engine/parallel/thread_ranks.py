@@ -131,6 +131,12 @@ class ThreadGroup:
         """Compute a step of all ranks; return its logits."""
         return self._forward([sequences] * len(self.backends))
 
+    def forward_planned(
+        self, sequences: Sequence[SequenceStep], planned: Sequence[SequenceStep]
+    ) -> torch.Tensor:
+        """Compute a step whose other ranks have it as `planned`; return its logits."""
+        return self._forward([sequences, *[planned] * (len(self.backends) - 1)])
+
     def _forward(self, of_ranks: Sequence[Sequence[SequenceStep]]) -> torch.Tensor:
         self.stop_word.reset()
         with ThreadPoolExecutor(len(self.backends)) as threads:
