@@ -173,7 +173,14 @@ class IpcByRankReceiver:
             self._keep(self._check(known, ref, first, tuple(blocks)))
 
     def link_lost(self, writer: WriterId) -> None:
-        """Do nothing: a broken stream proves nothing, processes may still write."""
+        """Forget a writer of which no process maps anything.
+
+        Of any other a broken stream proves nothing: processes may still write. A process that registers by an
+        earlier welcome's token is never noted, and so never hears that it is registered.
+        """
+        known = self._find(writer)
+        if known is not None and not known.live:
+            del self._writers[known.number]
 
     async def close(self) -> None:
         """Stop listening and forget the writers; the other ranks end with this process."""
