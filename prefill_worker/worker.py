@@ -89,6 +89,8 @@ class PrefillWorker:
             most,
         )
         log_plan(engine, self._scratch_plan.blocks)
+        if engine.group is not None:
+            engine.group.measure_memory(engine.layout, self._scratch_plan.blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
         engine.count_work(self._metrics.count_work)
         transports = self._scratch_plan.transports

@@ -234,6 +234,9 @@ class ShareGroup:
         shares = [rank.memories.own for rank in self.ranks if rank.memories.own is not None]
         return sum(len(own.arrivals._staged) for own in shares if own.arrivals is not None)
 
+    def measure_memory(self, layout: KVLayout, num_blocks: int) -> None:
+        """Do nothing: hosts here have no memory to measure."""
+
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """Raise TransportError: such groups hand off by tcp."""
         raise TransportError("these ranks map no pool")

@@ -4,8 +4,8 @@ plans    StepPlan; where torch computes, and in a step of the Triton backend tha
          with an empty message when the rank has written its share. Recordings are answered so when made;
          PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks, LoadAdapter and DropMemory, of which all but the last are answered: with None,
-         CountBlocks with a number, or with RankFailed
+         CountBlocks, MeasureMemory, LoadAdapter and DropMemory, of which all but the last are answered: with
+         None, CountBlocks with a number, MeasureMemory with a RankMemory, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -163,11 +163,20 @@ class PrepareDecode:
 
 
 @dataclass(frozen=True)
-class RecordPrompts:
-    """Order to record prompt steps of up to `most_tokens` tokens over memories of `layout`."""
+class PlanPrompts:
+    """Order to take the buffers of recorded prompt steps of up to `most_tokens` tokens over memories of
+    `layout`.
+    """
 
     layout: KVLayout
     most_tokens: int
+
+
+@dataclass(frozen=True)
+class RecordPrompt:
+    """Order to make one of the recordings that were planned: every rank makes those that rank 0 asks for."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,14 @@ class CountBlocks:
     utilization: float
     recordings: int
     temporaries: int
+
+
+@dataclass(frozen=True)
+class MeasureMemory:
+    """Question for what this rank's memory is taken by, where its worker has `num_blocks` blocks."""
+
+    layout: KVLayout
+    num_blocks: int
 
 
 @dataclass(frozen=True)
@@ -346,8 +363,17 @@ class UnmapTargets:
     channel: int
 
 
-Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | LoadAdapter
-Recording = PlanDecode | PrepareDecode | RecordPrompts
+Order = (
+    StartRank
+    | MapFile
+    | AllocateShare
+    | RegisterPool
+    | CountBlocks
+    | MeasureMemory
+    | DropMemory
+    | LoadAdapter
+)
+Recording = PlanDecode | PrepareDecode | PlanPrompts | RecordPrompt
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
 Planned = StepPlan | Recording | AdapterOrder | BlockOrder

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
 from diptych.engine.parallel.kv_routes import Holders
@@ -54,6 +54,7 @@ from diptych.worker_process.group.orders import (
     StartRank,
 )
 from diptych.worker_process.group.rank_devices import rank_devices
+from diptych.worker_process.group.rank_memory import RankMemory
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Ends, Joined, Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
@@ -118,6 +119,8 @@ class RankGroup:
         """See `WriterRanks.holders`; known once all ranks have joined."""
         self.weight_bytes: Sequence[int] = [0] * grid.size
         """Bytes of the weights of each process, this one first; 0 until they are loaded."""
+        self.rank_memory: Sequence[RankMemory] = ()
+        """What the memory of each process is taken by, this one first; none until the blocks are known."""
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd) if other_hosts is None else RunToEnd()
         self.stop_word.reset()
@@ -225,6 +228,14 @@ class RankGroup:
                 raise RankCannotStart(f"rank {number}: {answer.why}")
             sizes.append(answer.weight_bytes)
         return sizes
+
+    def measure_memory(self, layout: KVLayout, num_blocks: int) -> None:
+        """Note and log what each rank's memory is taken by, where this worker has `num_blocks` blocks.
+
+        Blocks, so not on the event loop of a worker that serves. Raises GroupBroken.
+        """
+        self.rank_memory = self.memories.measure(layout, num_blocks, self.weight_bytes[0])
+        _log.info("memory of rank 0 in %s", self.rank_memory[0].describe())
 
     def sums_of(self, number: int) -> int:
         """Return the file in memory in which the ranks of a process' stage exchange sums in a native step;

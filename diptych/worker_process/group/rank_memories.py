@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from diptych.engine.device import free_pool_bytes
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.log_format import OneLineFormatter
 from diptych.runtime.nonblocking_stderr import NonblockingStream
@@ -23,11 +23,13 @@ from diptych.worker_process.group.orders import (
     DropMemory,
     LoadAdapter,
     MapFile,
+    MeasureMemory,
     Order,
     RankFailed,
     RegisterPool,
 )
 from diptych.worker_process.group.rank_adapters import RankAdapters
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
 from kvtransfer.transports.base import CPU, TransportError, host_id
 from kvtransfer.transports.fd_passing import register_blocking
 from kvtransfer.transports.memory_mapping import HostMapping
@@ -52,6 +54,7 @@ class Memories:
         share: this rank's share of each block, where it has memories of its own.
         device: device of these.
         prefault: whether mapped blocks take their pages at once.
+        weights: bytes of this rank's weights.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Memories:
         device: torch.device = CPU,
         *,
         prefault: bool = True,
+        weights: int = 0,
     ) -> None:
         self._control, self._share, self._prefault = control, share, prefault
+        self._weights = weights
         self.device = device
         self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
@@ -96,7 +101,16 @@ class Memories:
         if (fd := self._files.pop(number, None)) is not None:
             close(fd)
 
-    def _carry_out(self, order: Order) -> int | RankFailed | None:
+    def _measure(self, layout: KVLayout, num_blocks: int) -> RankMemory:
+        """Return what this rank's memory is taken by, and log it."""
+        a_block = 0 if self._share is None else self._share.narrow(layout).bytes_per_block
+        own = [self.mapped[number] for number in self._files]
+        allocated = sum(memory.data.nbytes for memory in own)
+        found = measure_rank(self.device, self._weights, a_block * num_blocks, allocated)
+        _log.info("memory in %s", found.describe())
+        return found
+
+    def _carry_out(self, order: Order) -> int | RankMemory | RankFailed | None:
         try:
             match order:
                 case MapFile(number, layout, num_blocks):
@@ -109,6 +123,8 @@ class Memories:
                 case CountBlocks(layout, utilization, recordings, temporaries) if self._share is not None:
                     room = free_pool_bytes(self.device, utilization, recordings, temporaries)
                     return room // self._share.narrow(layout).bytes_per_block
+                case MeasureMemory(layout, num_blocks):
+                    return self._measure(layout, num_blocks)
                 case RegisterPool(number, welcome):
                     self.mapped[number] = register_blocking(
                         welcome,

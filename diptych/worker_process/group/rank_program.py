@@ -50,7 +50,14 @@ def main(argv: Sequence[str]) -> None:
         raise
     control.send(RankReady(loaded.weight_bytes))
     adapters = RankAdapters(loaded.backend)
-    memories = Memories(control, adapters, share, device, prefault=not order.across_hosts)
+    memories = Memories(
+        control,
+        adapters,
+        share,
+        device,
+        prefault=not order.across_hosts,
+        weights=loaded.weight_bytes,
+    )
     if order.holder:
         serve_holder(ends, order, loaded, memories, adapters)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()

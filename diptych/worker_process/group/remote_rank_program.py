@@ -68,7 +68,8 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
     control.send(RankReady(loaded.weight_bytes))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)
     adapters = RankAdapters(loaded.backend)
-    serve_holder(ends, order, loaded, Memories(control, adapters, share, device), adapters)
+    memories = Memories(control, adapters, share, device, weights=loaded.weight_bytes)
+    serve_holder(ends, order, loaded, memories, adapters)
 
 
 def _await_end(life: Connection[Any, Any], refused: threading.Event) -> None:

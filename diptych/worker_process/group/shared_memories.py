@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,12 +27,16 @@ from diptych.worker_process.group.orders import (
     CountBlocks,
     DropMemory,
     MapFile,
+    MeasureMemory,
     Order,
     RankFailed,
     RegisterPool,
 )
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
 from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool, allocate_share
+
+_Own = TypeVar("_Own")
 
 
 class SharedMemories:
@@ -110,17 +114,44 @@ class SharedMemories:
         The last three are as for `diptych.engine.device.free_pool_bytes`. Raises GroupBroken.
         """
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
+        room, counts = self._answers(
+            CountBlocks(layout, utilization, recordings, temporaries),
+            lambda: free_pool_bytes(self._device, utilization, recordings, temporaries),
+        )
+        return min(room // self._held.narrow(layout).bytes_per_block, *counts)
+
+    def measure(self, layout: KVLayout, num_blocks: int, weights: int) -> list[RankMemory]:
+        """Return what the memory of each process is taken by, this one's first, which has `weights` bytes of
+        them, where the worker has `num_blocks` blocks. Raises GroupBroken.
+        """
+        own = layout if self._held is None else self._held.narrow(layout)
+        allocated = sum(
+            memory.data.nbytes for memory in list(self._numbers) if memory.data.device == self._device
+        )
+        size = own.bytes_per_block * num_blocks
+        mine, others = self._answers(
+            MeasureMemory(layout, num_blocks),
+            lambda: measure_rank(self._device, weights, size, min(size, allocated)),
+        )
+        return [mine, *others]
+
+    def _answers(self, order: Order, compute: Callable[[], _Own]) -> tuple[_Own, list[Any]]:
+        """Send a question to all ranks; return what `compute` returns here meanwhile, and their answers.
+
+        Raises GroupBroken.
+        """
         with self._lock:
-            for _, control in self._controls:
-                control.send(CountBlocks(layout, utilization, recordings, temporaries))
-            room = free_pool_bytes(self._device, utilization, recordings, temporaries)
-            answers: list[int | RankFailed] = [control.recv() for _, control in self._controls]
-        counts = [room // self._held.narrow(layout).bytes_per_block]
+            try:
+                for _, control in self._controls:
+                    control.send(order)
+                own = compute()
+                answers = [control.recv() for _, control in self._controls]
+            except (OSError, EOFError) as error:
+                raise GroupBroken(f"a rank is gone: {error!r}") from error
         for answer in answers:
             if isinstance(answer, RankFailed):
                 raise GroupBroken(answer.why)
-            counts.append(answer)
-        return min(counts)
+        return own, answers
 
     def room_for(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
         """Return the bytes of the blocks that `count_blocks` returns. Raises GroupBroken."""

@@ -8,19 +8,28 @@ computes (group_backend.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, log_late
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.parallel.step_plan import StepPlan, make_plan
 from diptych.engine.sampling import SampleRow
 from diptych.worker_process.group.native_group_backend import GroupStep
-from diptych.worker_process.group.orders import PlanDecode, PrepareDecode, Recording, RecordPrompts
+from diptych.worker_process.group.orders import (
+    PlanDecode,
+    PlanPrompts,
+    PrepareDecode,
+    Recording,
+    RecordPrompt,
+)
 from diptych.worker_process.group.rank_group import RankGroup
 
 _Result = TypeVar("_Result")
@@ -32,8 +41,11 @@ class TritonGroupBackend:
     An error within a step ends the process: the ranks are out of step then.
     """
 
-    def __init__(self, own: TritonPartsBackend, group: RankGroup) -> None:
-        self._own, self._group = own, group
+    def __init__(
+        self, own: TritonPartsBackend, group: RankGroup, *, recording_s: float = RECORDING_S
+    ) -> None:
+        """Record prompt steps for `recording_s` seconds at most: after them none begins."""
+        self._own, self._group, self._recording_s = own, group, recording_s
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
@@ -86,9 +98,19 @@ class TritonGroupBackend:
         self._together(order, lambda: self._own.prepare_decode(memory))
 
     def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
-        """See `PromptGraphBackend.record_prompts`."""
-        order = RecordPrompts(layout, most_tokens)
-        return self._together(order, lambda: self._own.record_prompts(layout, most_tokens))
+        """See `PromptGraphBackend.record_prompts`.
+
+        This rank's clock decides before each recording, which all ranks make or none does.
+        """
+        end = time.monotonic() + self._recording_s
+        plan = PlanPrompts(layout, most_tokens)
+        planned = self._together(plan, lambda: self._own.plan_prompts(layout, most_tokens))
+        for number in range(planned):
+            if time.monotonic() > end:
+                log_late(number, self._recording_s)
+                return number
+            self._together(RecordPrompt(number), partial(self._own.record_prompt, number))
+        return planned
 
     def _plan(self, sequences: Sequence[SequenceStep]) -> StepPlan:
         return make_plan(sequences, self._group.memories.number_of)

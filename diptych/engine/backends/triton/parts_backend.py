@@ -26,7 +26,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.parts_layers import PartsLayers
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
-from diptych.engine.backends.triton.prompt_graphs import planned_recordings
+from diptych.engine.backends.triton.prompt_graphs import RECORDING_S
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
@@ -181,16 +181,33 @@ class TritonPartsBackend:
         if self._links.on_device:
             self._step.prepare_decode(memory)
 
-    def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
-        """See `PromptGraphBackend.record_prompts`; every rank is called, with the `layout` of whole blocks.
+    def record_prompts(
+        self,
+        layout: KVLayout,
+        most_tokens: int,
+        capture: GraphCapture | None = None,
+        *,
+        seconds: float = RECORDING_S,
+    ) -> int:
+        """See `TritonBackend.record_prompts`, in a process that computes alone.
 
-        All recordings are made, whatever the time: ranks that had made others would not meet.
+        The ranks of a group record by `plan_prompts` and `record_prompt`: those with other recordings would
+        not meet.
+        """
+        if not self._links.is_alone:
+            raise RuntimeError("ranks of a group record prompt steps one by one, all the same ones")
+        return self._step.record_prompts(layout, most_tokens, capture, seconds=seconds)
+
+    def plan_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
+        """Take the buffers of recorded prompt steps of up to `most_tokens` tokens; return how many may be
+        recorded, 0 where exchanges cannot be. Every rank is called, with the `layout` of whole blocks.
         """
         if not self._links.on_device:
             return 0
         if self._held is not None:
             layout = self._held.narrow(layout)
-        count = self._step.record_prompts(layout, most_tokens, capture, seconds=float("inf"))
-        if count < (planned := planned_recordings(most_tokens)):
-            raise RuntimeError(f"{count} of {planned} prompt steps could be recorded (--prompt-graph-tokens)")
-        return count
+        return self._step.plan_prompts(layout, most_tokens, capture)
+
+    def record_prompt(self, number: int) -> None:
+        """Record one of the planned prompt steps; every rank is called. Raises RuntimeError."""
+        self._step.record_prompt(number)

@@ -269,4 +269,4 @@ def test_recorded_steps_follow_tokens_that_rank_0_alone_has(
 def test_steps_are_not_recorded_where_an_exchange_comes_to_the_host(llama: OpenCheckpoint) -> None:
     group = TritonRanks(llama, 2, 2)
     assert [backend.plan_decode(4, 16) for backend in group.backends] == [0, 0]
-    assert [backend.record_prompts(group.memory().layout, 64) for backend in group.backends] == [0, 0]
+    assert [backend.plan_prompts(group.memory().layout, 64) for backend in group.backends] == [0, 0]
