@@ -62,7 +62,6 @@ class TritonGroupBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
-        self._group.stop_word.reset()
         return self._together(
             self._plan(sequences),
             lambda: self._own.forward_and_sample(sequences, rows, abort),
@@ -119,6 +118,8 @@ class TritonGroupBackend:
         self, order: StepPlan | Recording, compute: Callable[[], _Result], *, answered: bool = True
     ) -> _Result:
         """Have all ranks carry out `order`, this one by `compute`; wait for answers where there are any."""
+        # Only steps that are answered look at the word, and all before this one are over.
+        self._group.stop_word.reset()
         try:
             self._group.begin_step(order)
             result = compute()

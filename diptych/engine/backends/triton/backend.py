@@ -321,9 +321,11 @@ class TritonBackend:
         pace = LaunchThrottle(self._device, placed.step.num_tokens)
 
         def wanted() -> bool:
-            if abort is None:
+            if abort is None and not self._layers.paced:
                 return True
             pace.wait()
+            if abort is None:
+                return True
             if abort.all_aborted():
                 return False
             for sequence in np.flatnonzero(abort.words).tolist():

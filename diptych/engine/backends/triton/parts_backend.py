@@ -5,11 +5,9 @@ are packed, launched and recorded alike. Every rank is given the same steps in o
 recorded step the others get its tokens within the graph, so that a step can follow one that is not over.
 
     exchange           recorded steps   a step whose sequences are all aborted
-    on the device      yes              is computed to its end
-    through the host   no               ends before the same layer on every rank
-
-Ranks whose exchange is queued on the device launch layers without waiting for one another: rank 0 could not
-stop them at one layer.
+    on the device      yes              ends before the same layer on every rank, three layers later; one of
+                                        less than 256 tokens, or recorded, is computed to its end
+    through the host   no               ends before the same layer on every rank, the next one
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.stages import Stage
-from diptych.engine.parallel.stop_word import RunToEnd, StopWord
+from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights import Weights
 
@@ -70,7 +68,7 @@ class TritonPartsBackend:
         """
         where = numbered(device)
         self._links, self._held = links, held
-        self._stop_word = RunToEnd() if links.on_device and not links.is_alone else stop_word
+        self._stop_word = stop_word
         with current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
             chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)

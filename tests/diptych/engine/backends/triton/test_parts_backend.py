@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.engine.backends.triton import parts_layers
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.backends.triton.supports import supports
@@ -207,6 +208,25 @@ def test_ranks_stop_before_the_same_layer(llama: OpenCheckpoint) -> None:
         logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, (words, None)))
     assert logits[0].isnan().all()
     assert not memory.data[:, 2:].any()
+
+
+@pytest.mark.parametrize(("ahead", "written"), [(0, 1), (2, 3), (None, 4)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_that_exchange_on_the_device_stop_before_a_layer_that_none_has_come_to(
+    llama: OpenCheckpoint, stages: int, ahead: int | None, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound of the layers that are launched ahead the step is computed to its end."""
+    monkeypatch.setattr(parts_layers, "layers_ahead", lambda device, tokens: ahead)
+    group = TritonRanks(llama, 2, 2, stages=stages, on_device=True)
+    memory, words = group.memory(), AbortWords(1)
+    words.abort(0)
+    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
+    every: list[AbortWords | None] = [words, *[None] * (2 * stages - 1)]
+    with ThreadPoolExecutor(len(every)) as threads:
+        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, every))
+    assert logits[0].isnan().all()
+    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
+    assert not memory.data[:, written:].any()
 
 
 class Recorded:
