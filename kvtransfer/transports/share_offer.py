@@ -89,6 +89,10 @@ class ShareOffer:
             if source.incarnation == writer:
                 self._kept.fence(source)
 
+    def has_sources_of(self, writer: int) -> bool:
+        """Return whether a process of this writer maps the memory."""
+        return any(source.incarnation == writer for source in self._mapped)
+
     async def check(self, run: CheckRun) -> list[bytes]:
         """Return the digests of all sources' shares of each block. Raises TransportError, RuntimeError."""
         upto = run.first + len(run.block_ids)

@@ -35,6 +35,7 @@ class SimulatedGroup:
 
     grid = SimpleNamespace(stages=1)
     holders = None
+    devices = ()
 
     def __init__(self, cluster: Cluster, machine: Machine, count: int) -> None:
         self._cluster, self._machine = cluster, machine

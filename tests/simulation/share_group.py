@@ -219,6 +219,11 @@ class ShareGroup:
         cluster.threads.start(machine.host, self._run_steps)
 
     @property
+    def devices(self) -> list[str]:
+        """Return no GPU for each holder of blocks."""
+        return [""] * len(self.holders or ())
+
+    @property
     def hosts(self) -> list[Host]:
         """The other processes."""
         return [rank.host for rank in self.ranks]

@@ -81,6 +81,8 @@ class RankReady:
     """Answer of a rank that has loaded its weights."""
 
     weight_bytes: int
+    device: str = ""
+    """UUID of its GPU, empty for host memory."""
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,12 @@ from diptych.worker_process.group.orders import (
 )
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
-from kvtransfer.transports.base import CPU, TransportError, host_id
+from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.fd_passing import register_blocking
-from kvtransfer.transports.memory_mapping import HostMapping
+from kvtransfer.transports.in_place_by_rank import map_share
+from kvtransfer.transports.memory_mapping import ExportedPool, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_share, map_pool
+from kvtransfer.transports.registry import mapping_for
 
 _log = logging.getLogger(__name__)
 
@@ -127,8 +129,7 @@ class Memories:
                     return self._measure(layout, num_blocks)
                 case RegisterPool(number, welcome):
                     self.mapped[number] = register_blocking(
-                        welcome,
-                        lambda pool: HostMapping(host_id()).map(pool, welcome.layout, welcome.num_blocks),
+                        welcome, lambda pool: _map(pool, welcome, mapping_for(self.device))
                     )
         except (
             OSError,
@@ -138,3 +139,10 @@ class Memories:
         ) as error:  # RuntimeError: no memory of a GPU
             return RankFailed(str(error))
         return None
+
+
+def _map(pool: ExportedPool, welcome: Welcome, mapping: MemoryMapping) -> KVMemory:
+    """Map a decode worker's pool, or the share of one of its ranks. Raises OSError, ValueError."""
+    if welcome.holders:
+        return map_share(pool, welcome, mapping)
+    return mapping.map(pool, welcome.layout, welcome.num_blocks)

@@ -166,7 +166,7 @@ class SharedMemories:
         def order(number: int, at: int) -> None:
             self._controls[at][1].send(RegisterPool(number, welcomes[at]))
 
-        if self._mapping < len(self._controls):
+        if self._mapping < len(self._controls) and not all(one.holders for one in welcomes):
             raise TransportError("ranks of this worker have memories of their own, and map no whole blocks")
         if len(welcomes) != len(self._controls):
             raise TransportError("the decode worker does not let every rank of this worker register")

@@ -385,12 +385,12 @@ async def test_a_registration_again_keeps_the_page_of_the_first(
     await pair.receiver.start()
     holder = pair.admit().holders[0]
     assert await register_here(holder, 0) == "mapped"
-    (source,) = pair.receiver._offer._flags
-    page = pair.receiver._offer._flags[source]
+    (source,) = pair.receiver._writers.offer._flags
+    page = pair.receiver._writers.offer._flags[source]
     assert await register_here(holder, 0) == "mapped"
     (await begin(holder, 0)).close()
-    await until(lambda: not pair.receiver._offer._registering)
-    assert pair.receiver._offer._flags == {source: page}
+    await until(lambda: not pair.receiver._writers.offer._registering)
+    assert pair.receiver._writers.offer._flags == {source: page}
     assert pages() == 1
 
 
@@ -409,7 +409,7 @@ async def test_an_export_after_the_end_of_its_registration_leaves_no_page(
     make: Make, pages: Callable[[], int]
 ) -> None:
     pair = make(TWO, TWO)
-    offer = pair.receiver._offer
+    offer = pair.receiver._writers.offer
     with pytest.raises(TransportError, match="given up"):
         offer._export(WriterId("0", 1))
     assert pages() == 0
@@ -420,7 +420,7 @@ async def test_a_writer_that_mapped_nothing_is_forgotten_with_its_link(make: Mak
     await pair.receiver.start()
     first = pair.admit().holders
     pair.receiver.link_lost(WRITER)
-    assert pair.receiver._writers == {}
+    assert pair.receiver._writers._writers == {}
     second = pair.admit().holders
     assert await register_here(first[0], 0) == "refused", "it has the token of a link that is lost"
     assert not pair.receiver.registered(WRITER)
