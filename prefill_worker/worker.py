@@ -69,9 +69,7 @@ class PrefillWorker:
         self._metrics = PrefillMetrics(self._registry)
         transports = transports_of(settings, engine.model.device)
         device = engine.model.device
-        self._memory_domain = registry.memory_domain(
-            transports, device, settings.worker_id, engine.group
-        )
+        self._memory_domain = registry.memory_domain(transports, device, settings.worker_id, engine.group)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
         if engine.images is not None:  # a native step has at most as many embeddings of its own as ids

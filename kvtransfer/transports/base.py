@@ -296,8 +296,9 @@ class WriterRanks(Protocol):
         ...
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
-        """Have each of them register with its token, and map the pool that is `memory` here; where the welcome
-        has holders, each with that of its number, whose share of blocks it maps.
+        """Have each of them register with its token, and map the pool that is `memory` here.
+
+        Where the welcome has holders, each registers with that of its number, and maps its share of blocks.
 
         They unmap it when `memory` is dropped. Raises TransportError.
         """

@@ -1,9 +1,9 @@
 """Mapped memories in which the ranks of another group compute: no block is copied.
 
-Rank i of a prefill worker maps the memory of the decode worker's rank i, on the same GPU and with the same share
-of each block, and writes there what it computes. Registration, fence and proof are those of ranks that copy
-(rank_writers.py). `Commit` and `Stopped` come after the step, and a step is over when every rank has said that
-its device is done with it.
+Rank i of a prefill worker maps the memory of the decode worker's rank i, on the same GPU and with the same
+share of each block, and writes there what it computes. Registration, fence and proof are those of ranks that
+copy (rank_writers.py). `Commit` and `Stopped` come after the step, and a step is over when every rank has
+said that its device is done with it.
 """
 
 from __future__ import annotations
@@ -123,9 +123,6 @@ async def open_own_share(welcome: Welcome, mapping: MemoryMapping) -> KVMemory:
     blocks. Raises TransportError.
     """
     own = rank_welcome(welcome, 0)
-    mapped = await finished(
-        asyncio.ensure_future(register(own, lambda pool: map_share(pool, own, mapping)))
-    )
+    mapped = await finished(asyncio.ensure_future(register(own, lambda pool: map_share(pool, own, mapping))))
     (held,) = welcome.holders[0].shares
     return mapped.as_share_of(welcome.layout, held.layers.start, held.heads.start)
-

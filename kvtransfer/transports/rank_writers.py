@@ -4,8 +4,8 @@
     mapped      every such pair has registered, and this process knows it: now it may ask for blocks
     dead        no pair is left of which the rank has not seen the source's end
 
-Each rank holds a pidfd of every process that maps its memory, and kills it at a fence. So a writer is dead when
-all its processes that could write are, wherever that was seen.
+Each rank holds a pidfd of every process that maps its memory, and kills it at a fence. So a writer is dead
+when all its processes that could write are, wherever that was seen.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def pool_bytes(pid: int) -> int:
 
 
 def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> None:
-    """Uneven heads, and prefill ranks that compute in the decode ranks' memories; a cached prefix is read where
-    it lies, blocks are copied between two choices; a killed rank is the end of its group.
+    """Uneven heads, and prefill ranks that compute in the decode ranks' memories; a cached prefix is read
+    where it lies, blocks are copied between two choices; a killed rank is the end of its group.
     """
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")

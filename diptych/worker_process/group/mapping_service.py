@@ -87,7 +87,9 @@ class MappingService:
             case OfferMemory():
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
-                    threading.Thread(target=self._serve, args=(self._loop,), name="offer", daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=(self._loop,), name="offer", daemon=True
+                    ).start()
                 asyncio.run_coroutine_threadsafe(self._begin_offer(order), self._loop)
             case NoteSource() | FenceWriter() | CheckShares():
                 if self._loop is not None:

@@ -29,9 +29,7 @@ class RankMemory:
         return f"MiB: {', '.join(uses)}"
 
 
-def split_device_memory(
-    *, weights: int, blocks: int, allocated: int, reserved: int, free: int
-) -> RankMemory:
+def split_device_memory(*, weights: int, blocks: int, allocated: int, reserved: int, free: int) -> RankMemory:
     """Return the uses of a GPU on which tensors take `reserved` bytes, and `free` are free.
 
     `allocated` of a rank's `blocks` are there already; the rest comes when a peer first needs it.

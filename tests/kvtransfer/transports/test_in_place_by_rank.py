@@ -142,7 +142,7 @@ async def test_blocks_stay_in_quarantine_while_a_rank_may_write(
 async def test_a_rank_that_cannot_map_makes_the_worker_copy(
     make_pair: Callable[..., Any], times: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """The other ranks have registered by then; what they mapped they give back, and they write to none of it."""
+    """The other ranks have registered by then; what they mapped they give back, and write to none of it."""
     pair = await make_pair("2 ranks in place or copied")
     mapping = ThreadWriters.map_pool
 

@@ -378,9 +378,7 @@ async def register_here(holder: KVHolder, source: int) -> str:
     return "mapped"
 
 
-async def test_a_registration_again_keeps_the_page_of_the_first(
-    make: Make, pages: Callable[[], int]
-) -> None:
+async def test_a_registration_again_keeps_the_page_of_the_first(make: Make, pages: Callable[[], int]) -> None:
     pair = make(TWO, TWO)
     await pair.receiver.start()
     holder = pair.admit().holders[0]

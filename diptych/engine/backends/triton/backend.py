@@ -246,8 +246,8 @@ class TritonBackend:
             return self._prompts.count
 
     def plan_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
-        """Take the buffers of recorded prompt steps, as `record_prompts` does; return how many `record_prompt`
-        may record, one by one.
+        """Take the buffers of recorded prompt steps, as `record_prompts` does; return how many of them
+        `record_prompt` may record, one by one.
         """
         with self._current(), torch.no_grad():
             self._prompts = None

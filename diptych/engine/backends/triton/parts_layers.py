@@ -23,8 +23,8 @@ import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
 from diptych.engine.backends.triton.adapters import DeviceAdapters
-from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.launch_throttle import layers_ahead
+from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep

@@ -1,8 +1,8 @@
 """Ranks whose hosts run ahead of their devices stop before the same layer, however they come along.
 
-A model of hosts and devices: a host looks at the word before a layer, once its device has done all but so many
-of the layers that it has launched, and launches the layer. A device does a layer when the hosts of all ranks have
-launched it, for it exchanges numbers there.
+A model of hosts and devices: a host looks at the word before a layer, once its device has done all but so
+many of the layers that it has launched, and launches the layer. A device does a layer when the hosts of all
+ranks have launched it, for it exchanges numbers there.
 """
 
 from __future__ import annotations
