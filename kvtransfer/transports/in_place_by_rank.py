@@ -66,7 +66,7 @@ class InPlaceByRankReceiver:
         return self._writers.offer.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Return an empty token: nobody writes whole blocks."""
+        """Return an empty token: no process writes whole blocks."""
         return b""
 
     def admit_holders(

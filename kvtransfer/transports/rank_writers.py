@@ -69,7 +69,7 @@ class RankWriters:
         self._dead = dead
         self._secret = secrets.token_bytes(32)
         self.offer = ShareOffer(pool, mapping, 0, self._secret, lambda event: self._on_event(0, event))
-        """This process' own memory, as others map it."""
+        """Offer of this process' own memory."""
         self._endpoints: list[str] = []
         self._writers: dict[int, RankWriter] = {}
 

@@ -109,8 +109,8 @@ def memory_domain(
 ) -> str:
     """Return a name that is equal for workers that compute in one memory.
 
-    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own. Of
-    groups, whose other processes are `ranks`, with memories of each rank's own, cards and shares are the same.
+    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own. Groups,
+    whose other processes are `ranks`, with memories of each rank's own have the same cards and shares.
     """
     if IN_PLACE.isdisjoint(transports):
         return f"copies/{worker_id}"

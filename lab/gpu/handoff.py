@@ -142,7 +142,7 @@ def _conversion(
 def _two_to_one(
     context: Context, source: KVMemory, target: KVMemory, table: list[int], plain: Timing
 ) -> Figure:
-    """The second of two ranks to one process: its share of blocks into the upper half of whole ones."""
+    """Convert the blocks of the second of two ranks into the upper half of whole ones."""
     from kernels.convert_blocks import block_major, common_heads
     from kernels.gpu.convert_blocks import convert_blocks  # needs Triton
 

@@ -124,7 +124,7 @@ class RankGroup:
         self.weight_bytes: Sequence[int] = [0] * grid.size
         """Bytes of the weights of each process, this one first; 0 until they are loaded."""
         self.rank_memory: Sequence[RankMemory] = ()
-        """What the memory of each process is taken by, this one first; none until the blocks are known."""
+        """Uses of the memory of each process, this one first; none until the blocks are known."""
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd) if other_hosts is None else RunToEnd()
         self.stop_word.reset()

@@ -1,4 +1,4 @@
-"""What a rank's memory is taken by, once its worker knows the number of its blocks."""
+"""Uses of a rank's memory, once its worker knows the number of its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RankMemory:
 
     weights: int
     blocks: int
-    """Its share of the worker's blocks; 0 where it maps those of rank 0."""
+    """Share of the worker's blocks; 0 where it maps those of rank 0."""
     other: int = 0
     """Recordings, buffers and tables on a GPU; 0 on a CPU, where they are not counted."""
     left: int | None = None
