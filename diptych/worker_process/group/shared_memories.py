@@ -141,14 +141,16 @@ class SharedMemories:
 
         Raises GroupBroken.
         """
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 for _, control in self._controls:
                     control.send(order)
                 own = compute()
                 answers = [control.recv() for _, control in self._controls]
-            except (OSError, EOFError) as error:
-                raise GroupBroken(f"a rank is gone: {error!r}") from error
+        except (OSError, EOFError) as error:
+            raise GroupBroken(f"a rank is gone: {error!r}") from error
+        finally:
+            self._flush()
         for answer in answers:
             if isinstance(answer, RankFailed):
                 raise GroupBroken(answer.why)

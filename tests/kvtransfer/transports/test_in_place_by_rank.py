@@ -155,6 +155,10 @@ async def test_a_rank_that_cannot_map_makes_the_worker_copy(
     peer = await pair.peer()
     assert not peer.in_place
     assert "go in copies: no peer access" in caplog.text
+    in_place, _ = pair.decode.server._handshake.transports
+    assert isinstance(in_place, InPlaceByRankReceiver)
+    in_place._writers._dead(WriterId("prefill", 11))  # those that had mapped it in place
+    assert pair.decode.server.stats().grants == 1, "the others copy, and may still write"
     fill(granted, 10, 1)
     assert await peer.commit(granted, 10, sampled(1), times)
     await until(lambda: bool(pair.decode.ready))
