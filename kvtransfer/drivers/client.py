@@ -194,6 +194,11 @@ class HandoffClient:
         own = None if self._ranks is None else self._ranks.holders
         return own if own is not None else one_holder(self._layout)
 
+    @property
+    def _apart(self) -> bool:
+        """True if ranks of this worker have memories of their own."""
+        return self._ranks is not None and self._ranks.holders is not None
+
     def _holder_devices(self) -> Sequence[str]:
         """Return the UUID of the GPU of each process that holds shares of blocks."""
         if self._ranks is None or self._ranks.holders is None:
@@ -205,8 +210,7 @@ class HandoffClient:
 
         Whole blocks of ranks with memories of their own go by tcp alone: no memory has them all.
         """
-        apart = self._ranks is not None and self._ranks.holders is not None
-        if apart and not self._holders(process):
+        if self._apart and not self._holders(process):
             return [t for t in self._transports if t == tcp.NAME]
         return [t for t in self._transports if t == tcp.NAME or process not in self._unreached.get(t, ())]
 
@@ -288,7 +292,7 @@ class HandoffClient:
                 channel = await registry.open_channel(hello.transport, welcome, sent)
                 copying = Copying(scratch, sent, channel, self._puller(welcome, channel, sent))
         except TransportError as error:
-            if welcome.holders:
+            if welcome.holders or self._apart:  # decode workers of earlier versions take ranks for one memory
                 raise RanksUnreachable(hello.transport, str(error)) from error
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
