@@ -118,8 +118,8 @@ class SharedMemories:
             CountBlocks(layout, utilization, recordings, temporaries),
             lambda: free_pool_bytes(self._device, utilization, recordings, temporaries),
         )
-        own: int = room // self._held.narrow(layout).bytes_per_block
-        return min([own, *counts])
+        fewest: int = min(room // self._held.narrow(layout).bytes_per_block, *counts)
+        return fewest
 
     def measure(self, layout: KVLayout, num_blocks: int, weights: int) -> list[RankMemory]:
         """Return what the memory of each process is taken by, this one's first, which has `weights` bytes of
