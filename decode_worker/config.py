@@ -119,6 +119,12 @@ class DecodeSettings(WorkerSettings):
         return self.speculative_tokens or (_DRAFT_TOKENS if self.speculative_model is not None else 0)
 
     @property
+    def drafting_flags(self) -> str:
+        """See `WorkerSettings.drafting_flags`."""
+        tokens = f"--speculative-tokens {self.speculative_tokens}" if self.speculative_tokens else ""
+        return super().drafting_flags or tokens
+
+    @property
     def tree_plan(self) -> TreePlan | None:
         """Plan of trees of drafts; None where drafts are chains."""
         return parse_plan(self.speculative_tree)

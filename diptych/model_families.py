@@ -32,6 +32,12 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "helium": "helium",
         "hunyuan_v1_dense": "hunyuan",
         "internlm3": "internlm3",
+        "lfm2": "lfm2",
+        "lfm2_moe": "lfm2_moe",
+        "bamba": "bamba",
+        "falcon_h1": "falcon_h1",
+        "jamba": "jamba",
+        "nemotron_h": "nemotron_h",
         "ministral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",
@@ -49,6 +55,9 @@ MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "mixtral": "mixtral",
         "olmoe": "olmoe",
         "qwen2_moe": "qwen3_moe",
+        "qwen3_next": "qwen3_next",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe_text": "qwen3_5",
         "qwen3_moe": "qwen3_moe",
         "qwen2_vl_text": "qwen_vl",
         "qwen2_5_vl_text": "qwen_vl",
@@ -74,6 +83,7 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
         "glm4": "glm4",
         "granite": "granite",
         "hunyuan-dense": "hunyuan",
+        "lfm2": "lfm2",
         "mistral3": "ministral3",
         "nemotron": "nemotron",
         "olmo2": "olmo2",
@@ -97,7 +107,10 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
-        ("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        (
+            *("gemma3", "mistral3", "idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+            *("qwen3_5", "qwen3_5_moe"),
+        ),
         "text_config",
     )
 )
@@ -129,6 +142,12 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "helium": (48_000, 4_096),
         "hunyuan_v1_dense": (290_943, 2_048),
         "internlm3": (128_512, 32_768),
+        "lfm2": (65_536, 128_000),
+        "lfm2_moe": (65_536, 128_000),
+        "bamba": (128_000, 262_144),
+        "falcon_h1": (128_000, 8_192),
+        "jamba": (65_536, 262_144),
+        "nemotron_h": (131_072, 4_096),
         "ministral3": (131_072, 262_144),
         "nemotron": (256_000, 4_096),
         "olmo2": (50_304, 2_048),
@@ -146,6 +165,9 @@ DEFAULTS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "mixtral": (32_000, 131_072),
         "olmoe": (50_304, 4_096),
         "qwen2_moe": (151_936, 32_768),
+        "qwen3_next": (151_936, 32_768),
+        "qwen3_5_text": (248_320, 32_768),
+        "qwen3_5_moe_text": (248_320, 32_768),
         "qwen3_moe": (151_936, 32_768),
         "qwen2_vl_text": (152_064, 32_768),
         "qwen2_5_vl_text": (152_064, 32_768),
@@ -166,17 +188,25 @@ computed as transformers computes them without it.
 """
 
 _IMAGES: Final = "its positions or its images are of a form that is not computed"
-_RECURRENT: Final = "its layers keep a recurrent state, which is not stored beside keys and values"
+_RECURRENT: Final = (
+    "its layers keep a recurrent state of a kind that is not computed, or none of them attends"
+)
+_FOLDERS_ONLY: Final = "models with recurrent layers are read of Hugging Face folders, not of GGUF files"
 NOT_COMPUTED: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(
         (
-            *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
-            *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+            *("falcon_mamba", "kimi_linear", "mamba", "mamba2", "minimax", "olmo_hybrid"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
-            *("falcon-h1", "kimi-linear", "lfm2moe", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
-            *("qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+            *("kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
         ),
         _RECURRENT,
+    )
+    | dict.fromkeys(
+        (
+            *("falcon-h1", "granitehybrid", "lfm2moe", "nemotron_h_moe"),
+            *("qwen35", "qwen35moe", "qwen3next"),
+        ),
+        _FOLDERS_ONLY,
     )
     | dict.fromkeys(
         (

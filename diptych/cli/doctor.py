@@ -108,7 +108,9 @@ def given_model(model: str, mmproj: Path | None = None) -> Finding:
         f"{costs.weight_bytes / 2**30:.1f} GiB in bf16, {shape.max_context} tokens of context"
     )
     size += f", {costs.kv_bytes / 1024:.3g} KiB a token for keys and values"
-    if shape.latent is None:
+    if costs.state_bytes:
+        size += f", {costs.state_bytes / 2**20:.3g} MiB of recurrent states a sequence"
+    if shape.latent is None and not costs.state_bytes:
         size += f" ({kv_bytes(shape, 'int8') / 1024:.3g} with --kv-cache-dtype int8 on CPUs)"
     if mmproj is None and not path.is_dir():
         for file, why in find_pairs(path)[1].items():

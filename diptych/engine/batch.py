@@ -68,6 +68,10 @@ class SequenceStep:
     window_tables: Sequence[Sequence[int]] = ()
     """Blocks of the layers with a window, where these lie in blocks of their own (`KVLayout.windows`): for
     each table one a place, from `window_first` on. `block_table` is that of the other layers then.
+
+    Of a model with recurrent layers (`KVLayout.states`) they are the pages: that of the token before `start`
+    is read, those of the step's own places are written once all layers are computed. Where two places have
+    one page, it is left with the later one's states.
     """
     window_first: int = 0
     """Place of the first of them: no token of this step reads what lies before."""
@@ -106,8 +110,11 @@ def cut_to_window(step: SequenceStep, table: int) -> SequenceStep:
 
 
 def window_cuts(sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
-    """Return the step as the layers of each windowed table see it; its sequences have equal layouts."""
-    windows = sequences[0].memory.layout.windows
+    """Return the step as the layers of each windowed table see it; its sequences have equal layouts. Pages
+    of recurrent states are no table of an attention.
+    """
+    layout = sequences[0].memory.layout
+    windows = layout.windows if layout.states is None else None
     cuts = () if windows is None else range(1, windows.tables + 1)
     return [[cut_to_window(step, table) for step in sequences] for table in cuts]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 CONTEXT_BYTES = 600 << 20
@@ -62,28 +64,49 @@ def context_lost(error: Exception) -> bool:
 
 
 def pool_bytes(
-    *, total: int, free: int, used: int, utilization: float, recordings: int, temporaries: int
+    *,
+    total: int,
+    free: int,
+    used: int,
+    utilization: float,
+    recordings: int,
+    temporaries: int,
+    ranks: int = 1,
 ) -> int:
     """Bytes that a KV pool may have: what `utilization` of a device's `total` leaves this process beside what
     it `used` already, but no more than is `free` now; less what decode steps' `recordings` will take, and
-    `temporaries` of steps that are not recorded.
+    `temporaries` of steps that are not recorded, in each of its `ranks` on the device.
 
     Not above 0 where nothing is left.
     """
     reserve = FEW_BYTES + BYTES_A_GRAPH * recordings + temporaries
-    return min(int(utilization * total) - used, free) - reserve
+    return min(int(utilization * total) - used, free) - ranks * reserve
 
 
-def free_pool_bytes(device: torch.device, utilization: float, recordings: int, temporaries: int) -> int:
-    """`pool_bytes` of a CUDA device as it is now, with what torch keeps but does not use given back first."""
+class DeviceMemory(NamedTuple):
+    """Memory of a CUDA device, in bytes."""
+
+    total: int
+    free: int
+    used: int
+    """Taken by this process."""
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Return the memory of `device` as it is now, with what torch keeps but does not use given back first."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    used = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+    return DeviceMemory(total, free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
+
+
+def free_pool_bytes(device: torch.device, utilization: float, recordings: int, temporaries: int) -> int:
+    """`pool_bytes` of a CUDA device as it is now."""
+    memory = device_memory(device)
     return pool_bytes(
-        total=total,
-        free=free,
-        used=used,
+        total=memory.total,
+        free=memory.free,
+        used=memory.used,
         utilization=utilization,
         recordings=recordings,
         temporaries=temporaries,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.prompt_logprobs import prompt_logits
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import (
@@ -89,10 +90,18 @@ def generate_choices(
         own = replace(params, seed=choice_seed(params.seed, choice))
         with _held(memory, pool, len(prompt_ids) + max_tokens) as blocks:
             tokens, computed = list(prompt_ids), 0
+            table, windowed = own_tables(memory.layout, blocks)
             output: list[Sampled] = []
             while len(output) < max_tokens:
                 end = min(computed + chunk, len(tokens))
-                step = SequenceStep(memory, blocks, computed, tokens[computed:end], end == len(tokens))
+                step = SequenceStep(
+                    memory,
+                    table,
+                    computed,
+                    tokens[computed:end],
+                    end == len(tokens),
+                    window_tables=windowed,
+                )
                 logits = runner.step([step])
                 computed = end
                 if not step.wants_logits:
@@ -128,7 +137,7 @@ def prompt_token_logprobs(
 @contextmanager
 def _held(memory: KVMemory, pool: BlockPool, num_tokens: int) -> Iterator[list[int]]:
     """Blocks for so many tokens, returned at the end."""
-    blocks = pool.allocate(memory.layout.blocks_for(num_tokens))
+    blocks = pool.allocate(own_blocks(memory.layout, num_tokens))
     try:
         yield blocks
     finally:

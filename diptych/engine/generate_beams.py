@@ -12,6 +12,7 @@ from diptych.engine.beam_search import Beam, BeamSearch, beam_candidates
 from diptych.engine.generate import GenerationFailed
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Candidate, SampleFailure, SampleRow, SamplingParams
 
@@ -35,13 +36,13 @@ def generate_beams(
     OutOfBlocks, or GenerationFailed where every token is forbidden or logits are not finite.
     """
     search = BeamSearch(width, stop_ids=stop_ids, max_tokens=max_tokens)
-    per_beam = memory.layout.blocks_for(len(prompt_ids) + max_tokens)
+    per_beam = own_blocks(memory.layout, len(prompt_ids) + max_tokens)
     # Each beam has a place to be computed in, and one for its fork of the next step.
     held = pool.allocate(2 * width * per_beam)
     try:
         places = [held[n * per_beam : (n + 1) * per_beam] for n in range(2 * width)]
         here, spare = places[:width], places[width:]
-        logits = runner.step([SequenceStep(memory, here[0], 0, list(prompt_ids), True)])
+        logits = runner.step([_step(memory, here[0], 0, list(prompt_ids))])
         while not search.done:
             length = len(search.live[0].token_ids)
             suppress = tuple(stop_ids) if length < min_tokens else ()
@@ -55,7 +56,7 @@ def generate_beams(
             start = len(prompt_ids) + length
             logits = runner.step(
                 [
-                    SequenceStep(memory, place, start, [fork.token_id], True)
+                    _step(memory, place, start, [fork.token_id])
                     for fork, place in zip(forks, here, strict=False)
                 ]
             )
@@ -64,6 +65,11 @@ def generate_beams(
     if not (best := search.result(count)):
         raise GenerationFailed("every token is forbidden")
     return best
+
+
+def _step(memory: KVMemory, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> SequenceStep:
+    table, windowed = own_tables(memory.layout, blocks)
+    return SequenceStep(memory, table, start, tokens, True, window_tables=windowed)
 
 
 def _going_on(found: Sequence[list[Candidate] | SampleFailure]) -> list[list[Candidate]]:

@@ -24,6 +24,7 @@ from diptych.engine.dtype import (
 )
 from diptych.engine.gpu_precision import describe_matrices
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights import Weights
 from diptych.engine.weights.checkpoint import open_checkpoint
@@ -66,10 +67,7 @@ class Model:
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Return the layout of blocks of `block_size` tokens of this model."""
-        shape = self.shape
-        if shape.latent is not None:
-            return KVLayout(shape.num_layers, 1, shape.kept_numbers, block_size, self.dtype, latent=True)
-        return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
+        return kv_layout(self.shape, self.dtype, block_size)
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Blocks of this process' own, where this model computes."""

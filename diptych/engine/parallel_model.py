@@ -94,6 +94,8 @@ def open_parts(
         raise UnsupportedModel(f"dtype {precision} is not computed in parts: {', '.join(IN_PARTS)} are")
     opened = open_checkpoint(path, precision)
     opened = replace(opened, shape=lower_context(opened.shape, max_context))
+    if opened.shape.recurrent_layers:
+        raise UnsupportedModel(f"the recurrent layers of {opened.shape.family} are not dealt to parts")
     # All that it depends on is in the handshake: the model, the precision and the number of parts.
     unit = CUT_UNIT if precision in ON_GPU_QUANTISED else 1
     parts = deal_parts(

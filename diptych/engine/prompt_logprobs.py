@@ -14,6 +14,7 @@ import torch
 
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.own_tables import own_tables
 from diptych.engine.runner import Runner
 
 Scores = npt.NDArray[np.float32]
@@ -43,13 +44,17 @@ def prompt_logits(
     """Yield chunk by chunk the position of its first token, and float32 logits `[tokens, vocab]` after each
     token.
 
-    Raises as `prompt_logprobs` does; ValueError for a chunk below one token.
+    `block_table` has windowed blocks, too, where layers have such (`own_tables`). Raises as `prompt_logprobs`
+    does; ValueError for a chunk below one token.
     """
     if chunk < 1:
         raise ValueError("a chunk has at least one token")
+    table, windowed = own_tables(memory.layout, block_table)
     for start in range(0, len(token_ids), chunk):
         tokens = token_ids[start : start + chunk]
-        step = SequenceStep(memory, block_table, start, tokens, wants_logits=True, trailing=len(tokens))
+        step = SequenceStep(
+            memory, table, start, tokens, wants_logits=True, trailing=len(tokens), window_tables=windowed
+        )
         yield start, runner.step([step])
 
 

@@ -19,6 +19,8 @@ MEMORY_USED: Final = 0.9
 BUSY: Final = 0.85
 """Share of its streams up to which a decode worker is filled, so that arrivals in a row find room."""
 MOST_WORKERS: Final = 4096
+PAGES: Final = 2
+"""Recurrent states that a stream keeps: those of its last token, and of the last border of blocks."""
 
 
 class DoesNotFit(ValueError):
@@ -61,6 +63,8 @@ class Worker:
     weight_bytes: float
     kv_bytes: float
     """Bytes of a token's keys and values."""
+    stream_bytes: float = 0.0
+    """Bytes of a stream whatever its length: its recurrent states."""
 
     @property
     def free_bytes(self) -> float:
@@ -78,11 +82,13 @@ class Worker:
     def streams(self, tokens: float) -> int:
         """Return the streams of `tokens` each that fit. Raises DoesNotFit for none."""
         self.check_weights()
-        fits = int(self.free_bytes / (tokens * self.kv_bytes))
+        needed = tokens * self.kv_bytes + self.stream_bytes
+        fits = int(self.free_bytes / needed)
         if fits < 1:
+            what = "keys and values" if not self.stream_bytes else "keys, values and recurrent states"
             raise DoesNotFit(
-                f"one stream of {tokens:.0f} tokens needs {tokens * self.kv_bytes / 1e9:.1f} GB of keys and "
-                f"values, and {self.free_bytes / 1e9:.1f} GB are left beside the weights"
+                f"one stream of {tokens:.0f} tokens needs {needed / 1e9:.1f} GB of {what}, and "
+                f"{self.free_bytes / 1e9:.1f} GB are left beside the weights"
             )
         return fits
 
@@ -116,7 +122,12 @@ class Fleet:
 def worker_of(costs: ModelCosts, memory: float, draft: ModelCosts | None = None) -> Worker:
     """Return the memory of a worker with `memory` bytes that holds the model, and a draft model if given."""
     models = (costs,) if draft is None else (costs, draft)
-    return Worker(memory, sum(one.weight_bytes for one in models), sum(one.kv_bytes for one in models))
+    return Worker(
+        memory,
+        sum(one.weight_bytes for one in models),
+        sum(one.kv_bytes for one in models),
+        sum(PAGES * one.state_bytes for one in models),
+    )
 
 
 def size_fleet(demand: Demand, worker: Worker, rates: Rates) -> Fleet:

@@ -1,18 +1,22 @@
 """Bytes and operations of a model, counted from its shape.
 
 weights             the sum of all tensors' elements by the bytes of each
-keys and values     2 x layers x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV heads); in
-                    int8 four bytes more a head (kernels/int8_cache.py)
+keys and values     2 x layers that attend x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV
+                    heads); in int8 four bytes more a head (kernels/int8_cache.py)
+recurrent states    float32, of each sequence once for the place that it is in and once for the one before
 latents             layers x width of a latent x bytes, a token, in their place (DeepSeek-V2 report, 2024)
 products            2 x the parameters that a token is multiplied with (Kaplan et al. 2020, section 2.1)
-attention           4 x heads x head width, a layer, a pair of query and key: scores and the sum of values
+attention           4 x heads x head width, a layer that attends, a pair of query and key: scores and the
+                    sum of values
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
+from diptych.engine.kv.state_layout import page_bytes
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import layer_shapes
 
@@ -44,10 +48,12 @@ class ModelCosts:
     experts_per_token: int
     kv_bytes: float
     """Bytes of keys and values of one token, over all layers."""
+    state_bytes: float
+    """Bytes of the recurrent states of one sequence, over all layers; 0 without recurrent ones."""
     pair_flops: float
     """Operations of attention for one query and one key, over all layers."""
     windows: tuple[int | None, ...]
-    """Attention window of each layer in tokens; None is all."""
+    """Attention window of each layer that attends, in tokens; None is all."""
     operands: str
     layers: int
     hidden_size: int
@@ -77,7 +83,7 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
     matrices = experts = kept = router = 0
     for layer in range(shape.num_layers):
         for name, size in layer_shapes(shape, layer):
-            elements = size[0] * (size[1] if len(size) > 1 else 1)
+            elements = math.prod(size)
             if name.startswith("experts."):
                 experts += elements
             elif name == "router":
@@ -100,8 +106,9 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
         num_experts=count,
         experts_per_token=picked,
         kv_bytes=kv_bytes(shape, keys_and_values),
-        pair_flops=float(shape.num_heads * shape.num_layers * _pair_flops(shape)),
-        windows=shape.windows,
+        state_bytes=float(_state_bytes(shape)),
+        pair_flops=float(shape.num_heads * len(shape.attention_layers) * _pair_flops(shape)),
+        windows=tuple(shape.window(layer) for layer in shape.attention_layers),
         operands=OPERANDS[weights],
         layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -110,9 +117,16 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
 
 def kv_bytes(shape: ModelShape, keys_and_values: str) -> float:
     """Return the bytes of keys and values of one token over all layers, in `KV_BYTES` or int8."""
+    layers = len(shape.attention_layers)
     if keys_and_values == "int8":
-        return float(shape.num_layers * 2 * shape.num_kv_heads * (shape.head_dim + _SCALE_BYTES))
-    return shape.num_layers * shape.kept_numbers * KV_BYTES[keys_and_values]
+        return float(layers * 2 * shape.num_kv_heads * (shape.head_dim + _SCALE_BYTES))
+    return layers * shape.kept_numbers * KV_BYTES[keys_and_values]
+
+
+def _state_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the recurrent states of one sequence."""
+    kept = [layer.recurrent.states for layer in shape.layers if layer.recurrent is not None]
+    return page_bytes(iter(kept)) if kept else 0
 
 
 def _pair_flops(shape: ModelShape) -> int:

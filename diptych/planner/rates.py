@@ -56,7 +56,8 @@ class Roofline:
 
     def step_s(self, batch: float, context: float) -> float:
         keys = self.costs.attended(context)
-        kv = batch * keys * self.costs.kv_bytes
+        # A state is read and written, whatever the context.
+        kv = batch * (keys * self.costs.kv_bytes + 2 * self.costs.state_bytes)
         reading = (self.costs.step_bytes(math.ceil(batch)) + kv) / (self.card.bandwidth * self.cards)
         flops = batch * (2 * self.costs.active_parameters + self.costs.pair_flops * keys)
         computing = flops / (self.card.flops_of(self.costs.operands) * self.cards)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.table import Table
 
+from diptych.planner.capacity import PAGES
 from diptych.planner.plan import Plan
 
 Row = tuple[str, str, str]
@@ -40,8 +41,16 @@ def _model(plan: Plan) -> Iterator[Row]:
         yield "active parameters", _count(costs.active_parameters), "those that one token is multiplied with"
     yield "weights", _bytes(costs.weight_bytes), f"matrices in {question.weights}, the rest in bf16"
     shape = question.shape
-    formula = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} wide"
+    formula = (
+        f"2 × {len(shape.attention_layers)} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} wide"
+    )
     yield "keys and values a token", _bytes(costs.kv_bytes), f"{formula}, {question.keys_and_values}"
+    if costs.state_bytes:
+        yield (
+            "recurrent states a stream",
+            _bytes(PAGES * costs.state_bytes),
+            f"{PAGES} × those of {len(shape.recurrent_layers)} layers, float32",
+        )
     if (draft := plan.draft) is not None:
         yield (
             "draft model",

@@ -270,6 +270,11 @@ class WorkerSettings(RoleSettings):
         return bool(self.kv_tier)
 
     @property
+    def drafting_flags(self) -> str:
+        """The flags by which tokens are drafted; empty without."""
+        return "" if self.speculative_model is None else f"--speculative-model {self.speculative_model}"
+
+    @property
     def decodes(self) -> bool:
         """True for the role that drafts and checks tokens."""
         return False
@@ -307,10 +312,12 @@ class ImpossibleSettings(StartupError):
 
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
     """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
-    if settings.ranks_have_memories(device_type) and settings.speculative_model is not None:
+    drafts = settings.ranks_have_memories(device_type) and settings.speculative_model is not None
+    if drafts and settings.transport == "cuda_ipc":
         return (
-            f"--speculative-model {settings.speculative_model} does not go with {settings.group_flags} where "
-            "ranks have memories of their own (--device): they hold no keys and values of a draft model"
+            f"--transport {settings.transport} does not go with --speculative-model "
+            f"{settings.speculative_model} and {settings.group_flags}: it copies from rank to rank, and "
+            "rank 0 alone has a draft model's keys and values; tcp goes"
         )
     return next(_faults_on_cpu(settings) if device_type == "cpu" else _faults_on_gpu(settings), None)
 
@@ -323,9 +330,9 @@ def _faults_in_parts(settings: WorkerSettings) -> Iterator[str]:
         yield "--expert-parallel deals experts to the parts of --tensor-parallel or --sum-parts: there is one"
     if settings.all_to_all and not settings.expert_parallel:
         yield f"--all2all-backend {settings.all2all_backend} is for --expert-parallel"
-    if settings.all_to_all and settings.backend in ("native", "triton"):
+    if settings.all_to_all and settings.backend == "native":
         yield (
-            f"--all2all-backend {settings.all2all_backend} is computed by torch, not by "
+            f"--all2all-backend {settings.all2all_backend} is computed by torch and the Triton step, not by "
             f"--backend {settings.backend}"
         )
     if ranks * settings.pipeline_parallel > MAX_RANKS:
@@ -359,11 +366,6 @@ def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:
         )
     if not settings.rendezvous or settings.rank_key_file is None:
         yield f"--remote-ranks {count} needs --rendezvous and --rank-key-file"
-    if settings.speculative_model is not None:
-        yield (
-            f"--speculative-model {settings.speculative_model} does not go with --remote-ranks {count}: "
-            "ranks elsewhere hold no keys and values of a draft model"
-        )
     if settings.transport not in ("auto", "tcp"):
         yield f"--transport {settings.transport} does not reach the ranks of other hosts: tcp does"
     if settings.internal_tls is not None and not settings.insecure_kv_network:
@@ -409,8 +411,6 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
 
 def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
     here = "and this worker computes on a GPU (--device)"
-    if settings.all_to_all:
-        yield f"--all2all-backend {settings.all2all_backend} is computed on CPUs only, {here}"
     if settings.transport == "shared_memory":
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):

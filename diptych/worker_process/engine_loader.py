@@ -26,6 +26,7 @@ from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
 from diptych.engine.vision.encoder import ImageEncoder
 from diptych.engine.vision.registry import load_encoder
+from diptych.engine.weights.checkpoint import shape_of
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_context import check_max_model_len
 from diptych.runtime.model_digest import model_digest
@@ -40,6 +41,7 @@ from diptych.worker_process.group.rank_group import RankGroup
 from diptych.worker_process.lent_cores import shared_backlog, shared_cores
 from diptych.worker_process.loaded_engine import LoadedEngine
 from diptych.worker_process.precision import chosen_precision
+from diptych.worker_process.recurrent_model import check_recurrent_settings, describe_states
 from diptych.worker_process.self_test import run_self_test
 from diptych.worker_process.whole_model import load_whole
 from kvtransfer.transports.registry import transports_for
@@ -157,6 +159,7 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
     path = fetched_model(settings.model)
     model_names(path, settings.model_name)
     check_max_model_len(path, settings.max_model_len)
+    check_recurrent_settings(settings, shape_of(path))
     images = model_images(path, settings.mmproj)
     if images is not None and settings.takes_images:
         _check_reads_images(settings)
@@ -172,7 +175,10 @@ def _checked_files(settings: WorkerSettings, device: torch.device) -> _Files:
 def transports_of(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
     """Return the transports of a worker whose blocks are on `device`. Raises UnusableTransport."""
     apart = settings.ranks_have_memories(device.type)
-    return transports_for(settings.kv_transport, device, hosted=settings.hosted, apart=apart)
+    # A draft model's segment of a block goes with the whole block.
+    whole = apart and settings.speculative_model is not None and settings.kv_transport == "auto"
+    flag = "tcp" if whole else settings.kv_transport
+    return transports_for(flag, device, hosted=settings.hosted, apart=apart)
 
 
 def _target(
@@ -236,6 +242,9 @@ def _layout(settings: WorkerSettings, model: Model, drafting: Drafting) -> KVLay
     second = drafting.kv_layout(settings.block_size)
     if second is not None:
         layout = replace(layout, draft=second)
+    if (states := describe_states(layout)) is not None:
+        log.info("%s", states)
+        return layout
     groups = _window_groups(settings, model)
     return layout if groups is None else replace(layout, windows=groups)
 

@@ -92,7 +92,8 @@ class PromptChunk:
         if self.window is None or layout.windows is None:
             return 0, ()
         first = layout.windows.first_read(self.start, layout.block_size)
-        return first, self.window.tables_of(first, layout.blocks_for(self.start + self.tokens))
+        end = layout.blocks_for(self.start + self.tokens)
+        return first, self.window.tables_of(first, end, wraps=layout.states is not None)
 
     def device_rows(self) -> Sequence[SampleRow | None]:
         """Return, for each row of logits, how a device may sample its token; None: the host needs the logits.

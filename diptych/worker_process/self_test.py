@@ -13,6 +13,7 @@ import torch
 
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.runner import Runner
 from diptych.runtime.settings import StartupError
 
@@ -45,11 +46,9 @@ def compare_logits(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
 
 
 def _logits(runner: Runner, layout: KVLayout) -> list[torch.Tensor]:
-    blocks = layout.blocks_for(PROMPT_TOKENS + STEPS)
-    memory = runner.model.kv_memory(layout, blocks * layout.blocks_per_place)
-    full, *windowed = (
-        range(table * blocks, (table + 1) * blocks) for table in range(layout.blocks_per_place)
-    )
+    blocks = own_blocks(layout, PROMPT_TOKENS + STEPS)
+    memory = runner.model.kv_memory(layout, blocks)
+    full, windowed = own_tables(layout, range(blocks))
     vocab = runner.model.shape.vocab_size
     prompt = [(37 * n + 11) % vocab for n in range(PROMPT_TOKENS)]
     chunks = [(0, prompt), *((PROMPT_TOKENS + n, [n % vocab]) for n in range(STEPS))]

@@ -149,6 +149,11 @@ class ThroughputEstimator:
             self._fade(now - self._noted_at)
         self._noted_at = now
 
+    def pause(self, now: float) -> None:
+        """Note that no worker can do what is left of the work: the time until `begin` does not count."""
+        self.skip(now)
+        self._busy = False
+
     def _fade(self, elapsed: float) -> None:
         kept = math.exp(-max(elapsed, 0.0) / MEMORY_S)
         self._units *= kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from gateway.access.access import DEFAULT_TENANT
@@ -20,6 +21,8 @@ class AdmissionGate:
         self.queue = queue
         self._clock = clock
         self._on_admitted: dict[Ticket, OnAdmitted] = {}
+        self._newly_admitted: deque[Ticket] = deque()
+        self._calls_back = False
 
     def enter(
         self,
@@ -50,6 +53,13 @@ class AdmissionGate:
         self._on_admitted[ticket] = on_admitted
         self._call_back([*([ticket] if ticket.admitted else ()), *self.queue.newly_admitted()])
         return ticket
+
+    def set_stalled(self, ticket: Ticket, stalled: bool) -> None:
+        """Note whether a request waits for a worker that could take it, as `AdmissionQueue.stall` says."""
+        if stalled:
+            self._call_back(self.queue.stall(ticket, self._clock()))
+        else:
+            self.queue.resume(ticket, self._clock())
 
     def prefilled(self, ticket: Ticket) -> None:
         self._call_back(self.queue.prefilled(ticket, self._clock()))
@@ -83,8 +93,17 @@ class AdmissionGate:
         self._call_back(self.queue.forget_elsewhere(self._clock()))
 
     def _call_back(self, admitted: list[Ticket]) -> None:
-        for ticket in admitted:
-            choices = ticket.take_admitted()
-            on_admitted = self._on_admitted.get(ticket)
-            if choices and on_admitted is not None:
-                on_admitted(choices)
+        """Call back for these tickets, one after the other: a callback may cause the next admission."""
+        self._newly_admitted.extend(admitted)
+        if self._calls_back:
+            return
+        self._calls_back = True
+        try:
+            while self._newly_admitted:
+                ticket = self._newly_admitted.popleft()
+                choices = ticket.take_admitted()
+                on_admitted = self._on_admitted.get(ticket)
+                if choices and on_admitted is not None:
+                    on_admitted(choices)
+        finally:
+            self._calls_back = False

@@ -10,6 +10,9 @@ others start when places become free, after the first token, when the prompt is 
 that wait for their first sequence and requests that wait for more of them take turns. The places of
 `_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
 
+**Stalls.** A prompt that no worker can take now, as when all encode workers are lost, does not count as one
+that workers have: others pass it, and while nothing else is at work, no throughput is measured.
+
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
 there are several tenants, one that is alone leaves `_reserve` to the others. What tenants get at other
 gateways counts as well, as far as it is known (`gateway.admission.elsewhere`).
@@ -89,6 +92,8 @@ class AdmissionQueue:
         self._running_of: Counter[str] = Counter()  # sequences that run, by tenant
         self.dispatched_tokens = 0  # of the waiting tokens, those at the workers
         self._dispatched = 0  # requests whose tokens these are
+        self._stalled_tokens = 0  # of the waiting tokens, those of admitted requests that no worker can take
+        self._stalled = 0  # requests whose tokens these are
 
     @property
     def waiting(self) -> int:
@@ -104,6 +109,11 @@ class AdmissionQueue:
     def waiting_tokens(self) -> int:
         """Tokens of prompts without a first token, here and at the workers."""
         return self._shares.total
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that wait here for admission."""
+        return self.waiting_tokens - self.dispatched_tokens - self._stalled_tokens
 
     @property
     def waiting_kv_tokens(self) -> int:
@@ -186,8 +196,9 @@ class AdmissionQueue:
         if wait_s > (allowed_s := self._wait.allowed_s(tokens, self._prefill_workers)):
             raise QueueFull(self._wait.hint_s(tokens, wait_s - allowed_s, now))
         self._wait.learn_tokens(tokens)
-        self.rate.begin(now)
         self._shares.take(tenant, tokens)
+        if self._is_busy:
+            self.rate.begin(now)
         self._queue.push(ticket, tenant=tenant, priority=priority, cost=tokens)
         # Kept: a resize, while it waits, changes how many sequences would start.
         ticket.queued_kv = self._first_kv(ticket)
@@ -196,6 +207,27 @@ class AdmissionQueue:
         if not ticket.admitted:
             self._elsewhere.note_waiting(tenant)
         return ticket
+
+    def stall(self, ticket: Ticket, now: float) -> list[Ticket]:
+        """Note that no worker can take an admitted request, which has no token; return the newly admitted."""
+        if ticket.stalled or ticket.prefilled or ticket.over or not ticket.admitted:
+            return []
+        ticket.stalled = ticket.has_stalled = True
+        self._move_to_stalled(ticket, 1)
+        if not self._is_busy:
+            self.rate.pause(now)
+        return self._admit(now)
+
+    def resume(self, ticket: Ticket, now: float | None) -> None:
+        """Note that workers have a request again, or that it is over."""
+        if not ticket.stalled:
+            return
+        if now is not None:
+            if self.running == self._stalled:  # whatever waits, waited for these
+                self.rate.skip(now)
+            self.rate.begin(now)
+        ticket.stalled = False
+        self._move_to_stalled(ticket, -1)
 
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Note a request's first token, once: its prompt no longer waits. Return the newly admitted."""
@@ -248,12 +280,15 @@ class AdmissionQueue:
         assert self.sequences == self._running_of.total(), "tenants' sequences do not add up"
         assert 0 <= self._extras <= self.sequences - self.running, "too many sequences beyond the first"
         assert self.kv.reserved >= 0, "memory was given back twice"
-        assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
+        known = self.dispatched_tokens + self._stalled_tokens
+        assert 0 <= known <= self.waiting_tokens, "tokens were given back twice"
+        assert 0 <= self._stalled <= self.running, "more requests stall than run"
+        assert self._stalled or not self._stalled_tokens, "tokens stall without a request"
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
 
     def _learn(self, ticket: Ticket, started_at: float, now: float | None, output_tokens: float) -> None:
-        if ticket.prefilled and now is not None:
+        if ticket.prefilled and now is not None and not ticket.has_stalled:
             self._wait.learn_stay(now - started_at)
         if output_tokens:
             self.kv.learn(ticket.tenant, output_tokens)
@@ -286,14 +321,28 @@ class AdmissionQueue:
         """Return the KV memory that the first sequences of a request need, in tokens."""
         return ticket.shared_kv + self._at_least(ticket) * ticket.own_kv
 
+    @property
+    def _is_busy(self) -> bool:
+        """True while workers have prompts, or hold up those that wait."""
+        all_stall = bool(self._stalled) and self.running == self._stalled
+        return self.waiting_tokens > self._stalled_tokens and not all_stall
+
+    def _move_to_stalled(self, ticket: Ticket, sign: int) -> None:
+        """Count an admitted request as one that no worker can take (1), or as one at the workers (-1)."""
+        self._stalled += sign
+        self._stalled_tokens += sign * ticket.tokens
+        self._dispatched -= sign
+        self.dispatched_tokens -= sign * ticket.tokens
+
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
+        self.resume(ticket, now)
         ticket.prefilled = True
         self._shares.give_back(ticket.tenant, ticket.tokens)
         if ticket.admitted:
             self.dispatched_tokens -= ticket.tokens
             self._dispatched -= 1
         if now is not None:
-            self.rate.done(tokens, now, more=self.waiting_tokens > 0)
+            self.rate.done(tokens, now, more=self._is_busy)
 
     def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Predict the seconds until a request's prefill: the longest of the waits for a prefill worker, for a
@@ -301,7 +350,7 @@ class AdmissionQueue:
 
         0 while nothing was measured: no request is refused on a guess.
         """
-        queued = self.waiting_tokens - self.dispatched_tokens
+        queued = self.queued_tokens
         before = self._queue.cost_before(ticket.tenant, ticket.tokens)
         prefill_s = self._wait.prefill_s(self.dispatched_tokens + before)
         if not (self._wait.stay_known and self.running):
@@ -335,6 +384,8 @@ class AdmissionQueue:
                 self.served_here.add(ticket.tenant, ticket.tokens)
                 self.dispatched_tokens += ticket.tokens
                 self._dispatched += 1
+                if now is not None:
+                    self.rate.begin(now)  # it paused if all that ran had stalled
             self._set_running(ticket, start=count, now=now or 0.0)
             admitted.append(ticket)
         return admitted

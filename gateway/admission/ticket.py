@@ -19,6 +19,8 @@ class Ticket:
             sequence.
         kv_tokens: of these, reserved now.
         queued_kv: tokens counted as waiting while it is queued.
+        stalled: no worker can take it now; see `AdmissionQueue.stall`.
+        has_stalled: it was so at some time.
     """
 
     tokens: int
@@ -33,6 +35,8 @@ class Ticket:
     started: int = 0
     prefilled: bool = False
     over: bool = False
+    stalled: bool = False
+    has_stalled: bool = False
     running: dict[int, float] = field(default_factory=dict, repr=False)
     _announced: int = field(default=0, repr=False)
 

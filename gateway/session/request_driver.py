@@ -106,10 +106,12 @@ class RequestDriver:
         hold: nothing is sent before the end.
         retry_limits: on recovery from lost workers; None = no limit but the request's own.
 
-    ``on_first_token`` is called once, when the first token of any output is there. ``on_choice_end`` is
-    called when the workers have nothing more to do for a choice; `state.over` is true at the last one, and at
-    an error of the whole request. ``on_output`` is called for all output, before a client reads it, and
-    ``on_token_latency`` with each piece of a choice but its first: seconds since the last, and tokens.
+    ``on_stall`` is called, before the first token, whenever the request begins to wait for a worker that
+    could take it (True) and when one has (False). ``on_first_token`` is called once, when the first token of
+    any output is there. ``on_choice_end`` is called when the workers have nothing more to do for a choice;
+    `state.over` is true at the last one, and at an error of the whole request. ``on_output`` is called for
+    all output, before a client reads it, and ``on_token_latency`` with each piece of a choice but its first:
+    seconds since the last, and tokens.
     """
 
     def __init__(
@@ -151,6 +153,8 @@ class RequestDriver:
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
+        self.on_stall: Callable[[bool], None] = lambda stalled: None
+        self.stalled = False  # as `on_stall` was told
         self.on_choice_end: Callable[[int], None] = lambda choice: None
         self.on_output: Callable[[Emit], None] | None = None
         self.on_token_latency: Callable[[float, int], None] = lambda seconds, tokens: None
@@ -281,10 +285,17 @@ class RequestDriver:
                     else:
                         self._perform(action)
             deferred = state.settle()
-            if not deferred:
-                return
             for action in deferred:
                 self._perform(action)
+            if not events:
+                self._note_stall()
+            if not (deferred or events):
+                return
+
+    def _note_stall(self) -> None:
+        if self.first_token_at is None and self.state.stalled is not self.stalled:
+            self.stalled = not self.stalled
+            self.on_stall(self.stalled)
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -101,6 +101,12 @@ class RequestState:
             return self.failed_in
         return next((choice.state for choice in self.choices if not choice.over), State.FINISHED)
 
+    @property
+    def stalled(self) -> bool:
+        """True while it waits for a worker, and no worker has any of it."""
+        live = [choice for choice in self.choices if not choice.over]
+        return any(one.history.waits for one in live) and not any(one.working for one in live)
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event and return the actions due at once; call `settle` after the last of a moment."""
         match event:

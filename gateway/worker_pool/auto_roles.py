@@ -70,7 +70,7 @@ class AutoRoles:
         queue, size = self._queue, self._registry.block_size() or 1
         queued = QueuedLoad(
             queue.waiting,
-            max(queue.waiting_tokens - queue.dispatched_tokens, 0),
+            queue.queued_tokens,
             -(-queue.waiting_kv_tokens // size),
         )
         return wanted_workers(

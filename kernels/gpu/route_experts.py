@@ -252,3 +252,19 @@ def route_experts(
     )  # fmt: skip
     _sort[(experts + 1,)](out.experts, out.order, out.firsts, tokens * count, CHUNK=_CHUNK)
     return out
+
+
+def order_rows(experts: torch.Tensor, count: int) -> RoutedRows:
+    """Sort rows that were routed elsewhere by their experts, int32 `[T, K]`, of `count`; -1 is none.
+
+    The choices are for products alone: they have no weights, and no logits.
+    """
+    made = RoutedRows(
+        check_dense("experts", experts),
+        weights=torch.empty(0, device=experts.device),
+        order=torch.empty(experts.numel(), dtype=torch.int32, device=experts.device),
+        firsts=torch.empty(count + 1, dtype=torch.int32, device=experts.device),
+        logits=torch.empty(0, device=experts.device),
+    )
+    _sort[(count + 1,)](made.experts, made.order, made.firsts, experts.numel(), CHUNK=_CHUNK)
+    return made

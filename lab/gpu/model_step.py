@@ -114,9 +114,13 @@ def record(
     return Bench(name, shape, sizes, backend, memory)
 
 
-def decode_seconds(context: Context, bench: Bench, batch: int) -> tuple[list[float], float]:
+def decode_seconds(
+    context: Context, bench: Bench, batch: int, adapters: int = 0
+) -> tuple[list[float], float]:
     """Return the seconds of decode steps of `batch` rows, each launched while the one before is computed,
     and the median with nothing ahead.
+
+    Rows have the adapters in the first `adapters` slots by turns, which were placed before.
     """
     shape, sizes, per_row = bench.shape, bench.sizes, bench.sizes.blocks_a_row
     steps = min(_STEPS, shape.max_context - sizes.context)
@@ -128,7 +132,15 @@ def decode_seconds(context: Context, bench: Bench, batch: int) -> tuple[list[flo
     def laid_out(number: int, *, follow: bool) -> list[SequenceStep]:
         start = sizes.context + number % steps
         return [
-            SequenceStep(bench.memory, table, start, [7], True, follows=row if follow else None)
+            SequenceStep(
+                bench.memory,
+                table,
+                start,
+                [7],
+                True,
+                follows=row if follow else None,
+                adapter=row % adapters if adapters else None,
+            )
             for row, table in enumerate(tables)
         ]
 

@@ -18,7 +18,8 @@ from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.parallel.pipeline import ALONE
 from diptych.engine.parallel.stages import deal_stages
 from diptych.engine.parallel.stop_word import StopWord
-from lab.gpu.model_step import DRY, WHOLE, Sizes, decode_seconds, make, record, spread, tiny
+from lab.gpu.adapted_steps import ADAPTED_AT_MOST, ADAPTERS, RANK, TARGETS, random_adapter
+from lab.gpu.model_step import DRY, WHOLE, Bench, Sizes, decode_seconds, make, record, spread, tiny
 from lab.gpu.random_model import LLAMA_3_8B, random_weights
 from lab.gpu.section import Context, Figure, device_of, figure
 
@@ -28,7 +29,7 @@ _AT_LEAST = 0.98
 
 
 def parts(context: Context) -> Iterator[Figure]:
-    """Yield decode steps of one part and of two, by batch."""
+    """Yield decode steps of one part and of two, by batch, and one with adapters of each."""
     device, sizes = device_of(context), context.pick(WHOLE, WHOLE, DRY)
     shape = tiny(LLAMA_3_8B) if context.dry else LLAMA_3_8B
     context.say("the whole model")
@@ -50,9 +51,10 @@ def _in_parts(
     backend = TritonPartsBackend(shape, dealt, weights, ALONE, stage, stop_word=StopWord(), device=device)
     del weights
     bench = record(f"{count} parts", shape, sizes, backend, device)
+    base: dict[int, float] = {}
     for batch in sizes.batches:
         seconds, _ = decode_seconds(context, bench, batch)
-        median = statistics.median(seconds)
+        median = base[batch] = statistics.median(seconds)
         yield figure(
             SECTION,
             f"decode step in {count} part{'s' * (count > 1)}, batch {batch}, context {sizes.context}",
@@ -63,3 +65,28 @@ def _in_parts(
             at_least=_AT_LEAST if count == 1 else None,
             note=spread(seconds),
         )
+    yield _adapted(context, bench, count, base)
+
+
+def _adapted(context: Context, bench: Bench, count: int, base: dict[int, float]) -> Figure:
+    """Return the time of a decode step whose rows have adapters, beside the same without."""
+    backend, device = bench.backend, device_of(context)
+    batch = next((rows for rows in base if rows >= ADAPTERS), max(base))
+    if (why := backend.allow_adapters(ADAPTERS, RANK)) is not None:
+        raise RuntimeError(why)
+    for slot in range(ADAPTERS):
+        adapter = random_adapter(bench.shape, TARGETS["all seven"], device)
+        backend.set_adapter(slot, backend.prepare_adapter(adapter))
+    seconds, _ = decode_seconds(context, bench, batch, ADAPTERS)
+    median = statistics.median(seconds)
+    return figure(
+        SECTION,
+        f"decode step in {count} part{'s' * (count > 1)}, batch {batch}, "
+        f"{min(batch, ADAPTERS)} adapters of rank {RANK}, all seven",
+        median * 1e3,
+        "ms",
+        against="the same without adapters",
+        ratio=median / base[batch],
+        at_most=ADAPTED_AT_MOST,
+        note=spread(seconds),
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.own_tables import own_blocks
 from diptych.engine.loaded_model import Model
 from diptych.engine.prompt_logprobs import prompt_logits
 from diptych.engine.runner import Runner
@@ -22,7 +23,7 @@ class Reader:
     def __init__(self, model: Model, window: int, threads: int) -> None:
         layout = model.kv_layout(BLOCK_SIZE)
         self._runner = Runner(model, threads)
-        self._memory = KVMemory(layout, layout.blocks_for(window))
+        self._memory = KVMemory(layout, own_blocks(layout, window))
         # Backwards: a window that lay in its blocks in order would not show a wrong block table.
         self._table = list(reversed(range(self._memory.num_blocks)))
 

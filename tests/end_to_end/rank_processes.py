@@ -40,8 +40,12 @@ def processes(stack: Stack, role: str, index: int = 0) -> list[int]:
     pid = stack.account[role][index].get("pid")
     if not pid:
         return []
+    try:
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:  # it died just now
+        return []
     started: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
+    for task in tasks:
         with contextlib.suppress(OSError):
             started += map(int, (task / "children").read_text().split())
     return [pid, *sorted(started)]

@@ -40,8 +40,8 @@ def degrees(tensor: int, pipeline: int = 1) -> Degrees:
 class Model:
     """A model and two adapters on disk."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = tiny_model.write(folder / "model", **ODD)
+    def __init__(self, folder: Path, **sizes: int) -> None:
+        self.folder = tiny_model.write(folder / "model", **ODD, **sizes)
         base = tiny_model.oracle(self.folder)
         self.adapters = {
             A: write_adapter(folder / "a", base, seed=1, rank=4),
@@ -144,6 +144,21 @@ def test_any_degree_to_any_other(
     with adapted(tmp_path, prefill, decode, transport, backend) as served:
         check_all(served)
         check_resumed(served, victim=int(decode["tensor-parallel"]) - 1)
+        change_adapters(served)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_ranks_on_the_triton_step_compute_adapters(tmp_path: Path) -> None:
+    """Ranks compute as on GPUs, with memories of their own and the kernels in Triton's interpreter."""
+    model = Model(tmp_path, num_hidden_layers=2, max_position_embeddings=128)
+    two = {"tensor-parallel": 2, "own-memories": True}
+    with serving(model.folder, two, two, "tcp", backend="triton", flags=model.flags) as stack:
+        served = Adapted(stack, model.folder, model.adapters)
+        asked = [(name, PROMPTS[0]) for name in SERVED]
+        answers = [ids_of(answer) for answer in served.ask(asked)]
+        assert answers == [served.greedy(*one) for one in asked]
+        assert len({tuple(answer) for answer in answers}) == len(SERVED)
         change_adapters(served)
 
 

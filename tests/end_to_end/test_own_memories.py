@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, MixtralConfig, Qwen2MoeConfig
 
 from diptych.client import Client
 from tests.end_to_end import tiny_model
 from tests.end_to_end.rank_processes import GREEDY, Degrees, alone, answer, processes, resumed, serving
 from tests.end_to_end.stack import Stack
-from tests.end_to_end.test_expert_parallel import LATENT
+from tests.end_to_end.test_expert_parallel import ALL_TO_ALL, EXPERTS, LATENT, SHARED
 from tests.end_to_end.test_rank_hosts import ODD, ONE_KV_HEAD, PROMPTS, TOKENS
+from tests.forms import sampled
 
 pytestmark = pytest.mark.timeout(900)
 _BLOCKS = 96
@@ -62,6 +63,82 @@ def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> No
         assert resumed(stack, PROMPTS[2], TOKENS, 1) == expected[2]
         stack.wait_idle(120)
         assert not {*before} & {*processes(stack, "decode")}
+
+
+def drafted_and_accepted(stack: Stack) -> tuple[float, float]:
+    """Return the tokens that decode workers drafted, and those of them that the model drew, too."""
+    drafted, accepted = (f"diptych_spec_decode_{name}_tokens_total" for name in ("draft", "accepted"))
+    return stack.metric("decode", drafted), stack.metric("decode", accepted)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    sampled([(2, 2), (1, 2), (2, 1), (4, 2)], {(2, 2)}),
+)
+def test_a_draft_model_in_rank_0_changes_no_token(tmp_path: Path, prefill: int, decode: int) -> None:
+    """The model drafts for itself: drafts are right where its keys and values came with the blocks."""
+    model = tiny_model.write(tmp_path, **{**ODD, "num_key_value_heads": 6} if prefill == 4 else ODD)
+    parts = max(prefill, decode)
+    expected = alone(model, parts, PROMPTS, TOKENS, backend="torch")
+    both = {"speculative-model": str(model), "sum-parts": parts}
+    drafting = own(decode, **both, **{"speculative-tokens": 3})
+    pulling = own(prefill, **both, **{"pull-prefixes": "always"})
+    with serving(model, pulling, drafting, "auto", backend="torch") as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        drafted, accepted = drafted_and_accepted(stack)
+        assert drafted / 2 < accepted <= drafted
+        longer = [*PROMPTS[2], *expected[2], 7, 9]
+        (after,) = alone(model, parts, [longer], TOKENS, backend="torch")
+        assert answer(stack, longer, TOKENS) == after
+        with Client(stack.address, retries=0) as client:
+            found = client.generate(PROMPTS[1], max_tokens=TOKENS, n=2, timeout_s=300, **GREEDY)
+        assert [list(choice.token_ids) for choice in found.choices] == [expected[1]] * 2
+        drafted, accepted = drafted_and_accepted(stack)
+        assert drafted / 2 < accepted <= drafted
+        if prefill != decode > 1:
+            assert resumed(stack, PROMPTS[2], TOKENS, 1) == expected[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", ["prefill", "decode"])
+def test_a_draft_model_of_one_worker_alone_changes_no_token(tmp_path: Path, drafts: str) -> None:
+    """Blocks go without its segment, from rank to rank where the decode worker has none."""
+    model = tiny_model.write(tmp_path, **ODD)
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    sides = {role: own(2) for role in ("prefill", "decode")}
+    sides[drafts] = own(2, **{"speculative-model": str(model)})
+    with serving(model, sides["prefill"], sides["decode"], "tcp", backend="torch") as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+
+
+@pytest.mark.full
+def test_ranks_on_the_triton_step_draft_with_a_model(tmp_path: Path) -> None:
+    """Both models compute as on GPUs, with the kernels in Triton's interpreter."""
+    model = tiny_model.write(tmp_path, num_hidden_layers=2, max_position_embeddings=128)
+    prompts = [tiny_model.prompt(0, 5), tiny_model.prompt(1, 60)]
+    expected = alone(model, 2, prompts, 8, backend="torch")
+    drafting = {"speculative-model": str(model)}
+    decode = own(2, **drafting, **{"speculative-tokens": 3})
+    with serving(model, own(2, **drafting), decode, "tcp", backend="triton") as stack:
+        assert [answer(stack, prompt, 8) for prompt in prompts] == expected
+        drafted, accepted = drafted_and_accepted(stack)
+        assert drafted / 2 < accepted <= drafted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "sizes"), [(MixtralConfig, EXPERTS), (Qwen2MoeConfig, SHARED)], ids=["mixtral", "qwen2"]
+)
+def test_ranks_on_the_triton_step_send_rows_to_experts(
+    tmp_path: Path, family: type[Any], sizes: dict[str, Any]
+) -> None:
+    """Over Gloo, with the kernels in Triton's interpreter."""
+    sizes = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    model = tiny_model.write(tmp_path, config_class=family, **sizes)
+    prompts = [tiny_model.prompt(0, 5), tiny_model.prompt(1, 60)]
+    expected = alone(model, 2, prompts, 8, whole_experts=True, all_to_all=True)
+    with serving(model, own(2, **ALL_TO_ALL), own(2, **ALL_TO_ALL), "tcp", backend="triton") as stack:
+        assert [answer(stack, prompt, 8) for prompt in prompts] == expected
 
 
 @pytest.mark.full

@@ -92,6 +92,22 @@ def test_any_degree_to_any_other_is_one_process(
 
 
 @pytest.mark.full
+def test_a_draft_model_beside_ranks_of_other_hosts_changes_no_token(tmp_path: Path) -> None:
+    """Rank 0 has its keys and values, which go with whole blocks; the model drafts for itself."""
+    model = tiny_model.write(tmp_path, **ODD)
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    drafting = {"speculative-model": str(model)}
+    decode = tp(2, **drafting, **{"speculative-tokens": 3})
+    with serving_across_hosts(model, tp(2, **drafting), decode, tmp_path, *PULLS) as (stack, _):
+        assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
+        drafted, accepted = (
+            stack.metric("decode", f"diptych_spec_decode_{name}_tokens_total")
+            for name in ("draft", "accepted")
+        )
+        assert drafted / 2 < accepted <= drafted
+
+
+@pytest.mark.full
 def test_two_ranks_here_and_two_elsewhere_compute_experts(tmp_path: Path) -> None:
     model = tiny_model.write(tmp_path, config_class=MixtralConfig, num_key_value_heads=4, **EXPERTS)
     expected = alone(model, 4, PROMPTS, TOKENS, whole_experts=True)
@@ -172,7 +188,6 @@ MEETING = ("--rendezvous", "10.0.0.1:7000", "--rank-key-file", "/key")
         (("--rendezvous", "10.0.0.1"), "must be HOST:PORT"),
         ((*WHOLE, *MEETING, "--transport", "shared_memory"), "--transport shared_memory does not reach"),
         ((*WHOLE, *MEETING, "--kv-tier", "ram:1g"), "--kv-tier ram:1g"),
-        ((*WHOLE, *MEETING, "--speculative-model", "bundled"), "--speculative-model bundled"),
     ],
 )
 def test_what_ranks_of_other_hosts_cannot_do_is_refused_by_name(

@@ -41,6 +41,7 @@ class ScriptedWorker:
         self.silent = False  # neither heartbeats nor answers, with the connection open
         self.stuck = False  # beats, but the step of its engine does not end
         self.replaces = ""  # ids of workers whose death its supervisor saw
+        self.image_rows, self.encodes = "", 0  # as in `WorkerRecord`
         self.roles = ""  # in which its supervisor could start it
         self.busy_share, self.waiting_tokens = 0.0, 0
         self.drains: work_pb2.Drain | None = None  # the order, once it has come
@@ -75,6 +76,8 @@ class ScriptedWorker:
             free_blocks=self.total_blocks,
             replaces=self.replaces,
             roles=self.roles,
+            image_rows=self.image_rows,
+            encodes=self.encodes,
         )
         self.publisher = DirectoryPublisher(redis_url, record, lambda: self.keys)
         await self.publisher.start()

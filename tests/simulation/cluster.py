@@ -305,7 +305,7 @@ class Cluster:
                 "max_local_prefill_tokens": self.scenario.local_bounds[0],
                 "max_fallback_prefill_tokens": self.scenario.local_bounds[1],
                 "local_prefill_chunk": max(self.scenario.chunk // 2, 1),
-                "speculative_tokens": 3 * (self.scenario.network % 5 < 2),
+                "speculative_tokens": 3 * (self.scenario.network % 5 < 2 and not self.scenario.recurrent),
             }
         )
         telemetry = Telemetry.start("decode", machine.host.name)
@@ -346,6 +346,8 @@ class Cluster:
         laid: dict[str, Any] = {}
         if self.scenario.window:
             laid = {"layout": model.WINDOW_LAYOUT, "fingerprint": model.WINDOW_FINGERPRINT}
+        if self.scenario.recurrent:
+            laid = {"layout": model.STATE_LAYOUT, "fingerprint": model.STATE_FINGERPRINT}
         return model.SimulatedEngine(machine.runner, group=machine.ranks, **laid, **parts)
 
     def _dealt_engine(

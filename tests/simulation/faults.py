@@ -9,13 +9,14 @@ from diptych.runtime.errors import RoleChangeRefused
 from tests.simulation.cluster import Cluster, Machine
 from tests.simulation.network import LinkConditions
 from tests.simulation.scenario import Fault
+from tests.simulation.silence import fall_silent
 from tests.simulation.sockets import Damage
 from tests.simulation.store import LATENCY_S
 
 SLOWNESS = 12.0
 DELAY_S = 0.15
 STORE_SLOW_S = 0.2
-_SILENCING = frozenset({"stop", "partition"})
+_SILENCING = frozenset({"stop", "partition", "silence"})
 _CUTTING = frozenset({"hang", "reset"})
 
 
@@ -176,6 +177,10 @@ class Faults:
             conditions.extra_delay_s = DELAY_S
             self._cluster.loop.call_later(fault.lasts_s, setattr, conditions, "extra_delay_s", 0.0)
         return self._connected(fault)
+
+    def _silence(self, fault: Fault) -> bool:
+        """Let the machine of a worker or of a rank fall silent."""
+        return fall_silent(self._cluster, fault.target[0], fault.lasts_s)
 
     def _repeat(self, fault: Fault) -> bool:
         for conditions in self._conditions_of(fault):

@@ -6,6 +6,8 @@ does. So a block that was freed too early, written by another process, shared by
 changes the next token, and the stream differs from `oracle`, which knows no blocks.
 
 A model with a window keeps the entries in windowed blocks as well, and reads those of the last tokens there.
+One with recurrent layers reads the entry before a step in a page and leaves that of its last token there: an
+entry is a hash of the one before it, so that a token that was added twice, or to another, makes another one.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, check_bat
 from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.gpu_memory import GpuMemory
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.state_groups import StateGroups
+from diptych.engine.kv.state_layout import StateLayout
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
 from diptych.image_spec import ImageSpec
@@ -50,6 +54,12 @@ ENTRY = LAYOUT.bytes_per_block // BLOCK_SIZE
 WINDOW = 10
 """Tokens that the layers with a window see, where the model has some: two, in blocks of their own."""
 WINDOW_LAYOUT = replace(LAYOUT, num_layers=3, windows=WindowGroups(WINDOW, 1, 2, ((1, 0), (0, 0), (2, 0))))
+STATE_LAYOUT = replace(
+    LAYOUT,
+    num_layers=2,
+    windows=StateGroups(2, 1, 2, ((0, 0), (1, 0))),
+    states=StateLayout(((1, ((2,),)),), 64),
+)
 
 FINGERPRINT = Fingerprint(
     model_digest=DIGEST,
@@ -63,6 +73,7 @@ FINGERPRINT = Fingerprint(
     hash_version=HASH_VERSION,
 )
 WINDOW_FINGERPRINT = replace(FINGERPRINT, kv_layout=WINDOW_LAYOUT.name, num_layers=3)
+STATE_FINGERPRINT = replace(FINGERPRINT, kv_layout=STATE_LAYOUT.name, num_layers=2)
 
 
 def extend(entries: bytearray, token_ids: Sequence[int], adapter: bytes = b"") -> None:
@@ -227,10 +238,19 @@ def _read(sequence: SequenceStep, tokens: int) -> bytearray:
     for block in sequence.block_table[: LAYOUT.blocks_for(tokens)]:
         entries += sequence.memory.block_bytes(block)
     del entries[tokens * ENTRY :]
+    recurrent = sequence.memory.layout.states is not None
     for table in sequence.window_tables:
+        if recurrent:
+            entries[len(entries) - ENTRY :] = b"" if not tokens else _state(sequence, table, tokens - 1)
+            continue
         for position in range(max(0, tokens - WINDOW + 1), tokens):
             entries[position * ENTRY : (position + 1) * ENTRY] = _lane(sequence, table, position)
     return entries
+
+
+def _state(sequence: SequenceStep, table: Sequence[int], position: int) -> memoryview:
+    """Return the state in the page of the token at `position`."""
+    return sequence.memory.block_bytes(table[position // BLOCK_SIZE - sequence.window_first])[:ENTRY]
 
 
 def _lane(sequence: SequenceStep, table: Sequence[int], position: int) -> memoryview:
@@ -251,8 +271,12 @@ def _write(sequence: SequenceStep, entries: bytearray, lanes: Sequence[int] = ra
             block[begin - place * size + lane : begin - place * size + len(piece) : ENTRY] = piece[
                 lane::ENTRY
             ]
+    recurrent = sequence.memory.layout.states is not None
     for table in sequence.window_tables:
         for position in range(sequence.start, len(entries) // ENTRY):
+            if recurrent:
+                _state(sequence, table, position)[:] = entries[position * ENTRY : (position + 1) * ENTRY]
+                continue
             _lane(sequence, table, position)[:] = entries[position * ENTRY : (position + 1) * ENTRY]
 
 

@@ -36,14 +36,25 @@ class LinkConditions:
 
 
 class Pipe:
-    """One direction of a stream: in order, each delivery a callback of the receiving host."""
+    """One direction of a stream: in order, each delivery a callback of the receiving host.
 
-    def __init__(self, network: Network, name: str, ends: tuple[str, str], host: Host | None) -> None:
+    The machine of `host` or of `sender` may fall silent, if these are two: what is sent then comes later.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        ends: tuple[str, str],
+        host: Host | None,
+        sender: Host | None = None,
+    ) -> None:
         self._network = network
         self._random = random.Random(f"{network.seed}/{name}")
         self._ends = ends
         self._context = copy_context()
         self._context.run(current_host.set, host)
+        self._machines = () if host is None or sender is None else (host, sender)
         self._last = 0.0
 
     def send(self, deliver: Callable[..., None], *args: Any) -> None:
@@ -56,6 +67,9 @@ class Pipe:
         when = network.loop.now + delay
         if conditions is not None:
             when = max(when + conditions.extra_delay_s, conditions.held_until + delay)
+        for one in self._machines:
+            if one.silent_until:
+                when = max(when, one.silent_until + delay)
         self._last = max(self._last, when)
         network.loop.at(self._last, deliver, *args, context=self._context).network = True
 
@@ -168,8 +182,8 @@ class Stream:
         self.ends = (_name(client), server.host.name if server is not None else address)
         network.streams += 1
         name = f"{self.ends[0]}>{self.ends[1]}/{method.path}/{network.opened(self.ends)}"
-        self.up = Pipe(network, name + "/up", self.ends, self.server)
-        self.down = Pipe(network, name + "/down", self.ends, client)
+        self.up = Pipe(network, name + "/up", self.ends, self.server, client)
+        self.down = Pipe(network, name + "/down", self.ends, client, self.server)
         self.to_client, self.to_server = Inbox(), Inbox()
         self.client_over = self.server_over = False
         self.task: asyncio.Task[None] | None = None

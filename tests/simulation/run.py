@@ -29,8 +29,8 @@ MAX_DEATHS = 2
 LONGEST_S = 45.0
 """Virtual seconds of a run in which nothing hangs: a writer that does not stop is fenced after 30 s."""
 LONGEST_HANG_S = 35.0
-"""Virtual seconds that each process that hangs may add: a step is late after 30 s, and an idle process that
-hangs is only met by the next request."""
+"""Virtual seconds that each process that hangs may add, and each machine that falls silent: a step is late
+after 30 s, and an idle process that hangs is only met by the next request."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Run:
         for client in self.clients:
             loop.call_later(client.plan.at, client.start)
         last = max([f.at + f.lasts_s for f in self.scenario.faults] + [0.0])
-        hangs = sum(fault.kind == "hang" for fault in self.scenario.faults)
+        hangs = sum(fault.kind in ("hang", "silence") for fault in self.scenario.faults)
         longest = LONGEST_S + LONGEST_HANG_S * hangs
         if not loop.run(until=longest, over=lambda: loop.now > last and self._quiet()):
             if not self.outcome.violation:

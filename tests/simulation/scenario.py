@@ -15,6 +15,7 @@ from tests.simulation.model import (
     BLOCK_SIZE,
     FIRST_TOKEN,
     POISON,
+    STATE_LAYOUT,
     TOKENS,
     WINDOW_LAYOUT,
     RequestSampling,
@@ -24,8 +25,12 @@ from tests.simulation.themes import THEMES, Theme
 
 FAULTS_UNTIL_S = 2.2
 """No fault begins after this time."""
+SILENT_SHARE = 0.3
+"""Share of scenarios of groups with ranks on other machines in which a machine falls silent."""
 WINDOWED_SHARE = 0.35
 """Share of scenarios whose model has a window."""
+RECURRENT_SHARE = 0.3
+"""Share of the others whose model has recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class Scenario:
     mixed_steps: bool = True  # chunks of these are rows of decode steps; else steps between them
     tiers: tuple[tuple[str, int], ...] = ()  # kinds of tiers below the pools, and the blocks that they hold
     window: bool = False  # the model has layers with a window, in blocks of their own
+    recurrent: bool = False  # the model has recurrent layers, whose states lie in pages
     encoders: int = 0  # encode workers
     own_encoders: bool = True  # prefill workers encode where no encode worker does
     hosted: bool = False  # p0 and d0 are one process, p1 and d1, and so on: what befalls one befalls both
@@ -198,6 +204,8 @@ def make_scenario(seed: int, theme_name: str | None = None, theme: Theme | None 
     whole = bool(shape.grouped or shape.tiers)  # neither goes with blocks of windows
     if not whole and random.Random(f"window {seed}").random() < WINDOWED_SHARE:
         shape = _with_window(shape)
+    elif not whole and random.Random(f"recurrent {seed}").random() < RECURRENT_SHARE:
+        shape = _with_states(shape)
     faults = _faults(rng, replace(shape, requests=requests), theme)
     more = (
         *_role_changes(shape),
@@ -214,6 +222,12 @@ def _with_window(shape: Scenario) -> Scenario:
     """Return the scenario of a model with a window, with pools that hold as many requests at once."""
     decodes = tuple(replace(one, blocks=one.blocks * WINDOW_LAYOUT.blocks_per_place) for one in shape.decodes)
     return replace(shape, window=True, decodes=decodes)
+
+
+def _with_states(shape: Scenario) -> Scenario:
+    """Return the scenario of a model with recurrent layers, likewise."""
+    decodes = tuple(replace(one, blocks=one.blocks * STATE_LAYOUT.blocks_per_place) for one in shape.decodes)
+    return replace(shape, recurrent=True, decodes=decodes)
 
 
 def _ranks(seed: int, theme: Theme) -> dict[str, int]:
@@ -273,7 +287,7 @@ def _pair_faults(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault
         lasts = rng.choice([0.05, 0.3, 1.0]) if kind in ("delay", "partition") else 0.0
         at = round(rng.choice(requests).at + rng.uniform(0.0, 0.15), 4)
         found.append(Fault(at, kind, pair, lasts, rng.getrandbits(16)))
-    return found + _faults_within_groups(shape, requests)
+    return found + _faults_within_groups(shape, requests) + _silences(shape, requests)
 
 
 def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
@@ -289,6 +303,20 @@ def _faults_within_groups(shape: Scenario, requests: Sequence[RequestPlan]) -> l
         )
         for _ in range(rng.choice([0, 1, 2]) if pairs else 0)
     ]
+
+
+def _silences(shape: Scenario, requests: Sequence[RequestPlan]) -> list[Fault]:
+    """Return silences of machines of ranks, rank 0 among them: most are longer than a group waits."""
+    rng = random.Random(f"silences {shape.network}")
+    names = [
+        name
+        for worker in shape.workers
+        for name in shape.groups[{"p": "prefill", "d": "decode"}[worker[0]]].holders(worker)
+    ]
+    if rng.random() >= SILENT_SHARE:
+        return []
+    at = round(rng.choice(requests).at + rng.uniform(-0.05, 0.15), 4)
+    return [Fault(at, "silence", (rng.choice(names),), rng.choice([2.0, 12.0, 20.0, 20.0, 30.0]))]
 
 
 def _role_changes(shape: Scenario) -> list[Fault]:

@@ -37,7 +37,7 @@ from tests.simulation.kv_cells import CellRunner, CellsDiffer, Entries, HeldCell
 from tests.simulation.model import VOCABULARY, SimulatedModel, extend
 from tests.simulation.ranks import KERNEL_S, LAST_BREATH_S, pid_of
 from tests.simulation.scenario import GroupShape
-from tests.simulation.thread_sockets import make_pipe
+from tests.simulation.thread_sockets import PipeEnd, make_pipe
 from tests.simulation.virtual_loop import Host
 from tests.simulation.virtual_threads import Condition, Queue
 
@@ -213,6 +213,8 @@ class ShareGroup:
         ]
         self.pids = [pid_of(rank.host) for rank in self.ranks if not rank.alone]
         self.elsewhere: list[tuple[RemoteRank, KVShare]] = []
+        self.pipes_to_other_machines: dict[Host, list[tuple[PipeEnd, PipeEnd]]] = {}
+        """Connections of each rank of another machine, rank 0's end first."""
         self._others: list[Any] = [self._join(rank, here) for rank in self.ranks]
         self.memories = _Memories(self)
         machine.host.on_death.append(self._follow)
@@ -303,11 +305,18 @@ class ShareGroup:
             except CellsDiffer as error:
                 cluster.report_violation(f"{self.machine.host}, rank {number}: {error}")
                 reads.append(np.zeros(sequence.start, dtype=np.uint64))
+        self._wait_while_silent(number)
         meeting.meet(number, reads)
         cluster.threads.sleep(meeting.duration * cluster.chance() / 2)
         for at, sequence in enumerate(sequences):
             cluster.check_write(self.machine, meeting.sequences[at])
             cells.write(sequence, np.frombuffer(meeting.entries[at], dtype=np.uint64)[sequence.start :])
+
+    def _wait_while_silent(self, number: int) -> None:
+        """Wait while nothing comes from the machine of this rank, which the others wait for."""
+        host, loop = self.machine.host if number == 0 else self.ranks[number - 1].host, self.cluster.loop
+        while host.silent_until > loop.now:
+            self.cluster.threads.sleep(host.silent_until - loop.now)
 
     # -- the end
 
@@ -320,7 +329,7 @@ class ShareGroup:
         """Connect a rank, start it, and return it as rank 0 has it."""
         cluster, host = self.cluster, self.machine.host
         pipes = {
-            name: make_pipe(cluster.network, cluster.threads, host, rank.host)
+            name: make_pipe(cluster.network, cluster.threads, host, rank.host, one_machine=not rank.alone)
             for name in (_ENDS if rank.alone else ("plans",))
         }
         rank.start({name: there for name, (_, there) in pipes.items()}, rank.number - here + 1)
@@ -328,6 +337,7 @@ class ShareGroup:
         if not rank.alone:
             rank.host.on_death.append(partial(self._report, rank.host))
             return _Local(ends["plans"])
+        self.pipes_to_other_machines[rank.host] = list(pipes.values())
         made = RemoteRank(Joined(rank.host.name, pid_of(rank.host), ends), self.fail)
         self.elsewhere.append((made, rank.share))
         return made

@@ -27,8 +27,8 @@ class Connection:
         self.ends = (client.name, listener.host.name)
         network = sockets.network
         name = f"{client.name}>{listener.host.name}/data/{network.opened((*self.ends,))}"
-        self._up = Pipe(network, name + "/up", self.ends, listener.host)
-        self._down = Pipe(network, name + "/down", self.ends, client)
+        self._up = Pipe(network, name + "/up", self.ends, listener.host, client)
+        self._down = Pipe(network, name + "/down", self.ends, client, listener.host)
         self.broken = False  # as the client knows
         self.received: Any = asyncio.Queue()  # of bytes; `b""` is the end
         self.unread = 0

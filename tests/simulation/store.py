@@ -9,7 +9,7 @@ from typing import Any
 
 import redis.exceptions
 
-from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.virtual_loop import VirtualLoop, current_host
 
 LATENCY_S = 0.0005
 SOCKET_TIMEOUT_S = 0.5
@@ -44,6 +44,10 @@ class Store:
 
     async def call(self, run: Callable[[], Any]) -> Any:
         """Run a command in one round trip."""
+        host = current_host.get()
+        if host is not None and host.silent_until > self.loop.now:
+            await asyncio.sleep(SOCKET_TIMEOUT_S)
+            raise redis.exceptions.TimeoutError("no answer")
         if self.mode == "down":
             await asyncio.sleep(LATENCY_S)
             raise redis.exceptions.ConnectionError("refused")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from diptych.engine.parallel.kv_shares import KVShare
+from diptych.worker_process.group import holder_program
 from diptych.worker_process.group.remote_rank import RemoteRank
+from diptych.worker_process.group.rendezvous import LOST_S
+from diptych.worker_process.group.share_link import ShareLink
 from diptych.worker_process.group.spread_blocks import SpreadShares
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.protocol.receiver import Receiver
@@ -103,6 +107,22 @@ def rank_0_alone_copies(patch: Patch) -> None:
     patch.setattr(RemoteRank, "copy_block", lambda self, number, src, dst: None)
 
 
+def idle_group_outlives_its_connections(patch: Patch) -> None:
+    """Rank 0 notices the end of a rank's connections only when it needs them."""
+
+    def read(self: ShareLink) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._take(self._connection.recv())
+
+    patch.setattr(ShareLink, "_read", read)
+
+
+def rank_outlives_its_connections(patch: Patch) -> None:
+    """A rank stays when its connections end."""
+    patch.setattr(holder_program, "leave_group", lambda: None)
+
+
 PLANTED: list[Any] = [
     (shares_are_not_verified, 40),
     (shares_of_an_old_grant_are_placed, 60),
@@ -122,3 +142,14 @@ def test_planted_bug_in_shares_is_found(
     plant(monkeypatch)
     found = (seed for seed in range(within) if simulate(make_scenario(seed, "shares")).violation)
     assert next(found, None) is not None, f"{within} seeds do not show it"
+
+
+@pytest.mark.parametrize("plant", [idle_group_outlives_its_connections, rank_outlives_its_connections])
+def test_planted_bug_where_machines_fall_silent_is_found(
+    plant: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    scenarios = (make_scenario(seed, "shares") for seed in range(60))
+    silent = (one for one in scenarios if any(f.kind == "silence" and f.lasts_s > LOST_S for f in one.faults))
+    violations = (simulate(scenario).violation for scenario in silent)
+    assert any("has not given up its group" in violation for violation in violations)

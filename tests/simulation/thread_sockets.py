@@ -186,22 +186,29 @@ class PipeEnd:
         return data
 
     def lose(self) -> None:
-        """Take the end of the other process."""
+        """Take the end of the other process, or of the connection."""
         self._lost = True
         self._arrived.put(None)
 
+    def take(self, data: bytes) -> None:
+        """Take bytes of the other end, unless the connection has ended."""
+        if not self._lost:
+            self._arrived.put(data)
+
     def lead_to(self, other: PipeEnd, pipe: Pipe) -> None:
         """Send to another end from now on."""
-        self._send = lambda data: pipe.send(other._arrived.put, data)
+        self._send = lambda data: pipe.send(other.take, data)
 
 
-def make_pipe(network: Network, threads: VirtualThreads, one: Host, other: Host) -> tuple[PipeEnd, PipeEnd]:
+def make_pipe(
+    network: Network, threads: VirtualThreads, one: Host, other: Host, *, one_machine: bool
+) -> tuple[PipeEnd, PipeEnd]:
     """Return the ends of a connection between two processes, which notice each other's death."""
     ends = (one.name, other.name)
     name = f"{one.name}>{other.name}/pipe/{network.opened(ends)}"
     here, there = PipeEnd(threads), PipeEnd(threads)
-    down = Pipe(network, name + "/down", ends, other)
-    up = Pipe(network, name + "/up", ends, one)
+    down = Pipe(network, name + "/down", ends, other, None if one_machine else one)
+    up = Pipe(network, name + "/up", ends, one, None if one_machine else other)
     here.lead_to(there, down)
     there.lead_to(here, up)
     one.on_death.append(lambda: down.send(there.lose))

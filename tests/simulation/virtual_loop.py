@@ -31,6 +31,7 @@ class Host:
         self.dead = False
         self.stopped = False
         self.slowness = 1.0
+        self.silent_until = 0.0  # until then nothing reaches its machine, and nothing comes from it
         self.held: list[Handle] = []
         self.on_death: list[Callable[[], None]] = []  # called when it ends, by the kernel
 

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from diptych.engine.kv.state_layout import StateLayout
 from diptych.engine.kv.window_groups import WindowGroups
 from kernels import int8_cache
 from kernels.kv_blocks import head_numbers, token_views
@@ -54,6 +55,10 @@ class KVLayout:
     """Layout of the draft model's segment of each block; None: a block is this model's alone."""
     windows: WindowGroups | None = None
     """Groups of layers that lie in blocks of their own; None: a block has all layers."""
+    states: StateLayout | None = None
+    """Pages of recurrent states; `windows` says which blocks of a place they are then. None: no layer is
+    recurrent.
+    """
     foreign_bytes: int = 0
     """Bytes at the end of each block that mean nothing here: a draft model's segment, in the pool of a worker
     with another one.
@@ -73,12 +78,18 @@ class KVLayout:
             raise ValueError("blocks have a draft model's segment, or bytes of another one's")
         if self.windows is not None and (self.latent or self.draft is not None):
             raise ValueError("blocks of latents, and those with a draft model's segment, have all layers")
+        if self.states is not None and (self.windows is None or self.windows.tables != self.states.blocks):
+            raise ValueError("pages of recurrent states are the blocks of a place beside its full one")
 
     @property
     def name(self) -> str:
         """The arrangement inside a block; changes when its meaning changes."""
         name = LATENT_LAYOUT_NAME if self.latent else SCALED_LAYOUT_NAME if self.has_scales else LAYOUT_NAME
-        return name if self.windows is None else f"{name}/window-{self.windows.window}/{self.windows.slots}"
+        if self.windows is None:
+            return name
+        if self.states is not None:
+            return f"{name}/states-1/{self.windows.slots}/{self.states.page_bytes}"
+        return f"{name}/window-{self.windows.window}/{self.windows.slots}"
 
     @property
     def has_scales(self) -> bool:
@@ -120,6 +131,10 @@ class KVLayout:
         """Bytes from the beginning of a block to the draft model's segment."""
         return -(-self.own_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
+    def without_draft(self) -> KVLayout:
+        """Return the layout of blocks that are this model's alone."""
+        return replace(self, draft=None)
+
     def in_blocks_of(self, size: int) -> KVLayout:
         """Return the layout of this model's own segments in blocks of `size` bytes, whose rest is foreign.
 
@@ -157,6 +172,10 @@ class SpreadBlocks(Protocol):
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all of block `src` over block `dst`, before any later step."""
+        ...
+
+    def without_draft(self) -> SpreadBlocks:
+        """Return what reads and writes the model's own segments of the same blocks as blocks."""
         ...
 
 
@@ -231,11 +250,11 @@ class KVMemory:
     def as_share_of(self, layout: KVLayout, layer: int, head: int) -> KVMemory:
         """Return the same memory as a share of blocks of `layout`, which begins at a layer and a KV head.
 
-        `data` and `blocks` stay the share's own. Whole blocks are read and written by `spread`, which is the
-        caller's to set.
+        `data` and `blocks` stay the share's own, and so does the draft model's segment, of which there is no
+        share. Whole blocks are read and written by `spread`, which is the caller's to set.
         """
         share = KVMemory.__new__(KVMemory)
-        share._bytes, share.draft, share.origin = None, None, (layer, head)
+        share._bytes, share.draft, share.origin = None, self.draft, (layer, head)
         share.layout, share.num_blocks = layout, self.num_blocks
         share.data, share.blocks = self.data, self.blocks
         return share
@@ -255,15 +274,22 @@ class KVMemory:
         self.num_blocks = len(blocks)
         self.blocks = blocks
         own = blocks[:, offset : offset + layout.own_bytes].view(layout.dtype)
-        self.data = own.unflatten(1, layout.block_shape)
+        data = own.unflatten(1, layout.block_shape)
+        # Of one block torch makes a stride of its own up, and what is recorded over one serves any number.
+        strides = (self.stride_bytes // layout.dtype.itemsize, *data.stride()[1:])
+        self.data = data.as_strided(data.shape, strides)
 
     def without_draft(self) -> KVMemory:
         """Return the model's own segments as blocks, over the same bytes; itself if they have no other."""
         if self.draft is None:
             return self
+        if self.spread is not None:
+            share = self.as_share_of(self.layout.without_draft(), *self.origin)
+            share.draft, share.spread = None, self.spread.without_draft()
+            return share
         own = KVMemory.__new__(KVMemory)
         own._bytes, own.draft = None, None
-        own._lay_segment(replace(self.layout, draft=None), self.blocks[:, : self.layout.own_bytes], 0)
+        own._lay_segment(self.layout.without_draft(), self.blocks[:, : self.layout.own_bytes], 0)
         return own
 
     @property

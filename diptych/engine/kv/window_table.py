@@ -54,12 +54,13 @@ class PromptWindow:
             )
         return self.pinned[at : at + self.tables]
 
-    def tables_of(self, first: int, end: int) -> tuple[tuple[int, ...], ...]:
+    def tables_of(self, first: int, end: int, *, wraps: bool = False) -> tuple[tuple[int, ...], ...]:
         """Return the tables of places `first .. end - 1`, as `SequenceStep.window_tables` has them.
 
-        Raises IndexError for more places behind the cached prefix than the ring has.
+        Raises IndexError for more places behind the cached prefix than the ring has, unless it `wraps`: two
+        places have the same blocks then, and what is left in them is the later one's.
         """
-        if (end - max(first, self.cached_places)) * self.tables > len(self.ring):
+        if not wraps and (end - max(first, self.cached_places)) * self.tables > len(self.ring):
             raise IndexError(f"places {first} to {end} do not fit into a ring of {len(self.ring)} blocks")
         places = [self.blocks(place) for place in range(first, end)]
         return tuple(tuple(blocks[table] for blocks in places) for table in range(self.tables))

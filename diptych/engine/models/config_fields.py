@@ -73,7 +73,7 @@ _TYPES: dict[str, type] = {
 _NULLABLE = frozenset(
     {"num_key_value_heads", "head_dim", "sliding_window", "architectures", "layer_types"}
     | {"rope_parameters", "rope_scaling", "q_lora_rank", "n_group", "topk_group"}
-    | {"num_experts_per_tok"}
+    | {"num_experts_per_tok", "mamba_d_ssm"}
 )
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _OLD_LAYER_TYPES = {"attention": "full_attention"}
@@ -112,7 +112,7 @@ def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel("per_layer_config: all layers are computed with one shape")
     _check_types(config, family)
     resolved = {**family.defaults, **config, "model_type": name}
-    check_layer_count(resolved["num_hidden_layers"])
+    check_layer_count(resolved.get("num_hidden_layers", 0))
     if family.resolve is not None:
         family.resolve(resolved)
     _derive_heads(resolved, family)
@@ -237,7 +237,7 @@ def _derive_layer_types(resolved: dict[str, Any], family: Family) -> None:
         return
     kinds = [_OLD_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
     resolved["layer_types"] = kinds
-    unknown = sorted({str(kind) for kind in kinds} - _LAYER_TYPES)
+    unknown = sorted({str(kind) for kind in kinds} - _LAYER_TYPES - set(family.layer_kinds))
     if unknown:
         raise UnsupportedModel(f"layer_types: {', '.join(unknown)}")
     if len(kinds) != layers:
@@ -275,7 +275,10 @@ def _layers(config: Config, family: Family) -> tuple[tuple[LayerShape, ...], tup
     count, rope = config["num_hidden_layers"], config["rope_parameters"]
     windows = _windows(config, family) or (None,) * count
     if family.rope_by_layer_type is None:
-        return tuple(LayerShape(window) for window in windows), (rotation_of(rope, config),)
+        kinds = config.get("layer_types") or (None,) * count
+        own = {kind: make(config) for kind, make in family.layer_kinds.items()}
+        found = (own.get(kind, LayerShape(window)) for window, kind in zip(windows, kinds, strict=True))
+        return tuple(found), (rotation_of(rope, config),)
     kinds = sorted(set(config["layer_types"]))
     rotations = tuple(rotation_of(rope[kind], config) for kind in kinds)
     chosen = (kinds.index(kind) for kind in config["layer_types"])

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from diptych.engine.models.shape import ModelShape
+from diptych.engine.models.shape import LayerShape, ModelShape
 
 Config = Mapping[str, Any]
 """Fields of a `config.json`, resolved: none is missing (config_fields.py)."""
@@ -32,6 +32,10 @@ class Stored:
     rows_of: tuple[str, ...] = ()
     """Fields whose rows the file's tensor holds, in this order; empty if it is this field's alone. Rows are
     those of the fields' shapes.
+    """
+    rows: Callable[[str, ModelShape, int], torch.Tensor] | None = None
+    """Gives the numbers of the rows that are the field's, by its name below the layer's and the layer's
+    number, where those of `rows_of` do not follow one another.
     """
     plus: float = 0.0
     """Added to each number (norms that are stored less one)."""
@@ -163,6 +167,17 @@ class Family:
     """Returns rotary fields for each of `layer_types`, for families whose layers differ in them."""
     layers_behind: str | None = None
     """Field with the number of layers behind the model's, which draft further tokens: they are not read."""
+    layer_kinds: Mapping[str, Callable[[Config], LayerShape]] = field(default_factory=dict)
+    """Layers of this family by their name in `layer_types`, beside full attention and windows."""
+    stacked: Names = field(default_factory=dict)
+    """Places of experts in files that have all of a layer in one tensor, where others have a tensor each."""
+
+    def of_files(self, has: Callable[[str], bool]) -> Family:
+        """Return the family as its files are, of which `has` tells the ends of tensors' names."""
+        places = {stored_at(self.stacked, name) for name in self.stacked}
+        if not any(place is not None and has(place.name) for place in places):
+            return self
+        return replace(self, layer={**self.layer, **self.stacked})
 
 
 class GgufMetadata(Protocol):

@@ -1,7 +1,6 @@
-"""Granite 3 and 4, dense: Llama with scales of embeddings, scores, residual and logits.
+"""Granite 3, dense, and Granite 4: Llama with scales of embeddings, scores, residual and logits.
 
-Granite 4's dense models are of a hybrid's type whose layers are all attention; one with recurrent layers is
-refused by its `layer_types`, one with experts by `num_local_experts`.
+Most layers of Granite 4's hybrids are Mamba-2, and some have experts beside the feed-forward of all tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from typing import Any
 from diptych.engine.models.config_fields import llama_shape
 from diptych.engine.models.family import LLAMA_LAYER, Config, Family, GgufFamily, GgufMetadata, Names, Stored
 from diptych.engine.models.llama import LLAMA_DEFAULTS
-from diptych.engine.models.shape import LayerShape, ModelShape, UnsupportedModel
+from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_layer, mamba2_names
+from diptych.engine.models.moe import with_experts
+from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape, UnsupportedModel
 
 GRANITE_SCALES = {
     "embedding_multiplier": 1.0,
@@ -23,15 +24,29 @@ GRANITE_SCALES = {
 _HYBRID = {
     **{field: value for field, value in LLAMA_DEFAULTS.items() if field != "mlp_bias"},
     **GRANITE_SCALES,
+    **MAMBA2_DEFAULTS,
     "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "shared_intermediate_size": 1024,
     "position_embedding_type": None,
 }
-_GATE_UP = ("gate", "up")
+_GATE_UP, _SHARED = ("gate", "up"), ("shared.gate", "shared.up")
+_OF_EXPERTS = ("experts.{}.gate", "experts.{}.up")
+GRANITE_EXPERTS: Names = {
+    "router": "block_sparse_moe.router.layer.weight",
+    "experts.*.gate": Stored("block_sparse_moe.input_linear.weight", _OF_EXPERTS, stacked=True),
+    "experts.*.up": Stored("block_sparse_moe.input_linear.weight", _OF_EXPERTS, stacked=True),
+    "experts.*.down": Stored("block_sparse_moe.output_linear.weight", stacked=True),
+}
+"""Places of Granite's experts."""
 _HYBRID_LAYER: Names = {
     **LLAMA_LAYER,
+    **GRANITE_EXPERTS,
+    **mamba2_names("mamba."),
     **{field: Stored("shared_mlp.input_linear.weight", _GATE_UP) for field in _GATE_UP},
     "down": "shared_mlp.output_linear.weight",
+    **{field: Stored("shared_mlp.input_linear.weight", _SHARED) for field in _SHARED},
+    "shared.down": "shared_mlp.output_linear.weight",
 }
 
 
@@ -51,20 +66,48 @@ def granite_shape(config: Config, tied: bool, **switches: Any) -> ModelShape:
 def _resolve_hybrid(resolved: dict[str, Any]) -> None:
     if resolved["layer_types"] is None:
         raise UnsupportedModel("layer_types: all layers are recurrent (linear_attention)")
-    if resolved["num_local_experts"]:
-        raise UnsupportedModel(f"num_local_experts {resolved['num_local_experts']}: experts are not computed")
+    resolved["layer_types"] = [
+        "linear_attention" if kind == "mamba" else kind for kind in resolved["layer_types"]
+    ]
+
+
+def _mamba2(config: Config) -> LayerShape:
+    width = config["mamba_expand"] * config["hidden_size"]
+    return LayerShape(attention=False, recurrent=mamba2_layer(config, width))
 
 
 def _hybrid(config: Config, tied: bool) -> ModelShape:
-    shape = granite_shape(config, tied, intermediate_size=config["shared_intermediate_size"])
-    if config["position_embedding_type"] == "rope":
+    inner = config["shared_intermediate_size"]
+    shape = granite_shape(config, tied, intermediate_size=inner)
+    if config["position_embedding_type"] != "rope":
+        shape = replace(shape, layers=tuple(replace(layer, rotation=None) for layer in shape.layers))
+    if not config["num_local_experts"]:
         return shape
-    return replace(shape, layers=(LayerShape(rotation=None),) * shape.num_layers)
+    return with_experts(shape, granite_experts(config, inner), [True] * shape.num_layers)
+
+
+def granite_experts(config: Config, shared_size: int = 0) -> ExpertsShape:
+    """Return the experts that a config describes, beside a feed-forward of `shared_size` of all tokens."""
+    return ExpertsShape(
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["intermediate_size"],
+        routing="topk_then_softmax",
+        shared_size=shared_size,
+    )
 
 
 FAMILIES = (
     Family("granite", {**LLAMA_DEFAULTS, **GRANITE_SCALES}, granite_shape),
-    Family("granitemoehybrid", _HYBRID, _hybrid, layer=_HYBRID_LAYER, resolve=_resolve_hybrid),
+    Family(
+        "granitemoehybrid",
+        _HYBRID,
+        _hybrid,
+        layer=_HYBRID_LAYER,
+        resolve=_resolve_hybrid,
+        layer_kinds={"linear_attention": _mamba2},
+        neutral={"hidden_act": ("silu", "swish")},
+    ),
 )
 
 

@@ -12,36 +12,26 @@ from diptych.engine.models.family import (
     Family,
     GgufFamily,
     GgufMetadata,
-    Stored,
 )
-from diptych.engine.models.granite import GRANITE_KEYS, GRANITE_SCALES, granite_gguf, granite_shape
+from diptych.engine.models.granite import (
+    GRANITE_EXPERTS,
+    GRANITE_KEYS,
+    GRANITE_SCALES,
+    granite_experts,
+    granite_gguf,
+    granite_shape,
+)
 from diptych.engine.models.llama import LLAMA_DEFAULTS
 from diptych.engine.models.moe import EXPERT_KEYS, GGUF_EXPERTS, gguf_experts, with_experts
-from diptych.engine.models.shape import ExpertsShape, ModelShape
+from diptych.engine.models.shape import ModelShape
 
 _DEFAULTS = {**LLAMA_DEFAULTS, **GRANITE_SCALES, "num_local_experts": 8, "num_experts_per_tok": 2}
-_GATE_UP = ("experts.{}.gate", "experts.{}.up")
-_LAYER = MappingProxyType(
-    {
-        **LLAMA_NORMS,
-        **LLAMA_ATTENTION,
-        "router": "block_sparse_moe.router.layer.weight",
-        "experts.*.gate": Stored("block_sparse_moe.input_linear.weight", _GATE_UP, stacked=True),
-        "experts.*.up": Stored("block_sparse_moe.input_linear.weight", _GATE_UP, stacked=True),
-        "experts.*.down": Stored("block_sparse_moe.output_linear.weight", stacked=True),
-    }
-)
+_LAYER = MappingProxyType({**LLAMA_NORMS, **LLAMA_ATTENTION, **GRANITE_EXPERTS})
 
 
 def _shape(config: Config, tied: bool) -> ModelShape:
-    experts = ExpertsShape(
-        num_experts=config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        intermediate_size=config["intermediate_size"],
-        routing="topk_then_softmax",
-    )
     shape = granite_shape(config, tied)
-    return with_experts(shape, experts, [True] * shape.num_layers)
+    return with_experts(shape, granite_experts(config), [True] * shape.num_layers)
 
 
 def _gguf(metadata: GgufMetadata, shape: ModelShape) -> ModelShape:

@@ -19,6 +19,15 @@ EXPERT_MATRICES: Names = MappingProxyType(
     }
 )
 """Places of experts in most folders."""
+_GATE_UP = ("experts.{}.gate", "experts.{}.up")
+STACKED_EXPERTS: Names = MappingProxyType(
+    {
+        "experts.*.gate": Stored("mlp.experts.gate_up_proj", _GATE_UP, stacked=True),
+        "experts.*.up": Stored("mlp.experts.gate_up_proj", _GATE_UP, stacked=True),
+        "experts.*.down": Stored("mlp.experts.down_proj", stacked=True),
+    }
+)
+"""Places of experts in folders that have all of a layer in one tensor."""
 SHARED_EXPERT: Names = MappingProxyType(
     {
         "shared.gate": "mlp.shared_experts.gate_proj.weight",

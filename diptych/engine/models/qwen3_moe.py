@@ -7,7 +7,15 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
-from diptych.engine.models.family import GGUF_LAYER, LLAMA_LAYER, Config, Family, GgufFamily, GgufMetadata
+from diptych.engine.models.family import (
+    GGUF_LAYER,
+    LLAMA_LAYER,
+    Config,
+    Family,
+    GgufFamily,
+    GgufMetadata,
+    Names,
+)
 from diptych.engine.models.moe import EXPERT_KEYS, EXPERT_MATRICES, GGUF_EXPERTS, gguf_experts, with_experts
 from diptych.engine.models.qwen2 import QWEN2_DEFAULTS
 from diptych.engine.models.shape import ExpertsShape, ModelShape
@@ -40,15 +48,17 @@ _QWEN2 = {
     "qkv_bias": True,
 }
 _LAYER = MappingProxyType({**LLAMA_LAYER, **EXPERT_MATRICES})
-_QWEN2_LAYER = MappingProxyType(
+QWEN2_EXPERTS: Names = MappingProxyType(
     {
-        **_LAYER,
+        **EXPERT_MATRICES,
         "shared.gate": "mlp.shared_expert.gate_proj.weight",
         "shared.up": "mlp.shared_expert.up_proj.weight",
         "shared.down": "mlp.shared_expert.down_proj.weight",
         "shared_router": "mlp.shared_expert_gate.weight",
     }
 )
+"""Places of experts of which one behind a gate is every token's."""
+_QWEN2_LAYER = MappingProxyType({**LLAMA_LAYER, **QWEN2_EXPERTS})
 _GGUF_LAYER = MappingProxyType({**GGUF_LAYER, **GGUF_EXPERTS})
 
 
@@ -62,7 +72,14 @@ def _qwen3(config: Config, tied: bool) -> ModelShape:
 
 
 def _qwen2(config: Config, tied: bool) -> ModelShape:
-    shape = llama_shape(config, tied, qkv_bias=config["qkv_bias"], output_bias=False)
+    return qwen_experts(config, llama_shape(config, tied, qkv_bias=config["qkv_bias"], output_bias=False))
+
+
+def qwen_experts(config: Config, shape: ModelShape) -> ModelShape:
+    """Return `shape` with the experts that a config of Qwen2-MoE and its relatives describes.
+
+    Raises UnsupportedModel, naming the field.
+    """
     experts = replace(
         _experts(config), shared_size=config["shared_expert_intermediate_size"], shared_gate=True
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from diptych.engine.models.recurrent import RecurrentShape
+
 
 class UnsupportedModel(ValueError):
     """The model's files ask for something that this engine does not compute. The message names it."""
@@ -104,6 +106,19 @@ class LayerShape:
     """Index into `ModelShape.rotations`; None: queries and keys are not rotated."""
     experts: bool = False
     """The feed-forward is `ModelShape.experts`, not the dense one."""
+    attention: bool = True
+    """The layer attends; else it keeps no keys and values."""
+    recurrent: RecurrentShape | None = None
+    """Recurrence in place of attention, or, where the layer has both, beside it: both read the same input and
+    are added.
+    """
+    feed_forward: bool = True
+    """The layer has a feed-forward."""
+
+    @property
+    def mixes(self) -> bool:
+        """True if the layer's tokens read others: it attends, or is recurrent."""
+        return self.attention or self.recurrent is not None
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,8 @@ class ExpertsShape:
     router_bias: bool = False
     bias: bool = False
     """Biases of the experts' matrices."""
+    gated: bool = True
+    """Experts, the shared one too, are `down(act(gate x) * up x)`, else `down(act(up x))`, without a gate."""
     clamp: float | None = None
     """Bound c of the activation `clamped_swiglu`."""
     held: range | None = None
@@ -231,6 +248,8 @@ class ModelShape:
     score_cap: float | None = None
     """Scores s become `cap tanh(s / cap)` after their scale, before the mask (Gemma 2)."""
     query_growth: QueryGrowth | None = None
+    attention_gate: bool = False
+    """A gate of what attention mixes: a sigmoid of a product with its input, for each lane."""
     sinks: bool = False
     """A logit for each head beside the scores, which takes its share of the softmax and no value."""
     activation: Activation = "silu"
@@ -253,6 +272,10 @@ class ModelShape:
     """Multiplies logits, before their cap."""
     logit_cap: float | None = None
     """Logits l become `cap tanh(l / cap)`."""
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """Factors that the reader multiplies into a layer's tensors, by their names below its own: one, or one
+    for each stretch of rows (Falcon-H1). The tensors have them already.
+    """
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     """Attention is over latents, in every layer."""
@@ -282,11 +305,27 @@ class ModelShape:
                 raise UnsupportedModel(f"a layer has rotation {layer.rotation} of {len(self.rotations)}")
             if layer.experts and self.experts is None:
                 raise UnsupportedModel("a layer has experts, the model has none")
+            if not layer.mixes and not layer.feed_forward:
+                raise UnsupportedModel("a layer has neither attention nor a recurrence nor a feed-forward")
+        if not any(layer.attention for layer in self.layers):
+            raise UnsupportedModel(
+                "no layer attends: cached prefixes are chains of blocks with keys and values"
+            )
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep keys and values."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.attention)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep a state."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.recurrent is not None)
 
     @property
     def kept_numbers(self) -> int:

@@ -6,7 +6,7 @@ number of ranks; here every rank gets all numbers and adds them in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -77,3 +77,21 @@ def rows_to_come(communicator: Communicator, own: Sequence[torch.Tensor]) -> lis
     counts = torch.tensor([len(one) for one in own], dtype=torch.int64, device=own[0].device)
     coming: list[int] = communicator.all_gather(counts)[:, communicator.rank].tolist()
     return coming
+
+
+Exchange = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], None]
+"""`(came, sent, rows from each rank, rows to each rank)`: fills `came [rows, ...]` with what others sent."""
+
+
+def exchange_rows(
+    communicator: Communicator, own: Sequence[torch.Tensor], rows: Sequence[int] | None, exchange: Exchange
+) -> list[torch.Tensor]:
+    """Return what `Communicator.all_to_all` does, by a library's `exchange` of rows in a row.
+
+    Raises GroupBroken.
+    """
+    coming = rows_to_come(communicator, own) if rows is None else list(rows)
+    sent = torch.cat(list(own)).contiguous()
+    came = sent.new_empty((sum(coming), *sent.shape[1:]))
+    exchange(came, sent, coming, [len(one) for one in own])
+    return list(came.split(coming))

@@ -5,13 +5,14 @@ Ranks of one host meet on the loopback where their CPUs are not x86-64, those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from diptych.engine.parallel.communicator import GroupBroken, rows_to_come
+from diptych.engine.parallel.communicator import GroupBroken, exchange_rows
 from diptych.engine.parallel.torch_groups import first_line, gloo_group
 
 LOOPBACK = "127.0.0.1"
@@ -59,15 +60,15 @@ class GlooCommunicator:
         self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
         """See `Communicator.all_to_all`."""
-        rows = rows_to_come(self, own) if rows is None else rows
-        sent = torch.cat(list(own)).contiguous()
-        came = sent.new_empty((sum(rows), *sent.shape[1:]))
-        row_bytes = sent.itemsize * sent[:1].numel() if len(sent) else came.itemsize * came[:1].numel()
-        inputs, outputs = ([count * row_bytes for count in of] for of in ([len(one) for one in own], rows))
-        options = c10d.AllToAllOptions()
+        return exchange_rows(self, own, rows, self._exchange)
+
+    def _exchange(self, came: torch.Tensor, sent: torch.Tensor, coming: list[int], going: list[int]) -> None:
+        """Exchange rows as bytes, which Gloo takes of every type; see `communicator.Exchange`."""
+        row_bytes = sent.itemsize * math.prod(sent.shape[1:])
+        outputs, inputs = ([count * row_bytes for count in counts] for counts in (coming, going))
         numbers = came.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
+        options = c10d.AllToAllOptions()
         _finish(lambda: self._group.alltoall_base(*numbers, outputs, inputs, options))
-        return list(came.split(list(rows)))
 
 
 def _finish(start: Callable[[], c10d.Work]) -> None:

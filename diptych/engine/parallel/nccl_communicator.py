@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
-from diptych.engine.parallel.communicator import GroupBroken, rows_to_come
+from diptych.engine.parallel.communicator import GroupBroken, exchange_rows
 from diptych.engine.parallel.gloo_communicator import BUILD_S
 from diptych.engine.parallel.torch_groups import first_line
 
@@ -34,7 +34,9 @@ class NcclCommunicator:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=BUILD_S)
         self._how = AllgatherOptions()
-        self._how.asyncOp = False  # on the current stream, and not on one of the library's
+        self._rows = c10d.AllToAllOptions()
+        # On the current stream, and not on one of the library's.
+        self._how.asyncOp = self._rows.asyncOp = False
         try:
             with torch.cuda.device(device):
                 self._group: Any = c10d.ProcessGroupNCCL(store, rank, ranks, options)
@@ -64,12 +66,11 @@ class NcclCommunicator:
         self, own: Sequence[torch.Tensor], rows: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
         """See `Communicator.all_to_all`. The host waits for the sizes where they are not known."""
-        rows = rows_to_come(self, own) if rows is None else rows
-        sent = torch.cat(list(own)).contiguous()
-        came = sent.new_empty((sum(rows), *sent.shape[1:]))
-        counts, options = [len(one) for one in own], c10d.AllToAllOptions()
+        return exchange_rows(self, own, rows, self._exchange)
+
+    def _exchange(self, came: torch.Tensor, sent: torch.Tensor, coming: list[int], going: list[int]) -> None:
+        """Queue an exchange of rows; see `communicator.Exchange`."""
         try:
-            self._group.alltoall_base(came, sent, list(rows), counts, options).wait()
+            self._group.alltoall_base(came, sent, coming, going, self._rows).wait()
         except RuntimeError as error:
             raise GroupBroken(f"a rank did not answer: {first_line(error)}") from error
-        return list(came.split(list(rows)))

@@ -12,11 +12,13 @@ llama.cpp's interleaving; where a part of each head is rotated, `lane_order` of 
     LayerWeights   input_norm and post_norm [hidden], before attention and feed-forward, their biases,
                    attention_out_norm and feed_forward_out_norm [hidden], of what they add, or None,
                    q [heads*head_dim, hidden], k and v [kv_heads*head_dim, hidden],
-                   q_bias, k_bias, v_bias or None,
+                   q_bias, k_bias, v_bias or None, q_gate [heads*head_dim, hidden] or None,
                    q_norm and k_norm [head_dim] or as wide as q and k, or None,
                    o [hidden, heads*head_dim], o_bias or None, sinks [heads] or None,
                    gate and up [intermediate, hidden], down [hidden, intermediate], gate or all None,
-                   gate_bias, up_bias, down_bias or None, experts (ExpertWeights) or None
+                   gate_bias, up_bias, down_bias or None, experts (ExpertWeights) or None,
+                   recurrent: tensors of a recurrence by name (models/recurrent.py) or None; a layer that does
+                   not attend has q, k, v and o without rows
 
 The shape says which are there (`layer_shapes` in canonical.py).
 All tensors are contiguous, on the CPU, and stored as the precision says (diptych/engine/dtype.py): in fp32

@@ -14,7 +14,7 @@ from kernels.packed_matrix import from_blocks
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 from kernels.scaled_matrix import FP8, INT8, quantise
 
-_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "o", "gate", "up", "down", "head"})
+_MATRICES = frozenset({"q_a", "q_b", "k_b", "q", "k", "v", "q_gate", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
 _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
     gguf.GGMLQuantizationType.Q4_0: "q4_0",
@@ -35,7 +35,8 @@ _JOINED_ROWS = 32
 
 def is_matrix(name: str) -> bool:
     """Return whether the tensor of this canonical name is a factor of products (the embedding is not)."""
-    return name.rsplit(".", 1)[-1] in _MATRICES
+    last = name.rsplit(".", 1)[-1]
+    return last in _MATRICES or last.endswith("_proj")
 
 
 def multiplied_together(name: str) -> list[str]:

@@ -12,6 +12,7 @@ from diptych.engine.models.shape import (
     BadModelFile,
     ExpertsShape,
     LatentShape,
+    LayerShape,
     ModelShape,
     UnsupportedModel,
 )
@@ -30,13 +31,17 @@ Storage = Literal["dense", "blocks", "bytes", "packed"]
 and ScaledMatrix.
 """
 
+RECURRENT = "recurrent."
+"""Beginning of the canonical names of a recurrence's tensors, below the layer's."""
 EXPERT = "experts.{}."
 """Beginning of the canonical names of an expert's tensors, below the layer's."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each of `ExpertsShape.own` in order."""
+    """The tensors of a layer's experts (`ExpertsShape`), a matrix for each of `ExpertsShape.own` in order; no
+    gates where these have none.
+    """
 
     router: torch.Tensor
     """`[experts, hidden]`, float32 in every precision."""
@@ -57,7 +62,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one layer; None is what its shape has not."""
+    """The tensors of one layer; None is what its shape has not. One that does not attend has q, k, v and o
+    without rows.
+    """
 
     q: Matrix
     k: Matrix
@@ -87,6 +94,8 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     input_norm_bias: torch.Tensor | None = None
     post_norm_bias: torch.Tensor | None = None
+    q_gate: Matrix | None = None
+    """`[heads * head_dim, hidden]`: gate of what attention mixes."""
     sinks: torch.Tensor | None = None
     """`[heads]`, float32: a logit beside each head's scores."""
     q_a: Matrix | None = None
@@ -97,6 +106,8 @@ class LayerWeights:
     q_a_bias: torch.Tensor | None = None
     q_a_norm: torch.Tensor | None = None
     latent_norm: torch.Tensor | None = None
+    recurrent: Mapping[str, Matrix] | None = None
+    """Weights of the recurrence by the names of `RecurrentShape.tensors`, where the shape has one."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ class Weights:
     @property
     def storage(self) -> Storage:
         """Kind of the model's matrices."""
-        match self.layers[0].q:
+        match next(layer.q for layer in self.layers if layer.q.shape[0]):
             case BlockMatrix():
                 return "blocks"
             case ByteMatrix() | CodedBytes():
@@ -149,9 +160,24 @@ def field_of(name: str) -> str:
 
 def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
     """Name and shape of every tensor that layer number `layer` of `shape` has."""
+    of = shape.layers[layer]
+    yield from _norm_shapes(shape, of)
+    if of.attention:
+        yield from _attention_shapes(shape)
+    if of.recurrent is not None:
+        for name, size in of.recurrent.tensors(shape.hidden_size):
+            yield RECURRENT + name, size
+    if not of.feed_forward:
+        return
+    if shape.experts is not None and of.experts:
+        yield from _experts_shapes(shape.experts, shape.hidden_size)
+    else:
+        yield from _feed_forward_shapes(shape)
+
+
+def _attention_shapes(shape: ModelShape) -> Sizes:
     hidden = shape.hidden_size
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield from _norm_shapes(shape)
     if shape.latent is not None:
         yield from _latent_shapes(shape, shape.latent)
     else:
@@ -171,12 +197,10 @@ def layer_shapes(shape: ModelShape, layer: int) -> Sizes:
     if shape.qk_norm == "width":
         yield "q_norm", (queries,)
         yield "k_norm", (pairs,)
+    if shape.attention_gate:
+        yield "q_gate", (queries, hidden)
     if shape.sinks:
         yield "sinks", (shape.num_heads,)
-    if shape.experts is not None and shape.layers[layer].experts:
-        yield from _experts_shapes(shape.experts, hidden)
-    else:
-        yield from _feed_forward_shapes(shape)
 
 
 def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
@@ -197,12 +221,13 @@ def _latent_shapes(shape: ModelShape, latent: LatentShape) -> Sizes:
         yield "k_bias", (kept,)
 
 
-def _norm_shapes(shape: ModelShape) -> Sizes:
+def _norm_shapes(shape: ModelShape, layer: LayerShape) -> Sizes:
     names = []
+    mixer, feed_forward = layer.mixes, layer.feed_forward
     if shape.norms != "after":
-        names += ["input_norm"] if shape.parallel_residual else ["input_norm", "post_norm"]
+        names += ["input_norm"] * mixer + ["post_norm"] * (feed_forward and not shape.parallel_residual)
     if shape.norms != "before":
-        names += ["attention_out_norm", "feed_forward_out_norm"]
+        names += ["attention_out_norm"] * mixer + ["feed_forward_out_norm"] * feed_forward
     for name in names:
         yield name, (shape.hidden_size,)
         if shape.norm_bias:
@@ -220,8 +245,10 @@ def _feed_forward_shapes(shape: ModelShape) -> Sizes:
 
 def _experts_shapes(experts: ExpertsShape, hidden: int) -> Sizes:
     def matrices(prefix: str, inner: int) -> Sizes:
-        for name, size in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            yield f"{prefix}{name}", size
+        if experts.gated:
+            yield f"{prefix}gate", (inner, hidden)
+        yield f"{prefix}up", (inner, hidden)
+        yield f"{prefix}down", (hidden, inner)
 
     yield "router", (experts.num_experts, hidden)
     if experts.router_bias:
@@ -294,6 +321,12 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
     """Return the record of a layer's tensors, given by the names of `layer_shapes`."""
     if "q_b" in tensors:  # queries made from a latent of their own
         tensors = {"q" if name == "q_b" else name: tensor for name, tensor in tensors.items()}
+    recurrent = {n.removeprefix(RECURRENT): t for n, t in tensors.items() if n.startswith(RECURRENT)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(RECURRENT)}
+    if "q" not in tensors:
+        tensors = {**dict.fromkeys(("q", "k", "v", "o"), torch.empty((0, shape.hidden_size))), **tensors}
+    if recurrent:
+        tensors["recurrent"] = recurrent
     if "router" not in tensors:
         return LayerWeights(**tensors)
     assert shape.experts is not None
@@ -304,6 +337,7 @@ def layer_weights(shape: ModelShape, tensors: Mapping[str, Any]) -> LayerWeights
         for name, plural in _PLURALS.items()
         if EXPERT.format(numbers.start) + name in tensors
     }
+    lists.setdefault("gates", ())
     experts = ExpertWeights(
         **{name: tensors[name] for name in beside if name in tensors},
         **{name.replace(".", "_"): value for name, value in tensors.items() if name.startswith("shared.")},

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from diptych.engine.dtype import Precision
-from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.canonical import Checkpoint
 from diptych.engine.weights.gguf_parts import all_parts
+from diptych.engine.weights.hf_config import read_config, shape_from_config
 from diptych.engine.weights.reader import OpenCheckpoint
 
 
@@ -53,6 +54,21 @@ def has_kquants(path: Path) -> bool:
     from diptych.engine.weights.gguf_file import has_kept_kquants
 
     return has_kept_kquants(path)
+
+
+def shape_of(path: Path) -> ModelShape:
+    """Return the shape that a model's files describe, from their heads alone.
+
+    Whether the output matrix is a tensor of its own is the config's word. Raises FileNotFoundError,
+    UnsupportedModel or BadModelFile.
+    """
+    if path.is_dir():
+        config = read_config(path)
+        return shape_from_config(config, tied=bool(config.get("tie_word_embeddings")))
+    from diptych.engine.weights.gguf_header import read_header
+    from diptych.engine.weights.gguf_shape import shape_from_header
+
+    return shape_from_header(read_header(path), {})[1]
 
 
 def weight_bytes(path: Path) -> int:

@@ -169,7 +169,7 @@ def _shape(
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=metadata.integer("attention.head_count_kv") or heads,
+        num_kv_heads=_kv_heads(metadata) or heads,
         head_dim=width,
         intermediate_size=metadata.size("feed_forward_length"),
         rms_eps=_epsilon(metadata),
@@ -182,6 +182,17 @@ def _shape(
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="head" if "blk.0.attn_q_norm.weight" in tensors else "none",
     )
+
+
+def _kv_heads(metadata: _Metadata) -> int | None:
+    """Return the KV heads of the layers that have some; of a list by layer, those must be equally many."""
+    given = metadata.integers("attention.head_count_kv")
+    if given is None:
+        return metadata.integer("attention.head_count_kv")
+    found = set(given) - {0}
+    if len(found) > 1:
+        raise UnsupportedModel("metadata attention.head_count_kv: layers that differ are not computed")
+    return found.pop() if found else None
 
 
 def _epsilon(metadata: _Metadata) -> float:

@@ -28,7 +28,7 @@ from diptych.engine.weights.reader import WHOLE, Cut, OpenCheckpoint
 from kernels.quantised_linear import BlockMatrix
 
 _VOCAB_ROWS = frozenset({"embed", "head"})
-_QUERY_ROWS = frozenset({"q", "q_bias"})
+_QUERY_ROWS = frozenset({"q", "q_bias", "q_gate"})
 _KV_ROWS = frozenset({"k", "v", "k_bias", "v_bias"})
 _INNER_ROWS = frozenset({"gate", "up", "gate_bias", "up_bias"})
 _ONCE = frozenset({"o_bias", "down_bias"})

@@ -41,11 +41,12 @@ def rows_of(
     if size[0] != sum(counts):
         raise BadModelFile(f"tensor {stored.name} is {size}, its rows should be {sum(counts)}")
     begin = sum(counts[: fields.index(field)])
+    chosen = None if stored.rows is None else stored.rows(field, shape, int(layer))
     if order is None:
-        return slice(begin, begin + sizes[field][0])
+        return slice(begin, begin + sizes[field][0]) if chosen is None else chosen
     heads = sizes[field][0] // shape.head_dim
-    within = torch.arange(heads).unsqueeze(1) * shape.head_dim + torch.tensor(order)
-    return begin + within.flatten()
+    within = (torch.arange(heads).unsqueeze(1) * shape.head_dim + torch.tensor(order)).flatten()
+    return begin + within if chosen is None else chosen[within]
 
 
 def _lane_order(shape: ModelShape, interleaved: bool) -> list[int] | None:

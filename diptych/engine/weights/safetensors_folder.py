@@ -84,6 +84,7 @@ def open_folder(folder: Path, precision: Precision, *, behind_too: bool = False)
     wrapped = json_object(folder / "config.json").get("model_type") in WRAPPERS
     tensors = TensorFiles(folder, wrapped=wrapped)
     dtypes = tensors.dtypes()
+    family = family.of_files(lambda end: any(name.endswith(f".{end}") for name in dtypes))
     refuse_quantised(modelopt, dtypes, scheme, tensors)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(family, tensors, scheme)
     behind = config.get(family.layers_behind, 0) if family.layers_behind is not None else 0

@@ -23,6 +23,8 @@ _TEXT_PREFIXES = {
     **{own: own for own in ("model.layers.", "model.embed_tokens.", "model.norm.")},
 }
 """Beginnings of the names of a wrapper's text model, and what they are in the text model by itself."""
+_BACKBONE = "backbone."
+"""Beginning of the names in models whose files call so what others call the model (Nemotron-H)."""
 
 
 class TensorFiles:
@@ -38,7 +40,7 @@ class TensorFiles:
             except (SafetensorError, OSError) as error:
                 raise BadModelFile(f"{path.name}: {error}") from error
             for stored in handle.keys():  # noqa: SIM118 -- safetensors' handle is no dictionary
-                if (name := _name_of_text(stored) if wrapped else stored) is not None:
+                if (name := _name_of_text(stored) if wrapped else _own_name(stored)) is not None:
                     self._files[name] = handle, stored
 
     def dtypes(self) -> dict[str, str]:
@@ -104,6 +106,10 @@ class TensorFiles:
         _check_expert(name, part.get_shape(), expert)
         one: torch.Tensor = part[expert : expert + 1]
         return one[0]
+
+
+def _own_name(stored: str) -> str:
+    return f"model.{stored.removeprefix(_BACKBONE)}" if stored.startswith(_BACKBONE) else stored
 
 
 def _check_expert(name: str, size: Sequence[int], expert: int) -> None:

@@ -127,6 +127,7 @@ PRE_TOKENIZERS: Final = {
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
     "midm-2.0": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _CL100K_WORDS,  # OLMo 2, too
     "smaug-bpe": _CL100K_WORDS,
     "glm4": _CL100K_WORDS,

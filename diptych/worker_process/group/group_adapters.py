@@ -1,5 +1,6 @@
 """The adapters of a group, as rank 0 has them: prepared and placed by every rank.
 
+    allowed  once, before the first step: every rank knows how many slots there are
     loaded   every rank has answered that it has its share; until then no attempt uses the adapter
     placed   in a slot, by an order among the plans of steps: the plan that names the slot comes after it
     dropped  by an order among the plans as well, once rank 0 has let go of it
@@ -17,7 +18,13 @@ from dataclasses import dataclass
 from diptych.engine.adapters.adapter import Adapter, BadAdapter
 from diptych.engine.backend import AdapterBackend, Backend
 from diptych.worker_process.group.adapter_message import pickle_adapter
-from diptych.worker_process.group.orders import AdapterOrder, DropAdapter, LoadAdapter, PlaceAdapter
+from diptych.worker_process.group.orders import (
+    AdapterOrder,
+    AllowAdapters,
+    DropAdapter,
+    LoadAdapter,
+    PlaceAdapter,
+)
 from diptych.worker_process.group.rank_group import RankGroup
 
 
@@ -40,10 +47,12 @@ class GroupAdapters:
         self._dropped: deque[int] = deque()
 
     def allow(self, slots: int, max_rank: int) -> str | None:
-        """See `AdapterBackend.allow_adapters`; the other ranks compute what this one does."""
+        """See `AdapterBackend.allow_adapters`; what is lacking may name the rank that lacks it."""
         if not isinstance(self._backend, AdapterBackend):
             return "adapters in parts are not computed by this backend"
-        return self._backend.allow_adapters(slots, max_rank)
+        if (why := self._backend.allow_adapters(slots, max_rank)) is not None:
+            return why
+        return self._group.memories.ask(AllowAdapters(slots, max_rank))
 
     @property
     def _own(self) -> AdapterBackend:

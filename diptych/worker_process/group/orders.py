@@ -4,8 +4,8 @@ plans    StepPlan; where torch computes, and in a step of the Triton backend tha
          with an empty message when the rank has written its share. Recordings are answered so when made;
          PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks, MeasureMemory, LoadAdapter and DropMemory, of which all but the last are answered: with
-         None, CountBlocks with a number, MeasureMemory with a RankMemory, or with RankFailed
+         CountBlocks, MeasureMemory, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are
+         answered: with None, CountBlocks with a CardRoom, MeasureMemory with a RankMemory, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -126,6 +126,14 @@ class AllocateShare:
 
 
 @dataclass(frozen=True)
+class AllowAdapters:
+    """Order to let steps have rows with adapters of rank up to `max_rank` in so many slots."""
+
+    slots: int
+    max_rank: int
+
+
+@dataclass(frozen=True)
 class LoadAdapter:
     """Order to prepare this rank's share of an adapter as `number`."""
 
@@ -183,15 +191,9 @@ class RecordPrompt:
 
 @dataclass(frozen=True)
 class CountBlocks:
-    """Question for the blocks that this rank's GPU has room for, of which it holds its share.
-
-    The other fields are those of `diptych.engine.device.free_pool_bytes`.
-    """
+    """Question for the room on this rank's GPU for its share of blocks of `layout`."""
 
     layout: KVLayout
-    utilization: float
-    recordings: int
-    temporaries: int
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ class UnmapTargets:
     channel: int
 
 
+AdapterQuestion = AllowAdapters | LoadAdapter
 Order = (
     StartRank
     | MapFile
@@ -373,7 +376,7 @@ Order = (
     | CountBlocks
     | MeasureMemory
     | DropMemory
-    | LoadAdapter
+    | AdapterQuestion
 )
 Recording = PlanDecode | PrepareDecode | PlanPrompts | RecordPrompt
 AdapterOrder = PlaceAdapter | DropAdapter

@@ -7,7 +7,14 @@ import logging
 from diptych.engine.adapters.adapter import BadAdapter
 from diptych.engine.backend import AdapterBackend
 from diptych.worker_process.group.adapter_message import unpickle_adapter
-from diptych.worker_process.group.orders import AdapterOrder, LoadAdapter, PlaceAdapter, RankFailed
+from diptych.worker_process.group.orders import (
+    AdapterOrder,
+    AdapterQuestion,
+    AllowAdapters,
+    LoadAdapter,
+    PlaceAdapter,
+    RankFailed,
+)
 from kvtransfer.transports.prefault import available_memory
 
 _COPIES = 2
@@ -23,8 +30,19 @@ class RankAdapters:
         self._backend = backend
         self._prepared: dict[int, object] = {}
 
-    def load(self, order: LoadAdapter) -> RankFailed | None:
-        """Prepare this rank's share; return why that fails."""
+    def answer(self, order: AdapterQuestion) -> RankFailed | None:
+        """Allow adapters, or prepare this rank's share of one; return why that fails."""
+        if isinstance(order, LoadAdapter):
+            return self._load(order)
+        return self._allow(order)
+
+    def _allow(self, order: AllowAdapters) -> RankFailed | None:
+        if not isinstance(self._backend, AdapterBackend):
+            return RankFailed("adapters in parts are not computed by this backend")
+        why = self._backend.allow_adapters(order.slots, order.max_rank)
+        return None if why is None else RankFailed(why)
+
+    def _load(self, order: LoadAdapter) -> RankFailed | None:
         need, free = _COPIES * len(order.pickled), available_memory()
         if free is not None and need > free:
             return RankFailed(f"loading takes {need >> 20} MiB, and {free >> 20} MiB are free")

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from diptych.engine.device import free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.parallel.card_room import CardRoom, room_of_card
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.log_format import OneLineFormatter
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.process import leave
 from diptych.worker_process.group.orders import (
+    AdapterQuestion,
     AllocateShare,
     CountBlocks,
     DropMemory,
-    LoadAdapter,
     MapFile,
     MeasureMemory,
     Order,
@@ -84,8 +84,8 @@ class Memories:
                 order: Order = self._control.recv()
                 if isinstance(order, DropMemory):
                     self._drop(order.number)
-                elif isinstance(order, LoadAdapter):
-                    self._control.send(self._adapters.load(order))
+                elif isinstance(order, AdapterQuestion):
+                    self._control.send(self._adapters.answer(order))
                 else:
                     self._control.send(self._carry_out(order))
         except (OSError, EOFError):
@@ -112,7 +112,7 @@ class Memories:
         _log.info("memory in %s", found.describe())
         return found
 
-    def _carry_out(self, order: Order) -> int | RankMemory | RankFailed | None:
+    def _carry_out(self, order: Order) -> CardRoom | RankMemory | RankFailed | None:
         try:
             match order:
                 case MapFile(number, layout, num_blocks):
@@ -122,9 +122,8 @@ class Memories:
                 case AllocateShare(number, layout, num_blocks) if self._share is not None:
                     made = allocate_share(self._share.narrow(layout), num_blocks, self.device)
                     self.mapped[number], self._files[number] = made.memory, made.fd
-                case CountBlocks(layout, utilization, recordings, temporaries) if self._share is not None:
-                    room = free_pool_bytes(self.device, utilization, recordings, temporaries)
-                    return room // self._share.narrow(layout).bytes_per_block
+                case CountBlocks(layout) if self._share is not None:
+                    return room_of_card(self.device, self._share.narrow(layout).bytes_per_block)
                 case MeasureMemory(layout, num_blocks):
                     return self._measure(layout, num_blocks)
                 case RegisterPool(number, welcome):

@@ -1,7 +1,7 @@
 """The KV memories of a group, by the number that plans name them with.
 
 Ranks of this host map them. A rank with memories of its own, on a GPU or another host, allocates its share of
-each (spread_blocks.py). On GPUs rank 0 has room for its own share alone, too.
+each (spread_blocks.py). On GPUs rank 0 has room for its own share alone, too, and a draft model's segment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from diptych.engine.device import free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory, SpreadBlocks
+from diptych.engine.parallel.card_room import blocks_with_room, room_of_card
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group.orders import (
@@ -80,6 +80,12 @@ class SharedMemories:
         """Return the number of a memory. Raises KeyError for one that is not shared."""
         return self._numbers[memory]
 
+    def layout_of_ranks(self, layout: KVLayout) -> KVLayout:
+        """Return the layout of the blocks of which ranks with memories of their own hold shares, or that all
+        map: the first have no room for a draft model's keys and values.
+        """
+        return layout if self._held is None else layout.without_draft()
+
     def allocate(self, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Allocate zeroed blocks that all ranks have. Raises OSError, GroupBroken, torch.OutOfMemoryError."""
         made = self.allocate_pool(layout, num_blocks)
@@ -99,7 +105,7 @@ class SharedMemories:
         def order(number: int, at: int) -> None:
             pid, control = self._controls[at]
             if at >= self._mapping:
-                control.send(AllocateShare(number, layout, num_blocks))
+                control.send(AllocateShare(number, layout.without_draft(), num_blocks))
                 return
             control.send(MapFile(number, layout, num_blocks))
             send_handle(control, pool.file(), pid)
@@ -109,17 +115,17 @@ class SharedMemories:
         return pool
 
     def count_blocks(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
-        """Return the blocks of which every rank's GPU has room for the rank's share: one book counts for all.
+        """Return the blocks whose shares the GPUs of all ranks have room for: one book counts for all.
 
-        The last three are as for `diptych.engine.device.free_pool_bytes`. Raises GroupBroken.
+        The last three are as for `blocks_with_room`. Raises GroupBroken.
         """
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
-        room, counts = self._answers(
-            CountBlocks(layout, utilization, recordings, temporaries),
-            lambda: free_pool_bytes(self._device, utilization, recordings, temporaries),
+        held = self._held
+        own, others = self._answers(
+            CountBlocks(layout.without_draft()),
+            lambda: room_of_card(self._device, held.narrow(layout).bytes_per_block),
         )
-        fewest: int = min(room // self._held.narrow(layout).bytes_per_block, *counts)
-        return fewest
+        return blocks_with_room([own, *others], utilization, recordings, temporaries)
 
     def measure(self, layout: KVLayout, num_blocks: int, weights: int) -> list[RankMemory]:
         """Return what the memory of each process is taken by, this one's first, which has `weights` bytes of
@@ -127,11 +133,11 @@ class SharedMemories:
         """
         own = layout if self._held is None else self._held.narrow(layout)
         allocated = sum(
-            memory.data.nbytes for memory in list(self._numbers) if memory.data.device == self._device
+            memory.blocks.nbytes for memory in list(self._numbers) if memory.data.device == self._device
         )
         size = own.bytes_per_block * num_blocks
         mine, others = self._answers(
-            MeasureMemory(layout, num_blocks),
+            MeasureMemory(self.layout_of_ranks(layout), num_blocks),
             lambda: measure_rank(self._device, weights, size, min(size, allocated)),
         )
         return [mine, *others]

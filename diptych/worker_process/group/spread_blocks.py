@@ -6,6 +6,9 @@
     by rank  shares that ranks send and receive themselves, on rank 0's word alone; one that came is placed as
              one that is scattered
 
+A draft model's segment of a block lies in rank 0's memory alone, behind its share. It goes with whole blocks,
+and not by rank.
+
 So the protocol of the handoff, its grants and promises, is that of single processes. A handoff is by rank;
 whole blocks are gathered and scattered where a prefix is pulled, or the other worker knows no ranks.
 """
@@ -14,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.kv_routes import Holders
-from diptych.engine.parallel.kv_shares import KVShare
+from diptych.engine.parallel.kv_shares import KVShare, whole_share
 from diptych.worker_process.group.mapped_ranks import GroupMappings
 from diptych.worker_process.group.orders import ClosePushes, DropShare, EndSession
 from diptych.worker_process.group.remote_rank import RemoteRank
@@ -52,7 +56,7 @@ class SpreadShares:
     ) -> None:
         # The same bytes: the memory itself, which has this object, is dropped when nothing else has it.
         self._memory = memory.as_share_of(memory.layout, *memory.origin)
-        self._shape, self._dtype = memory.layout.block_shape, memory.layout.dtype
+        self._layout, self._draft = memory.layout, memory.draft
         self._number, self._own, self._others = number, own, others
         self._ranks = [rank for rank, _ in others]
         self.holders: Holders = (tuple(own), *((share,) for _, share in others))
@@ -64,30 +68,55 @@ class SpreadShares:
 
     def gather_block(self, block: int) -> memoryview:
         """See `SpreadBlocks.gather_block`. Ends the process where a rank does not answer."""
-        whole = torch.zeros(self._shape, dtype=self._dtype)
+        payload = torch.zeros(self._layout.bytes_per_block, dtype=torch.uint8)
+        whole = self._numbers(payload)
         for share in self._own:
             self._put(whole, share, read_pieces(self._memory, block, [share]))
         for rank, share in self._others:
             self._put(whole, share, rank.read_share(self._number, block))
-        return _bytes_of(whole)
+        if self._draft is not None:
+            drafted = read_pieces(self._draft, block, [whole_share(self._draft.layout)])
+            payload[self._drafted].copy_(torch.frombuffer(drafted, dtype=torch.uint8))
+        return host_view(payload)
 
     def _put(self, whole: torch.Tensor, share: KVShare, payload: bytearray | memoryview) -> None:
         place = share.of(whole)
-        place.copy_(torch.frombuffer(payload, dtype=self._dtype).view(place.shape))
+        place.copy_(torch.frombuffer(payload, dtype=self._layout.dtype).view(place.shape))
+
+    def _numbers(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the model's own numbers in the bytes of a block, a view."""
+        return payload[: self._layout.own_bytes].view(self._layout.dtype).view(self._layout.block_shape)
+
+    @property
+    def _drafted(self) -> slice:
+        """Place of the draft model's segment in the bytes of a block."""
+        assert self._layout.draft is not None
+        begin = self._layout.draft_offset
+        return slice(begin, begin + self._layout.draft.own_bytes)
 
     def scatter_block(self, block: int, payload: memoryview) -> None:
         """See `SpreadBlocks.scatter_block`."""
-        whole = torch.frombuffer(payload, dtype=self._dtype).view(self._shape)
+        whole = self._numbers(torch.frombuffer(payload, dtype=torch.uint8))
         for share in self._own:
             write_pieces(self._memory, block, [share], _bytes_of(share.of(whole)))
         for rank, share in self._others:
             rank.write_share(self._number, block, bytearray(_bytes_of(share.of(whole))))
+        if self._draft is not None:
+            write_pieces(self._draft, block, [whole_share(self._draft.layout)], payload[self._drafted])
 
     def copy_block(self, src: int, dst: int) -> None:
         """See `SpreadBlocks.copy_block`."""
         copy_pieces(self._memory, src, dst, self._own)
         for rank, _ in self._others:
             rank.copy_block(self._number, src, dst)
+        if self._draft is not None:
+            copy_pieces(self._draft, src, dst, [whole_share(self._draft.layout)])
+
+    def without_draft(self) -> SpreadShares:
+        """See `SpreadBlocks.without_draft`."""
+        own = copy(self)
+        own._layout, own._draft = self._layout.without_draft(), None
+        return own
 
     # -- by rank
 

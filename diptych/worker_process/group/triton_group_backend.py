@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, log_late
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
@@ -22,6 +23,7 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.parallel.step_plan import StepPlan, make_plan
 from diptych.engine.sampling import SampleRow
+from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.native_group_backend import GroupStep
 from diptych.worker_process.group.orders import (
     PlanDecode,
@@ -46,9 +48,22 @@ class TritonGroupBackend:
     ) -> None:
         """Record prompt steps for `recording_s` seconds at most: after them none begins."""
         self._own, self._group, self._recording_s = own, group, recording_s
+        self._adapters = GroupAdapters(own, group)
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`."""
+        return self._adapters.allow(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `GroupAdapters.prepare`."""
+        return self._adapters.prepare(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `GroupAdapters.set`."""
+        self._adapters.set(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`."""
@@ -102,7 +117,7 @@ class TritonGroupBackend:
         This rank's clock decides before each recording, which all ranks make or none does.
         """
         end = time.monotonic() + self._recording_s
-        plan = PlanPrompts(layout, most_tokens)
+        plan = PlanPrompts(self._group.memories.layout_of_ranks(layout), most_tokens)
         planned = self._together(plan, lambda: self._own.plan_prompts(layout, most_tokens))
         for number in range(planned):
             if time.monotonic() > end:
@@ -121,6 +136,7 @@ class TritonGroupBackend:
         # Only steps that are answered look at the word, and all before this one are over.
         self._group.stop_word.reset()
         try:
+            self._adapters.forget_dropped()
             self._group.begin_step(order)
             result = compute()
             if answered:

@@ -1,8 +1,7 @@
-"""The bundled model, loaded once for all tests of the engine, and one thread for tests of tiny models."""
+"""The bundled model, loaded once for all tests of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,3 @@ def oracle() -> Any:
 @pytest.fixture(scope="session")
 def bundled_tokenizer() -> Any:
     return bundled_oracle.tokenizer()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: models so small gain nothing by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

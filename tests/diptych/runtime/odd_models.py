@@ -168,15 +168,15 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "recurrent architecture": (
         lambda path: gguf_file(path / "m.gguf", "qwen3next", tokenizer__ggml__model="gpt2"),
-        "architecture 'qwen3next', which is not computed: its layers keep a recurrent state",
+        "architecture 'qwen3next', which is not computed: models with recurrent layers are read of",
     ),
     "recurrent layers": (
-        _folder(_without(config__json={**CONFIG, "model_type": "nemotron_h"})),
-        "model_type 'nemotron_h', which is not computed: its layers keep a recurrent state",
+        _folder(_without(config__json={**CONFIG, "model_type": "mamba2"})),
+        "model_type 'mamba2', which is not computed: its layers keep a recurrent state",
     ),
     "wrapper of another text model": (
-        _folder(_without(config__json={"model_type": "mistral3", "text_config": {"model_type": "jamba"}})),
-        "is a mistral3 around a text model 'jamba', which is not computed: its layers keep a recurrent state",
+        _folder(_without(config__json={"model_type": "mistral3", "text_config": {"model_type": "zamba"}})),
+        "is a mistral3 around a text model 'zamba', which is not computed: its layers keep a recurrent state",
     ),
     "wrapper": (
         _folder(

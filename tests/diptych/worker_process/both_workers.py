@@ -37,6 +37,7 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.engine.kv.window_groups import window_groups
 from diptych.engine.loaded_model import Model
+from diptych.engine.models.recurrent import ShortConvShape
 from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
@@ -73,6 +74,17 @@ SHAPE = shape_of(
     intermediate_size=20,
     max_context=256,
 )
+RECURRENT = replace(
+    SHAPE,
+    layers=(
+        LayerShape(attention=False, recurrent=ShortConvShape(16, 3)),
+        LayerShape(),
+        LayerShape(attention=False, recurrent=ShortConvShape(16, 4, bias=True)),
+        LayerShape(recurrent=ShortConvShape(16, 2)),
+        LayerShape(attention=False, recurrent=ShortConvShape(16, 3), feed_forward=False),
+    ),
+)
+"""The shape of a model with recurrent layers, whose pages take two blocks each."""
 WINDOWED = replace(SHAPE, layers=tuple(LayerShape(window) for window in (9, None, 9)))
 """The shape of a model with a window, whose layers lie in blocks of their own: three a place."""
 TICK_S = 0.02
@@ -132,7 +144,11 @@ def draft_model(kind: str, backend: str) -> Model:
 
 
 def layout(draft: Model | FeatureHead | None = None, shape: ModelShape | None = None) -> KVLayout:
-    """Return the layout of blocks; layers with a window have their own where a `shape` is given."""
+    """Return the layout of blocks; where a `shape` is given, layers with a window have their own, recurrent
+    ones their pages.
+    """
+    if shape is not None and shape.recurrent_layers:
+        return model(shape).kv_layout(BLOCK)
     return replace(
         model(shape).kv_layout(BLOCK),
         draft=None if draft is None else draft.kv_layout(BLOCK),
@@ -148,6 +164,8 @@ def greedy(
 
     One block has all layers here.
     """
+    if shape is not None and shape.recurrent_layers:
+        return tuple(_computed_anew(prompt, count, shape))
     runner = Runner(model(shape), 1)
     if adapter is not None:
         runner = Runner(_own_model(), 1)
@@ -163,6 +181,18 @@ def greedy(
         new = [int(logits[0].argmax())]
         out += new
     return tuple(out)
+
+
+def _computed_anew(prompt: tuple[int, ...], count: int, shape: ModelShape) -> list[int]:
+    """Return the same of a model with recurrent layers: each token from all before it, with no state read."""
+    runner, laid, tokens = Runner(model(shape), 1), layout(shape=shape), list(prompt)
+    places = laid.blocks_for(len(prompt) + count)
+    memory = KVMemory(laid, places * laid.blocks_per_place)
+    full, *pages = (range(table * places, (table + 1) * places) for table in range(laid.blocks_per_place))
+    for _ in range(count):
+        logits = runner.step([SequenceStep(memory, full, 0, tokens, wants_logits=True, window_tables=pages)])
+        tokens.append(int(logits[0].argmax()))
+    return tokens[len(prompt) :]
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Ranks:
     def _serve(self, control: Connection[Any, Any]) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                control.send(self.other.load(control.recv()))
+                control.send(self.other.answer(control.recv()))
 
     def send_order(self, order: AdapterOrder) -> None:
         self.other.carry_out(order)
@@ -117,3 +117,13 @@ def test_an_adapter_that_rank_0_cannot_prepare_is_forgotten_elsewhere(
         ranks.adapters.prepare(adapter)
     ranks.adapters.forget_dropped()
     assert ranks.loaded == []
+
+
+def test_every_rank_allows_adapters_or_is_named(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[tuple[int, int]] = []
+    for backend in ranks.backends:
+        monkeypatch.setattr(backend, "allow_adapters", lambda *given: allowed.append(given))
+    assert ranks.adapters.allow(3, 16) is None
+    assert allowed == [(3, 16)] * 2
+    monkeypatch.setattr(ranks.other, "_backend", object())
+    assert ranks.adapters.allow(3, 16) == "rank 1: adapters in parts are not computed by this backend"

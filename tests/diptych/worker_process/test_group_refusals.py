@@ -30,7 +30,12 @@ from diptych.runtime.settings_sources import BadSettings
 from diptych.worker_process.adapter_store import AdapterNotLoaded, AdapterStore
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.drafting_loader import NoHiddenRows, _check_hidden_rows
-from diptych.worker_process.engine_loader import ImpossibleSettings, _check_reads_images, _window_groups
+from diptych.worker_process.engine_loader import (
+    ImpossibleSettings,
+    _check_reads_images,
+    _window_groups,
+    transports_of,
+)
 from prefill_worker.config import PrefillSettings
 from tests.diptych.worker_process.both_workers import WINDOWED
 from tests.end_to_end import tiny_model
@@ -49,6 +54,11 @@ def load_native(opened: OpenParts) -> LoadedParts:
 
 def load_torch(opened: OpenParts) -> LoadedParts:
     return load_parts(opened, ALONE, StopWord(), 1)
+
+
+def load_triton(opened: OpenParts) -> LoadedParts:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    return load_parts(opened, ALONE, StopWord(), 1, triton=True)
 
 
 def store_of(model: Path, load: Callable[[OpenParts], LoadedParts]) -> AdapterStore:
@@ -100,14 +110,21 @@ def test_flags_that_go_with_a_group_on_gpus(
 
 @ROLES
 @pytest.mark.parametrize("where", [{"device": "cuda"}, {"device": "cpu", "own_memories": True}], ids=str)
-def test_draft_models_and_groups_whose_ranks_have_memories_of_their_own(
+def test_transports_of_groups_whose_ranks_have_memories_of_their_own(
     role: type[WorkerSettings], where: dict[str, Any]
 ) -> None:
-    two, refused = {"tensor_parallel": 2, **where}, "--speculative-model bundled does not go with"
-    with pytest.raises((ValueError, BadSettings), match=refused):
-        settings(role, **two, speculative_model="bundled")
-    alone = settings(role, **{**two, "tensor_parallel": 1}, speculative_model="bundled")
-    assert not alone.ranks_have_memories("cuda")
+    """A draft model's keys and values do not go from rank to rank."""
+    two, drafting = {"tensor_parallel": 2, **where}, {"speculative_model": "bundled"}
+    if where["device"] == "cuda":
+        refused = "--transport cuda_ipc does not go with --speculative-model bundled and --tensor-parallel 2"
+        with pytest.raises((ValueError, BadSettings), match=refused):
+            settings(role, **two, **drafting, transport="cuda_ipc")
+        assert settings(role, **two, transport="cuda_ipc").ranks_have_memories("cuda")
+        alone = settings(role, **{**two, "tensor_parallel": 1}, **drafting, transport="cuda_ipc")
+        assert not alone.ranks_have_memories("cuda")
+    device = torch.device(where["device"])
+    assert transports_of(settings(role, **two), device) == ("cuda_ipc", "tcp")
+    assert transports_of(settings(role, **two, **drafting), device) == ("tcp",)
     for transport in ("nccl", "gloo"):
         with pytest.raises((ValueError, BadSettings), match=f"--transport {transport} does not go with"):
             settings(role, **two, transport=transport)
@@ -137,7 +154,7 @@ def test_windows_keep_one_block_for_all_layers(
     assert f": {named}" in caplog.text
 
 
-@pytest.mark.parametrize("load", [load_native, load_torch])
+@pytest.mark.parametrize("load", [load_native, load_torch, load_triton])
 def test_adapters_are_computed(tmp_path: Path, load: Callable[[OpenParts], LoadedParts]) -> None:
     assert store_of(tiny_model.write(tmp_path), load).max_loras == 8
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kvtransfer.transports.rank_data import share_hash
 from tests.kvtransfer.thread_ranks import GroupOver, ThreadRank
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=3, head_dim=4, block_size=2, dtype=torch.bfloat16)
+DRAFT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=6, block_size=2, dtype=torch.float32)
 SHARES = (
     KVShare(range(2), range(1)),
     KVShare(range(2), range(1, 3)),
@@ -48,9 +50,9 @@ def memory(ranks: Sequence[ThreadRank]) -> KVMemory:
     return memory
 
 
-def payload(seed: int) -> memoryview:
+def payload(seed: int, size: int = LAYOUT.bytes_per_block) -> memoryview:
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randint(0, 256, (LAYOUT.bytes_per_block,), dtype=torch.uint8, generator=generator)
+    made = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     return memoryview(bytearray(made.numpy().tobytes()))
 
 
@@ -131,6 +133,44 @@ def test_writes_wait_for_no_network_that_stalls(ranks: list[ThreadRank]) -> None
     for _ in range(count):
         one.carry_out_next()
     assert bytes(one.memory.block_bytes(1)) == share
+
+
+@pytest.mark.parametrize("held", [None, SHARES[0]], ids=["whole", "share"])
+def test_a_draft_models_segment_lies_in_rank_0s_memory_and_goes_with_whole_blocks(
+    held: KVShare | None, ranks: list[ThreadRank]
+) -> None:
+    """Rank 0 has whole blocks, as with ranks of other hosts, or its own share, as on GPUs."""
+    both = replace(LAYOUT, draft=DRAFT)
+    memory = KVMemory(both if held is None else held.narrow(both), 4)
+    if held is not None:
+        memory = memory.as_share_of(both, held.layers.start, held.heads.start)
+    others = [(one.rank, share) for one, share in zip(ranks, SHARES[1:], strict=True)]
+    memory.spread = SpreadShares(memory, 0, SHARES[:1], others)
+    assert memory.draft is not None
+    for rank in ranks:
+        assert rank.memory.layout.draft is None
+
+    block = payload(5, both.bytes_per_block)
+    write_block(memory, 2, block)
+    memory.copy_block(2, 1)
+    for rank in ranks:
+        rank.carry_out_next()
+        rank.carry_out_next()
+    drafted = bytes(block[both.draft_offset :][: DRAFT.own_bytes])
+    for number in (1, 2):
+        assert memory.draft.data[number].numpy().tobytes() == drafted
+        found = bytes(read_block(memory, number))
+        assert found[: LAYOUT.own_bytes] == bytes(block[: LAYOUT.own_bytes])
+        assert found[both.draft_offset :][: DRAFT.own_bytes] == drafted
+
+    own = memory.without_draft()
+    assert bytes(read_block(own, 2)) == bytes(block[: LAYOUT.own_bytes])
+    other = payload(6)
+    write_block(own, 2, other)
+    for rank in ranks:
+        rank.carry_out_next()
+    assert bytes(read_block(own, 2)) == bytes(other)
+    assert memory.draft.data[2].numpy().tobytes() == drafted, "without its segment the rest stays as it is"
 
 
 def test_a_rank_that_is_gone_ends_the_group(memory: KVMemory, ranks: list[ThreadRank]) -> None:

@@ -15,17 +15,16 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
-import torch
 
 from diptych.engine.backends.triton.prompt_graphs import PromptGraphs
 from diptych.engine.batch import SequenceStep
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from diptych.worker_process.group import triton_group_backend
-from diptych.worker_process.group.orders import Recording
+from diptych.worker_process.group.orders import AdapterOrder, AdapterQuestion, Recording
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.triton_group_backend import TritonGroupBackend
@@ -37,20 +36,22 @@ TOKENS, MEMORY = 6, 7
 GREEDILY = SampleRow(SamplingParams(temperature=0.0), (), ())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread, as ranks that are threads would else compete."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Memories:
-    """The memory of a test, under its number."""
+    """The memory of a test, under its number, and the questions that rank 1 answers."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, adapters: RankAdapters) -> None:
         self.mapped = {MEMORY: memory}
+        self._adapters = adapters
+
+    def ask(self, order: AdapterQuestion) -> str | None:
+        failed = self._adapters.answer(order)
+        return None if failed is None else f"rank 1: {failed.why}"
+
+    def layout_of_ranks(self, layout: KVLayout) -> KVLayout:
+        return layout
 
     def number_of(self, memory: KVMemory) -> int:
         assert memory is self.mapped[MEMORY]
@@ -61,17 +62,21 @@ class Group:
     """Rank 1 as a thread behind a pipe, as rank 0 sees it; `answers` counts its words."""
 
     def __init__(self, ranks: ThreadGroup, memory: KVMemory) -> None:
-        self.memories, self.stop_word, self.answers = Memories(memory), ranks.stop_word, 0
+        self.adapters = RankAdapters(ranks.backends[1])
+        self.memories, self.stop_word, self.answers = Memories(memory, self.adapters), ranks.stop_word, 0
         self._plans, theirs = Pipe()
         self._thread = threading.Thread(target=self._follow, args=(ranks.backends[1], theirs))
         self._thread.start()
 
     def _follow(self, backend: Any, plans: Connection[Any, Any]) -> None:
         while (order := plans.recv()) is not None:
-            carry_out(order, backend, cast(Any, self.memories), RankAdapters(backend), plans)
+            carry_out(order, backend, cast(Any, self.memories), self.adapters, plans)
 
     def begin_step(self, plan: StepPlan | Recording) -> None:
         self._plans.send(plan)
+
+    def send_order(self, order: AdapterOrder) -> None:
+        self._plans.send(order)
 
     def end_step(self) -> None:
         self._plans.recv_bytes()

@@ -309,6 +309,67 @@ def test_predicted_wait_counts_a_flood_by_turns() -> None:
     queue.enqueue(84, tenant="quiet", now=now)
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_time_in_which_no_worker_can_take_a_prompt_is_not_measured(gives_up: bool) -> None:
+    """Seconds without an encode worker say nothing of the speed of prefill workers."""
+    queue = AdmissionQueue(1000, 1_000_000, max_delay=MaxQueueDelay(seconds=12.0))
+    now = measured(queue)
+    lost = queue.enqueue(84, now=now)
+    queue.stall(lost, now)
+    queue.prefilled(queue.enqueue(84, now=now + 2), now + 2.1)  # another, which they can take
+    back = now + 4
+    if gives_up:
+        queue.leave(lost, back)
+    else:
+        queue.resume(lost, back)
+        queue.prefilled(lost, back + 0.1)
+    assert queue.rate.per_s == pytest.approx(1000, rel=0.1)
+    assert len(flooded(queue, back + 0.1)[0]) == 100
+    queue.invariants()
+
+
+def test_work_is_measured_from_its_admission_beside_stalled_requests() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    now = measured(queue)
+    queue.resize(1, 1, now)
+    queue.stall(queue.enqueue(84, now=now), now)
+    waiting = [queue.enqueue(84, now=now) for _ in range(9)]  # for the place that it keeps
+    queue.resize(10, 10, now + 2)
+    for number, ticket in enumerate(waiting, 1):
+        queue.prefilled(ticket, now + 2 + number / 10)
+    assert queue.rate.per_s == pytest.approx(1000, rel=0.01)
+    queue.invariants()
+
+
+def test_stay_with_a_stall_is_not_learned() -> None:
+    queue = AdmissionQueue(1, 1_000_000, max_delay=MaxQueueDelay(seconds=5.0))
+    now = measured(queue)
+    for _ in range(10):
+        lost = queue.enqueue(84, now=now)
+        queue.stall(lost, now)
+        queue.resume(lost, now + 60)
+        queue.prefilled(lost, now + 60.1)
+        now += 61
+        queue.leave(lost, now)
+    queue.enqueue(84, now=now)
+    queue.enqueue(84, now=now)  # its wait is that of one request, of a second
+
+
+def test_stalled_prompts_do_not_hold_up_others() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    lost = [queue.enqueue(2000, now=0.0) for _ in range(5)]
+    assert [ticket.admitted for ticket in lost] == [True, True, False, False, False]
+    waiting = queue.enqueue(10, now=0.0)
+    for ticket in lost:
+        queue.stall(ticket, 0.0)  # each makes room for the next
+        queue.invariants()
+    assert waiting.admitted
+    for ticket in lost:
+        queue.resume(ticket, 1.0)
+    assert not queue.enqueue(10, now=1.0).admitted  # they are with the workers again
+    queue.invariants()
+
+
 class QueueMachine(RuleBasedStateMachine):
     @initialize(running=st.integers(1, 9), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
     def begin(self, running: int, tokens: int, blocks: int) -> None:
@@ -357,6 +418,19 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
+    def stall(self, data: st.DataObject) -> None:
+        self.now += 0.1
+        for admitted in self.queue.stall(data.draw(st.sampled_from(self.alive)), self.now):
+            assert admitted in self.alive
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.now += 0.1
+        self.queue.resume(data.draw(st.sampled_from(self.alive)), self.now)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.alive) - 1))
         for admitted in self.queue.leave(self.alive.pop(index), output_tokens=data.draw(st.integers(0, 400))):
@@ -388,6 +462,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(t.admitted and t in self.alive for t in self.queue.newly_admitted())
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)
+        assert self.queue.queued_tokens == sum(t.tokens for t in self.alive if not t.admitted)
 
 
 TestQueueMachine = QueueMachine.TestCase

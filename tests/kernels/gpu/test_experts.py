@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
-from kernels.gpu.route_experts import RoutedRows, route_experts
+from kernels.gpu.route_experts import RoutedRows, order_rows, route_experts
 from kernels.route_experts import route_experts as meaning
 from kernels.swiglu import clamped_swiglu, swiglu
 from tests.forms import sampled
@@ -59,6 +59,20 @@ def test_routing_equals_the_reference(name: str, tokens: int, corrected: bool, d
     assert torch.equal(got.order.cpu().long(), order)
     counts = experts.flatten().bincount(minlength=COUNT)
     assert torch.equal(got.firsts.cpu().long(), torch.cat([torch.zeros(1).long(), counts.cumsum(0)]))
+
+
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_rows_that_were_routed_elsewhere_are_sorted_by_their_experts(
+    tokens: int, device: torch.device
+) -> None:
+    """Pairs without an expert come before all others, where no expert's pairs begin."""
+    generator = torch.Generator().manual_seed(6)
+    experts = torch.randint(-1, COUNT, (tokens, CHOSEN), generator=generator)
+    got = order_rows(experts.int().to(device), COUNT)
+    order, none = experts.flatten().argsort(stable=True), int((experts == -1).sum())
+    assert torch.equal(got.order.cpu().long()[none:], order[none:])
+    counts = (experts.flatten() + 1).bincount(minlength=COUNT + 1)
+    assert torch.equal(got.firsts.cpu().long(), counts.cumsum(0))
 
 
 def test_of_equal_scores_the_lower_number_is_picked(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.torch.adapters import TorchAdapters
 from diptych.engine.backends.torch.decoder import Decoder
+from diptych.engine.backends.torch.recurrent.step_states import StepStates
 from diptych.engine.backends.torch.row_groups import attention_of, group_tables
 from diptych.engine.backends.torch.supports import lacks_adapters, lacks_trees
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput, given_embeddings, rotary_positions
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
 from diptych.engine.weights import Weights
+
+_LOG = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -82,7 +86,9 @@ class TorchBackend:
         return lacks_trees(self._shape)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
-        """See `Backend.forward`; rows of aborted sequences are NaN."""
+        """See `Backend.forward`; rows of aborted sequences are NaN, and of those that found other recurrent
+        states than those before them.
+        """
         return self.forward_with_hidden(sequences, abort)[0]
 
     def forward_with_hidden(
@@ -98,6 +104,8 @@ class TorchBackend:
             tokens, positions, last = (numbers.to(self._device) for numbers in flatten(sequences))
             tables = group_tables(sequences)
             windows = sequences[0].memory.layout.windows
+            states = StepStates(sequences) if self._shape.recurrent_layers else None
+            recur = None if states is None else states.advance
 
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 table, slot = (0, layer) if windows is None else windows.places[layer]
@@ -114,16 +122,22 @@ class TorchBackend:
 
             given = given_embeddings(sequences)
             adapters = self._adapters.of_step(sequences)
-            normed = self._decoder.forward(tokens, positions, last, attend, wanted, adapters, given, taps)
+            normed = self._decoder.forward(
+                tokens, positions, last, attend, wanted, adapters, given, taps, recur
+            )
             logits = None if normed is None else self._decoder.logits(normed)
+            stale = [] if states is None or logits is None else states.finish(abort)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # a handoff of the step's blocks knows no device
             if logits is None or normed is None:
                 return torch.full((len(last), self._shape.vocab_size), torch.nan), None
             logits = logits.cpu()
-            if abort is not None:
+            if abort is not None or stale:
                 owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
-                logits[[abort.is_aborted(i) for i in owners]] = torch.nan
+                aborted = [abort is not None and abort.is_aborted(i) for i in range(len(sequences))]
+                logits[[aborted[i] or i in stale for i in owners]] = torch.nan
+            if stale:
+                _LOG.error("rows %s of a step read recurrent states that are not those before them", stale)
             return logits, normed.float().cpu()
 
 
@@ -157,6 +171,8 @@ def on_device(record: Any, device: torch.device) -> Any:
         return record.to(device)
     if isinstance(record, tuple):
         return type(record)(on_device(one, device) for one in record)
+    if isinstance(record, dict):
+        return {name: on_device(one, device) for name, one in record.items()}
     if is_dataclass(record) and not isinstance(record, type):
         return replace(record, **{name: on_device(value, device) for name, value in vars(record).items()})
     return record

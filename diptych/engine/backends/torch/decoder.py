@@ -8,7 +8,7 @@ whose feed-forward is experts has an `ExpertFeedForward` (experts.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch.nn import functional
@@ -17,6 +17,7 @@ from diptych.engine.backends.torch.adapters import StepAdapters
 from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
 from diptych.engine.backends.torch.latent_attention import LatentAttention
+from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, make_layer
 from diptych.engine.batch import rows_after
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ModelShape
@@ -31,6 +32,10 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored.
 
 Where attention is over latents, queries and latents take the place of all three (latent_attention.py).
+"""
+Recur = Callable[[int, RecurrentLayer, torch.Tensor], torch.Tensor]
+"""`recur(layer, recurrence, mixed_TX) -> [T, Y]`: reads the states of the step's sequences, advances them by
+their tokens and keeps what is behind them.
 """
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries `[T, N, D]`, keys and values `[T, K, D]`."""
@@ -59,6 +64,7 @@ class Decoder:
         self.layers = [fuse(layer) for layer in weights.layers]
         self._latents = [self._latents_of(layer) for layer in weights.layers]
         self._experts = [self._experts_of(layer.experts) for layer in weights.layers]
+        self._recurrent = [self._recurrent_of(index, layer) for index, layer in enumerate(weights.layers)]
         self.final_norm, self.final_norm_bias = weights.final_norm, weights.final_norm_bias
         self._head = dense(weights.output_matrix())
 
@@ -77,6 +83,7 @@ class Decoder:
         adapters: StepAdapters | None = None,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
         taps: dict[int, torch.Tensor] | None = None,
+        recur: Recur | None = None,
     ) -> torch.Tensor | None:
         """Return the rows `last` of the step behind the final norm, `[len(last), H]`: `logits` reads them.
 
@@ -84,7 +91,7 @@ class Decoder:
         before every layer; None is returned once it says no. `adapters` are those of rows that have one.
         `given` are embeddings `[rows, H]` in place of those of the tokens at the first of the pair; they are
         not scaled. `taps` gets the residual stream before those layers that it names; for the number behind
-        the last layer's, that behind the final norm.
+        the last layer's, that behind the final norm. `recur` is wanted by models with recurrent layers.
         """
         angles = self.angles(positions)
         growth = self.growth(positions)
@@ -96,7 +103,7 @@ class Decoder:
                 return None
             if taps is not None and index in taps:
                 taps[index] = x_TH
-            x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters)
+            x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters, recur)
             if (deep := rows_after(given, index, x_TH.shape[1])) is not None:
                 x_TH[deep[0].to(x_TH.device)] += deep[1].to(x_TH)
         if taps is not None and len(self.layers) in taps:
@@ -142,14 +149,28 @@ class Decoder:
         growth: torch.Tensor | None,
         attend: Attend,
         adapters: StepAdapters | None,
+        recur: Recur | None = None,
     ) -> torch.Tensor:
-        normed = self.norm(x_TH, layer.input_norm, layer.input_norm_bias)
-        attended = self.attention(index, layer, normed, angles, growth, attend, adapters)
-        x_TH = x_TH + self.added(attended, layer.attention_out_norm)
+        of, normed = self.shape.layers[index], x_TH
+        if of.mixes:
+            normed = self.norm(x_TH, layer.input_norm, layer.input_norm_bias)
+            mixed = [self._recurrence(index, normed, recur)] if of.recurrent is not None else []
+            if of.attention:
+                mixed.append(self.attention(index, layer, normed, angles, growth, attend, adapters))
+            x_TH = x_TH + self.added(reduce(torch.add, mixed), layer.attention_out_norm)
+        if not of.feed_forward:
+            return x_TH
         if not self.shape.parallel_residual:
             normed = self.norm(x_TH, layer.post_norm, layer.post_norm_bias)
         fed = self.feed_forward(index, layer, normed, adapters)
         return x_TH + self.added(fed, layer.feed_forward_out_norm)
+
+    def _recurrence(self, index: int, normed: torch.Tensor, recur: Recur | None) -> torch.Tensor:
+        """Return what the recurrence of a layer gives for `normed [T, H]`, before its norm: `[T, H]`."""
+        recurrent = self._recurrent[index]
+        if recurrent is None or recur is None:
+            raise ValueError(f"layer {index} is recurrent: it needs the states of the step's sequences")
+        return recurrent.output(recur(index, recurrent, recurrent.project(normed)))
 
     def added(self, output: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return what a sublayer with this output adds to the residual."""
@@ -179,7 +200,8 @@ class Decoder:
         if latents is not None:
             return latents(normed, *angles[0], lambda query, kept: attend(index, query, kept, kept))
         projected = self.project(index, layer, normed, adapters)
-        return self.mix(index, layer, projected, angles, growth, attend, adapters)
+        gate = None if layer.q_gate is None else self._linear(normed, layer.q_gate)
+        return self.mix(index, layer, projected, angles, growth, attend, adapters, gate=gate)
 
     def project(
         self, index: int, layer: FusedLayer, normed: torch.Tensor, adapters: StepAdapters | None
@@ -207,10 +229,12 @@ class Decoder:
         attend: Attend,
         adapters: StepAdapters | None,
         mean_squares: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what attention gives for queries, keys and values, before its norm: `[T, H]`.
 
         `mean_squares` are those of all heads' queries and keys, `[T, 1]`, where these are a part of them.
+        `gate [T, N * D]` is what the sigmoid of the output's gate is taken of.
         """
         shape = self.shape
         q_TND, k_TKD, v_TKD = projected
@@ -227,7 +251,7 @@ class Decoder:
         if growth is not None:
             q_TND = q_TND * growth
         mixed = attend(index, q_TND, k_TKD, v_TKD)
-        mixed = mixed.flatten(1)
+        mixed = mixed.flatten(1) if gate is None else mixed.flatten(1) * torch.sigmoid(gate)
         out = self._linear(mixed, layer.o, layer.o_bias)
         return out if adapters is None else adapters.add(index, ("o",), mixed, out, out.shape[1:])
 
@@ -264,14 +288,26 @@ class Decoder:
 
     def _latents_of(self, layer: LayerWeights) -> LatentAttention | None:
         latent = self.shape.latent
-        return None if latent is None else LatentAttention(self.shape, latent, layer, self._linear)
+        return (
+            None
+            if latent is None or not layer.q.shape[0]
+            else LatentAttention(self.shape, latent, layer, self._linear)
+        )
+
+    def _recurrent_of(self, index: int, layer: LayerWeights) -> RecurrentLayer | None:
+        shape = self.shape.layers[index].recurrent
+        if shape is None or layer.recurrent is None:
+            return None
+        tensors = {name: dense(tensor) for name, tensor in layer.recurrent.items()}
+        return make_layer(shape, tensors, self._linear, self.shape.rms_eps)
 
     def _experts_of(self, weights: ExpertWeights | None) -> ExpertFeedForward | None:
         experts = self.shape.experts
         if weights is None or experts is None:
             return None
-        gate = partial(gated, self.shape.activation, limit=experts.clamp)
-        return ExpertFeedForward(experts, weights, self._linear, dense, gate)
+        kind = self.shape.activation
+        act = partial(gated, kind, limit=experts.clamp) if experts.gated else partial(activate, kind)
+        return ExpertFeedForward(experts, weights, self._linear, dense, act)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return float32 logits `[T, vocab]` of normed hidden rows."""

@@ -29,12 +29,12 @@ from kernels.route_experts import route_experts
 Linear = Callable[..., torch.Tensor]
 """`linear(x [T, in], weight [out, in], bias [out] or None) -> [T, out]`."""
 Gate = Callable[[torch.Tensor], torch.Tensor]
-"""Gated activation: `[T, 2 * n]`, the gate in the first half, to `[T, n]`."""
+"""Activation: `[T, 2 * n]`, the gate in the first half, to `[T, n]`; of experts without a gate `[T, n]`."""
 
 
 @dataclass(frozen=True)
 class _Expert:
-    """Matrices of one expert, gate and up joined."""
+    """Matrices of one expert, gate and up joined; up alone where there is no gate."""
 
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
@@ -123,7 +123,7 @@ class ExpertFeedForward:
 def _expert(weights: ExpertWeights, at: int, dense: Callable[[Matrix], torch.Tensor]) -> _Expert:
     biased = bool(weights.gate_biases)
     return _Expert(
-        gate_up=torch.cat([dense(weights.gates[at]), dense(weights.ups[at])]),
+        gate_up=torch.cat([dense(matrices[at]) for matrices in (weights.gates, weights.ups) if matrices]),
         gate_up_bias=torch.cat([weights.gate_biases[at], weights.up_biases[at]]) if biased else None,
         down=dense(weights.downs[at]),
         down_bias=weights.down_biases[at] if weights.down_biases else None,
@@ -131,7 +131,7 @@ def _expert(weights: ExpertWeights, at: int, dense: Callable[[Matrix], torch.Ten
 
 
 def _shared(weights: ExpertWeights, dense: Callable[[Matrix], torch.Tensor]) -> _Expert | None:
-    if weights.shared_gate is None or weights.shared_up is None or weights.shared_down is None:
+    if weights.shared_up is None or weights.shared_down is None:
         return None
-    gate_up = torch.cat([dense(weights.shared_gate), dense(weights.shared_up)])
-    return _Expert(gate_up, None, dense(weights.shared_down), None)
+    joined = [dense(one) for one in (weights.shared_gate, weights.shared_up) if one is not None]
+    return _Expert(torch.cat(joined), None, dense(weights.shared_down), None)

@@ -22,11 +22,13 @@ class FusedLayer:
     input_norm: torch.Tensor | None
     input_norm_bias: torch.Tensor | None
     qkv: torch.Tensor | None
-    """None where attention is over latents (latent_attention.py)."""
+    """None where attention is over latents (latent_attention.py), or where there is none."""
     qkv_bias: torch.Tensor | None
+    q_gate: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
+    """Matrix without rows where the layer does not attend."""
     o_bias: torch.Tensor | None
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
@@ -44,8 +46,9 @@ def fuse(layer: LayerWeights) -> FusedLayer:
     return FusedLayer(
         input_norm=layer.input_norm,
         input_norm_bias=layer.input_norm_bias,
-        qkv=None if layer.latent_norm is not None else _join(dense(layer.q), dense(layer.k), dense(layer.v)),
+        qkv=None if layer.latent_norm is not None else _qkv(layer),
         qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
+        q_gate=None if layer.q_gate is None else dense(layer.q_gate),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
         o=dense(layer.o),
@@ -59,6 +62,13 @@ def fuse(layer: LayerWeights) -> FusedLayer:
         down_bias=layer.down_bias,
         feed_forward_out_norm=layer.feed_forward_out_norm,
     )
+
+
+def _qkv(layer: LayerWeights) -> torch.Tensor | None:
+    """Return queries', keys' and values' rows joined; None where the layer does not attend."""
+    if not layer.q.shape[0]:
+        return None
+    return _join(dense(layer.q), dense(layer.k), dense(layer.v))
 
 
 def dense(matrix: Matrix) -> torch.Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.nn import functional
 
 from diptych.engine.parallel.communicator import Communicator
+from diptych.engine.parallel.row_exchange import gather_rows, parts_of_own_rows
 from diptych.engine.parallel.row_shares import RowShares, share_rows
 from kernels.sum_parts import sum_parts
 
@@ -48,17 +48,10 @@ class PartSums:
 
     def gather_rows(self, own: torch.Tensor, shares: RowShares) -> torch.Tensor:
         """Return the rows of all ranks, each of which has its share `[rows, H]`."""
-        counts = [len(rows) for rows in shares.of_ranks]
-        padded = functional.pad(own, (0, 0, 0, max(counts) - len(own)))
-        every = self._communicator.all_gather(padded)
-        return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
+        return gather_rows(self._communicator, own, shares)
 
     def _of_rows(self, own_PTH: torch.Tensor, shares: RowShares) -> torch.Tensor:
-        own, _, width = own_PTH.shape
-        mine = len(shares.of_ranks[self._communicator.rank])
-        sent = [own_PTH[:, rows.start : rows.stop].flatten(0, 1) for rows in shares.of_ranks]
-        came = self._communicator.all_to_all(sent, [own * mine] * len(sent))
-        return sum_parts(torch.cat(came).view(self._parts, mine, width))
+        return sum_parts(parts_of_own_rows(self._communicator, own_PTH, shares))
 
     def _saved_bytes(self, output: torch.Tensor) -> int:
         """Return the bytes that a rank gets less in two steps than in one."""

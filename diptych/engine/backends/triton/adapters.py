@@ -7,7 +7,7 @@ are made, and rewritten, in the order of the stream: after the steps that were l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -27,8 +27,20 @@ _FIELDS: dict[Product, tuple[str, ...]] = {
 _MOST_JOINED = 3
 
 
+class PlacedAdapters(Protocol):
+    """The adapters that steps of a forward pass can read."""
+
+    def scratch(self, tokens: int) -> torch.Tensor:
+        """Return room for what lies between A and B of so many rows, float32."""
+        ...
+
+    def set(self, slot: int, prepared: object | None) -> None:
+        """Put what a backend prepared into a slot, in the order of the current stream; None empties it."""
+        ...
+
+
 class DeviceAdapters:
-    """The adapters of one backend."""
+    """The adapters of one model, or of one part of it."""
 
     def __init__(
         self,
@@ -47,19 +59,25 @@ class DeviceAdapters:
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def scratch(self, tokens: int) -> torch.Tensor:
-        """Return room for what lies between A and B of so many rows, float32."""
+        """See `PlacedAdapters.scratch`."""
         size = tokens * _MOST_JOINED * self._most_ranks
         return torch.empty(size, dtype=torch.float32, device=self._device)
 
-    def set(self, slot: int, adapter: Adapter | None) -> None:
-        """Put an adapter into a slot, or empty it."""
+    def set(self, slot: int, prepared: object | None, copies: dict[int, torch.Tensor] | None = None) -> None:
+        """See `PlacedAdapters.set`; what is prepared is an Adapter.
+
+        `copies` are tensors on the device by the ids of those that they were copied from, and get the rest:
+        matrices that several changes share are there once.
+        """
+        assert prepared is None or isinstance(prepared, Adapter)
         if not self._tables:
             self._tables = [self._make_tables(layer) for layer in range(self._shape.num_layers)]
+        copies = {} if copies is None else copies
         kept: list[torch.Tensor] = []
         for layer, tables in enumerate(self._tables):
-            deltas: Mapping[str, Delta] = {} if adapter is None else adapter.layers[layer]
+            deltas: Mapping[str, Delta] = {} if prepared is None else prepared.layers[layer]
             for product, table in tables.items():
-                self._write(table, product, slot, deltas, kept)
+                self._write(table, product, slot, deltas, copies, kept)
         self._kept[slot] = kept
 
     def add(
@@ -107,13 +125,14 @@ class DeviceAdapters:
         product: Product,
         slot: int,
         deltas: Mapping[str, Delta],
+        copies: dict[int, torch.Tensor],
         kept: list[torch.Tensor],
     ) -> None:
-        """Write one slot's column of a table; `kept` gets what it points to."""
+        """Write one slot's column of a table; `kept` gets what it points to, `copies` too."""
         a, b, ranks, scales = [], [], [], []
         for field in _FIELDS[product]:
             delta = deltas.get(field)
-            moved = [] if delta is None else [self._moved(delta.a), self._moved(delta.b)]
+            moved = [] if delta is None else [self._moved(one, copies) for one in (delta.a, delta.b)]
             kept += moved
             a.append(moved[0].data_ptr() if moved else 0)
             b.append(moved[1].data_ptr() if moved else 0)
@@ -122,5 +141,7 @@ class DeviceAdapters:
         for column, values in ((table.a, a), (table.b, b), (table.ranks, ranks), (table.scales, scales)):
             column[:, slot] = torch.tensor(values, dtype=column.dtype)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+    def _moved(self, tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        return copies[id(tensor)]

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
-from diptych.engine.backends.triton.adapters import DeviceAdapters
 from diptych.engine.backends.triton.batch_invariant import NO_TREES
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.current_device import current, numbered
@@ -115,14 +114,7 @@ class TritonBackend:
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
         """See `AdapterBackend.allow_adapters`."""
-        self._layers.adapters = DeviceAdapters(
-            self._shape,
-            self._layers.operators,
-            slots,
-            max_rank,
-            self._layers.weights.dtype,
-            self._device,
-        )
+        self._layers.allow_adapters(slots, max_rank)
         return None
 
     def prepare_adapter(self, adapter: Adapter) -> object:
@@ -131,7 +123,6 @@ class TritonBackend:
 
     def set_adapter(self, slot: int, prepared: object | None) -> None:
         """See `AdapterBackend.set_adapter`."""
-        assert prepared is None or isinstance(prepared, Adapter)
         if self._layers.adapters is None:
             raise RuntimeError("adapters were not allowed")
         with self._current(), torch.no_grad():

@@ -221,6 +221,7 @@ class DecodeGraphs:
             places=() if self._windows is None else self._windows.places,
             adapters=None if adapter_scratch is None else fields["adapters"][:rows],
             adapter_scratch=adapter_scratch,
+            recorded=True,
         )
         by = {name: fields[name][:rows] for name in SAMPLING_FIELDS}
         buffers, logits, tokens = self._buffers.rows(rows), self._logits[:rows], fields.sampled[:rows]

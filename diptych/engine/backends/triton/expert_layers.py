@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
+from diptych.engine.backends.triton.activations import Activations, ExpertBuffers
 from diptych.engine.backends.triton.linear import Products
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import PackedExperts
@@ -39,16 +39,46 @@ class ExpertLayers:
 
     def forward(self, layer: PackedExperts, x: torch.Tensor, buffers: Activations) -> None:
         """Compute the experts of `x [T, hidden]`, into `buffers.added`."""
+        own = buffers.experts
+        assert own is not None
+        routed = self.route(layer, x, own.routed)
+        self.multiply(layer, x, routed, own)
+        self.add(layer, x, own.parts, self._here(routed), buffers)
+
+    def route(self, layer: PackedExperts, x: torch.Tensor, room: Any) -> Any:
+        """Choose the experts of `x [T, hidden]`, in `room` (`Operators.make_routed`) for as many rows."""
+        return self._operators.route_experts(
+            x, layer.router, layer.router_bias, layer.correction_bias, out=room, **self._choice
+        )
+
+    def multiply(
+        self,
+        layer: PackedExperts,
+        x: torch.Tensor,
+        routed: Any,
+        room: ExpertBuffers,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Compute the outputs of the experts that are here for `x [T, hidden]`, into `out`, or `room.parts`,
+        `[T * K, hidden]` in the order of pairs; those of other experts stay as they are.
+        """
+        routed = self._here(routed)
+        layer.gate_up.gated(self._operators, x, routed, out=room.inner, **self._products.activation)
+        layer.down.multiply(self._operators, room.inner, routed, out=room.parts if out is None else out)
+
+    def add(
+        self,
+        layer: PackedExperts,
+        x: torch.Tensor,
+        parts: torch.Tensor,
+        routed: Any,
+        buffers: Activations,
+    ) -> None:
+        """Add the outputs `parts [T * K, hidden]` of each row of `x`, and the shared expert's, into
+        `buffers.added`.
+        """
         operators, own = self._operators, buffers.experts
         assert own is not None
-        routed = operators.route_experts(
-            x, layer.router, layer.router_bias, layer.correction_bias, out=own.routed, **self._choice
-        )
-        if self._held is not None:
-            routed = routed.among(self._held)
-        gate = self._products.activation
-        layer.gate_up.gated(operators, x, routed, out=own.inner, **gate)
-        layer.down.multiply(operators, own.inner, routed, out=own.parts)
         shared = switch = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             room = buffers.feed_forward(layer.shared_down.inputs)
@@ -57,4 +87,8 @@ class ExpertLayers:
             )
             if layer.shared_router is not None:
                 switch = operators.router_logits(x, layer.shared_router, out=own.switch)
-        operators.sum_experts(own.parts, routed, shared, switch, out=buffers.added)
+        operators.sum_experts(parts, routed, shared, switch, out=buffers.added)
+
+    def _here(self, routed: Any) -> Any:
+        """Return choices for the experts that are here alone."""
+        return routed if self._held is None else routed.among(self._held)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
-from diptych.engine.backends.triton.adapters import DeviceAdapters
+from diptych.engine.backends.triton.adapters import PlacedAdapters
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedWeights
@@ -42,7 +42,6 @@ class ForwardPass(Protocol):
 
     operators: Operators
     rotary: RotaryTables
-    adapters: DeviceAdapters | None
     paced: bool
     """True if every step of a long prompt is launched no further ahead than one that can be aborted."""
 
@@ -59,6 +58,15 @@ class ForwardPass(Protocol):
     @property
     def leads(self) -> bool:
         """True where the logits are, and tokens are sampled."""
+        ...
+
+    @property
+    def adapters(self) -> PlacedAdapters | None:
+        """Adapters that rows may have; None: none may."""
+        ...
+
+    def allow_adapters(self, slots: int, max_rank: int) -> None:
+        """Let rows have adapters of rank up to `max_rank` in so many slots."""
         ...
 
     def twin(self) -> ForwardPass:

@@ -38,9 +38,17 @@ class LayerHalves:
         self.shape, self.weights, self.operators = shape, weights, operators
         self.products = choose_products(weights, operators, shape)
         self.adapters: DeviceAdapters | None = None
-        """Adapters that rows may have; None: none may."""
+        """Adapters that rows may have; None: none may (`allow_adapters`)."""
         self._scales = kv_scales
-        self._experts = ExpertLayers(shape, self.products, operators)
+        self.experts = ExpertLayers(shape, self.products, operators)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> DeviceAdapters:
+        """Let rows have adapters of rank up to `max_rank` in so many slots, and return these."""
+        weights = self.weights
+        self.adapters = DeviceAdapters(
+            self.shape, self.operators, slots, max_rank, weights.dtype, weights.device
+        )
+        return self.adapters
 
     def attention(
         self,
@@ -92,7 +100,7 @@ class LayerHalves:
         layer = self.weights.layers[index]
         if layer.experts is not None:
             assert isinstance(x, torch.Tensor)
-            self._experts.forward(layer.experts, x, buffers)
+            self.experts.forward(layer.experts, x, buffers)
             return
         assert layer.gate_up is not None
         assert layer.down is not None

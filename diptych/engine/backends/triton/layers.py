@@ -68,9 +68,9 @@ class Layers:
         """Adapters that rows may have; None: none may."""
         return self._halves.adapters
 
-    @adapters.setter
-    def adapters(self, adapters: DeviceAdapters | None) -> None:
-        self._halves.adapters = adapters
+    def allow_adapters(self, slots: int, max_rank: int) -> None:
+        """See `ForwardPass.allow_adapters`."""
+        self._halves.allow_adapters(slots, max_rank)
 
     def twin(self) -> Layers:
         """Return layers over the same weights, with tables, room and adapters of their own."""

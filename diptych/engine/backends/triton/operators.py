@@ -38,6 +38,8 @@ class Operators:
     router_logits: Operator
     route_experts: Callable[..., Any]
     """Returns the choices that the three operators of experts take."""
+    order_rows: Callable[..., Any]
+    """Returns the same of rows that were routed elsewhere."""
     expert_swiglu: Operator
     expert_linear: Operator
     packed_expert_swiglu: Operator
@@ -77,7 +79,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write
         from kernels.gpu.round_rows import round_rows
-        from kernels.gpu.route_experts import RoutedRows, route_experts, router_logits
+        from kernels.gpu.route_experts import RoutedRows, order_rows, route_experts, router_logits
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
         from kernels.gpu.scaled_linear import scaled_linear
@@ -106,6 +108,7 @@ def triton_operators() -> Operators:
         scaled_linear=scaled_linear,
         router_logits=router_logits,
         route_experts=route_experts,
+        order_rows=order_rows,
         expert_swiglu=expert_swiglu,
         expert_linear=expert_linear,
         packed_expert_swiglu=packed_expert_swiglu,

@@ -96,6 +96,8 @@ class PackedStep:
     """int32 `[T]`: slot of each row's adapter, -1 for the base; None where no row has one."""
     adapter_scratch: torch.Tensor | None = None
     """Room for what lies between A and B of adapters (`DeviceAdapters.scratch`)."""
+    recorded: bool = False
+    """True for the input of a recording: nothing of the step may come to the host."""
 
     @property
     def num_tokens(self) -> int:

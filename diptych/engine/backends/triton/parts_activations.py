@@ -33,10 +33,12 @@ class PartsActivations:
         make_routed: Callable[..., Any],
     ) -> PartsActivations:
         """Allocate buffers for up to `tokens` tokens of parts of these `shapes`."""
-        lead, *others = (Activations.make(shape, tokens, dtype, device, make_routed) for shape in shapes)
+        lead = Activations.make(shapes[0], tokens, dtype, device, make_routed)
         outputs = lead.added.new_empty(len(shapes), tokens, lead.added.shape[1])
-        stream = lead.residual, lead.normed, lead.angles
-        own = [_in_stream(one, *stream) for one in (lead, *others)]
+        own = [lead]
+        for shape in shapes[1:]:
+            # One after the other: there is no room for a stream of each.
+            own.append(_in_stream(Activations.make(shape, tokens, dtype, device, make_routed), lead))
         return cls(_beside(own, outputs), outputs, lead.added)
 
     @property
@@ -72,11 +74,11 @@ class PartsActivations:
         return PartsActivations(_beside(own, outputs), outputs, self.added[:tokens])
 
 
-def _in_stream(
-    own: Activations, residual: torch.Tensor, normed: torch.Tensor, angles: tuple[Angles, ...]
-) -> Activations:
-    """Return buffers of a part with the residual stream and the angles of all."""
-    return replace(own, residual=residual, normed=normed, angles=angles)
+def _in_stream(own: Activations, lead: Activations) -> Activations:
+    """Return buffers of a part with the residual stream and the angles of the first, and no `added` of its
+    own.
+    """
+    return replace(own, residual=lead.residual, normed=lead.normed, angles=lead.angles, added=lead.added)
 
 
 def _beside(own: Sequence[Activations], outputs: torch.Tensor) -> tuple[Activations, ...]:

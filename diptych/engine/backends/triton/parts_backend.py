@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from diptych.engine.adapters.adapter import Adapter
+from diptych.engine.adapters.part_adapter import part_adapters
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.cuda_graph import GraphCapture
 from diptych.engine.backends.triton.current_device import current, numbered
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.backends.triton.parts_experts import with_one_shared_expert
 from diptych.engine.backends.triton.parts_layers import PartsLayers
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
 from diptych.engine.backends.triton.prompt_graphs import RECORDING_S
@@ -30,7 +34,7 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
-from diptych.engine.parallel.parts import Part
+from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.stop_word import StopWord
@@ -68,14 +72,19 @@ class TritonPartsBackend:
         """
         where = numbered(device)
         self._links, self._held = links, held
+        own = [parts[number] for number in parts_of_rank(len(parts), links.ranks.rank, links.ranks.ranks)]
+        self._cut_adapter = partial(part_adapters, shape=shape, parts=own, layers=stage.layers)
         self._stop_word = stop_word
         with current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
             chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)
+            packed = [pack(one, where) for one in weights]
+            if parts[0].sends_rows:
+                packed = with_one_shared_expert(packed)
             layers = PartsLayers(
                 shape,
                 parts,
-                [pack(own, where) for own in weights],
+                packed,
                 chosen,
                 links,
                 stage,
@@ -103,6 +112,18 @@ class TritonPartsBackend:
 
     def set_threads(self, threads: int) -> None:
         """Ignore `threads`: the host only launches."""
+
+    def allow_adapters(self, slots: int, max_rank: int) -> str | None:
+        """See `AdapterBackend.allow_adapters`; every rank is called."""
+        return self._step.allow_adapters(slots, max_rank)
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `AdapterBackend.prepare_adapter`: returns what each own part has of it."""
+        return self._cut_adapter(adapter)
+
+    def set_adapter(self, slot: int, prepared: object | None) -> None:
+        """See `AdapterBackend.set_adapter`; every rank is called, between the same steps."""
+        self._step.set_adapter(slot, prepared)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.

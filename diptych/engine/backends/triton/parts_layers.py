@@ -22,15 +22,17 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
-from diptych.engine.backends.triton.adapters import DeviceAdapters
+from diptych.engine.backends.triton.adapters import PlacedAdapters
 from diptych.engine.backends.triton.launch_throttle import layers_ahead
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
-from diptych.engine.backends.triton.packed_weights import PackedWeights
+from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.backends.triton.parts_activations import PartsActivations
+from diptych.engine.backends.triton.parts_adapters import PartsAdapters
 from diptych.engine.backends.triton.parts_ends import PartsEnds
+from diptych.engine.backends.triton.parts_experts import PartsExperts
 from diptych.engine.backends.triton.parts_sum import PartsSum
 from diptych.engine.backends.triton.parts_width_norm import PartsWidthNorm
 from diptych.engine.backends.triton.rounded_inputs import Matrix, Rows
@@ -45,8 +47,8 @@ from diptych.engine.parallel.stop_word import StopWord, first_common_layer
 class PartsLayers:
     """Forward pass of the parts of one rank; every rank calls it with the same step."""
 
-    adapters: DeviceAdapters | None = None
-    """Adapters that rows may have: none."""
+    adapters: PlacedAdapters | None = None
+    """Adapters that rows may have; None: none may (`allow_adapters`)."""
 
     def __init__(
         self,
@@ -81,6 +83,10 @@ class PartsLayers:
         self._ends = PartsEnds(self.shape, parts, self._halves, links, stage)
         self._sum = PartsSum(self.shape, operators, ranks)
         self._width_norm = PartsWidthNorm(self.shape, parts, self._halves, ranks)
+        self._experts = None
+        """Experts to which rows are sent; None: each part adds its own experts' outputs."""
+        if own[0].sends_rows:
+            self._experts = PartsExperts(self.shape, parts, self._halves, operators, ranks)
         self.rotary = RotaryTables(self.shape, self.weights.device)
 
     @property
@@ -92,6 +98,10 @@ class PartsLayers:
     def expert_bytes(self) -> int:
         """Bytes of `read_bytes` that belong to experts among which rows choose."""
         return sum(half.weights.expert_bytes for half in self._halves)
+
+    def allow_adapters(self, slots: int, max_rank: int) -> None:
+        """See `ForwardPass.allow_adapters`: each part gets its share of them."""
+        self.adapters = PartsAdapters([half.allow_adapters(slots, max_rank) for half in self._halves])
 
     def twin(self) -> PartsLayers:
         """Raise RuntimeError: the other ranks have no second set."""
@@ -133,23 +143,18 @@ class PartsLayers:
         steps = [_narrowed(step, share) for share in self._shares]
         self._ends.enter(step.tokens, buffers)
         ahead = layers_ahead(self.weights.device, step.num_tokens) if self.paced else 0
-        recorded = wanted is always
-        if self.paced and ahead is not None and not self._stage.is_first and not recorded:
+        if self.paced and ahead is not None and not self._stage.is_first and not step.recorded:
             _wait_for_rows(self.weights.device)
         self.rotary.gather(step.positions, buffers.angles)
         layers = self.weights.layers
-        x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv), buffers)
-        following = [(one.input_norm, self._alone(one.qkv)) for one in layers[1:]]
+        x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv, step), buffers)
+        following = [(one.input_norm, self._alone(one.qkv, step)) for one in layers[1:]]
         last = self.weights.final_norm if self._stage.is_last else None
         for index, (layer, next_half) in enumerate(zip(layers, [*following, (last, None)], strict=True)):
             if not self._goes_on(index, wanted, ahead):
                 break
             self._attention(index, x, steps, buffers, scratch, growth)
-            gate_up = self._alone(layer.gate_up)
-            x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
-            for half, own in zip(self._halves, buffers.own, strict=True):
-                half.feed_forward(index, x, step, own)
-            x = self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
+            x = self._feed_forward(index, layer, next_half, step, buffers)
         if self._links.after is not None:
             send(self._links.after, buffers.residual)  # even if the step has ended: the next stage waits
         if self._stop_word.stops(self._stage.of_layers - 1):
@@ -195,9 +200,32 @@ class PartsLayers:
         for half, step, own in every:
             half.attend(index, step, own, scratch, growth)
 
-    def _alone(self, matrix: Matrix) -> Matrix:
-        """Return the first part's matrix if no other part of this rank reads the same rows."""
-        return matrix if len(self._halves) == 1 else None
+    def _feed_forward(
+        self,
+        index: int,
+        layer: PackedLayer,
+        next_half: tuple[torch.Tensor | None, Matrix],
+        step: PackedStep,
+        buffers: PartsActivations,
+    ) -> Rows:
+        """Add attention, in `buffers.outputs`, and the second half of a layer to the residual.
+
+        Returns what the next layer reads, by its norm and its first matrix.
+        """
+        if self._experts is not None and layer.experts is not None:
+            self._experts.add(index, layer, buffers, recorded=step.recorded)
+            return self._sum.first(*next_half, buffers)
+        gate_up = self._alone(layer.gate_up, step)
+        x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
+        for half, own in zip(self._halves, buffers.own, strict=True):
+            half.feed_forward(index, x, step, own)
+        return self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
+
+    def _alone(self, matrix: Matrix, step: PackedStep) -> Matrix:
+        """Return the first part's matrix if nothing else reads the same rows: no other part of this rank, and
+        no adapter, which multiplies what is not rounded.
+        """
+        return matrix if len(self._halves) == 1 and step.adapters is None else None
 
 
 def _wait_for_rows(device: torch.device) -> None:
@@ -223,7 +251,11 @@ def _share_in(part: Part, stage: Stage, held: KVShare | None) -> KVShare:
 def _narrowed(step: PackedStep, share: KVShare) -> PackedStep:
     """Return a step that reads and writes this share of its blocks."""
     tables = tuple(
-        replace(table, groups=tuple(replace(group, blocks=share.of(group.blocks)) for group in table.groups))
+        replace(
+            table,
+            groups=tuple(replace(group, blocks=share.of(group.blocks)) for group in table.groups),
+            seeing=tuple(replace(rows, blocks=share.of(rows.blocks)) for rows in table.seeing),
+        )
         for table in step.tables
     )
     return replace(step, tables=tables)

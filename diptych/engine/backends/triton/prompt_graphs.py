@@ -188,6 +188,7 @@ class PromptGraphs:
             lanes=fields["lanes"][:tokens],
             tables=tuple(self._table_rows(table, tokens, sequences) for table in range(tables)),
             places=() if windows is None else windows.places,
+            recorded=True,
         )
         found: list[torch.Tensor] = []
 

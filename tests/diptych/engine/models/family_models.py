@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.batch import SequenceStep
-from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Checkpoint, LayerWeights
 from diptych.engine.weights.canonical import layer_shapes
@@ -211,23 +212,29 @@ class Stepper:
     """Steps of one backend over shuffled blocks of which every unwritten number is NaN."""
 
     def __init__(self, backend: Any, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
-        self._backend, blocks = backend, 240
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, dtype)
-        self._memory = KVMemory(layout, blocks)
+        self._layout = kv_layout(shape, dtype, BLOCK)
+        self._backend, blocks = backend, 240 * self._layout.blocks_per_place
+        self._memory = KVMemory(self._layout, blocks)
         self._memory.data.fill_(torch.nan)
         self._free = list(range(blocks))
         random.Random(3).shuffle(self._free)
 
-    def table(self, tokens: int) -> list[int]:
-        """Return fresh blocks for so many tokens."""
-        return [self._free.pop() for _ in range(-(-tokens // BLOCK))]
+    def tables(self, tokens: int) -> list[list[int]]:
+        """Return fresh blocks for so many tokens: keys and values, then each of the pages of states."""
+        places = -(-tokens // BLOCK)
+        return [[self._free.pop() for _ in range(places)] for _ in range(self._layout.blocks_per_place)]
+
+    def step(self, tables: list[list[int]], start: int, ids: list[int], **wants: Any) -> SequenceStep:
+        """Return a sequence's share of a step."""
+        full, *pages = tables
+        return SequenceStep(self._memory, full, start, ids, window_tables=tuple(map(tuple, pages)), **wants)
 
     def logits(self, ids: Sequence[int], chunk: int) -> torch.Tensor:
         """Return the logits after each token of a text that comes in chunks, `[tokens, vocab]`."""
-        table, rows = self.table(len(ids)), []
+        tables, rows = self.tables(len(ids)), []
         for start in range(0, len(ids), chunk):
             part = list(ids[start : start + chunk])
-            step = SequenceStep(self._memory, table, start, part, wants_logits=True, trailing=len(part))
+            step = self.step(tables, start, part, wants_logits=True, trailing=len(part))
             rows.append(self._backend.forward([step], None))
         return torch.cat(rows)
 
@@ -236,7 +243,7 @@ class Stepper:
         several sizes, beside those that decode already.
         """
         texts = [list(prompt) for prompt in prompts]
-        tables = [self.table(len(prompt) + count) for prompt in prompts]
+        tables = [self.tables(len(prompt) + count) for prompt in prompts]
         done = [0] * len(texts)
         begun = 0
         while any(len(text) < len(prompt) + count for text, prompt in zip(texts, prompts, strict=True)):
@@ -246,7 +253,7 @@ class Stepper:
             for i in wanted:
                 part = texts[i][done[i] : done[i] + 11 + i]
                 ends = done[i] + len(part) == len(texts[i])
-                steps.append(SequenceStep(self._memory, tables[i], done[i], part, wants_logits=ends))
+                steps.append(self.step(tables[i], done[i], part, wants_logits=ends))
                 done[i] += len(part)
             tokens = iter(self._backend.forward(steps, None).argmax(dim=-1).tolist())
             for i, step in zip(wanted, steps, strict=True):

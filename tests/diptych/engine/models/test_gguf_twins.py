@@ -21,10 +21,9 @@ from tests.diptych.engine.models.gguf_twins import TWINS, Twin, write_twin
 ELSEWHERE = {
     *("llama", "mistral", "qwen2", "qwen3"),
     *("deepseek2", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
-    "qwen2vl",
-    "qwen3vl",
+    *("qwen2vl", "qwen3vl", "lfm2"),
 }
-"""Architectures of weights/test_gguf_file.py, of test_expert_gguf.py, and of vision/test_mmproj.py."""
+"""Architectures of weights/test_gguf_file.py, test_expert_gguf.py, test_lfm2.py and vision/test_mmproj.py."""
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

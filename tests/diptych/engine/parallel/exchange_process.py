@@ -44,7 +44,7 @@ def exchange(communicator: Communicator, turns: int = 60, device: str = "cpu") -
             assert found is None or torch.equal(found, expected), turn
 
 
-def send_to_each(communicator: Communicator, turns: int = 30) -> None:
+def send_to_each(communicator: Communicator, turns: int = 30, device: str = "cpu") -> None:
     """Send every rank other rows, of some none, and check every number; sizes are told every other time."""
     ranks, rank = communicator.ranks, communicator.rank
     for turn in range(turns):
@@ -58,7 +58,7 @@ def send_to_each(communicator: Communicator, turns: int = 30) -> None:
             source: int, target: int, turn: int = turn, width: int = width, dtype: torch.dtype = dtype
         ) -> torch.Tensor:
             shape = (rows(source, target, turn), width)
-            return (1000 * of_rank(source + 100 * target, turn, shape, torch.float32)).to(dtype)
+            return (1000 * of_rank(source + 100 * target, turn, shape, torch.float32)).to(device, dtype)
 
         came = communicator.all_to_all(
             [between(rank, target) for target in range(ranks)],
@@ -87,6 +87,28 @@ def exchange_in_graph(communicator: Communicator, device: str) -> None:
         assert torch.equal(found, torch.stack(numbers, dim=1)), turn
 
 
+def send_in_graph(communicator: Communicator, device: str) -> None:
+    """Send every rank other rows within a CUDA graph, in sizes that are known before."""
+    ranks, rank, width = range(communicator.ranks), communicator.rank, 257
+    rows = [2 + source for source in ranks]
+    own = torch.zeros(communicator.ranks, rows[rank], width, device=device)
+    found = torch.zeros(sum(rows), width, device=device)
+
+    def work() -> None:
+        found.copy_(torch.cat(communicator.all_to_all(list(own.unbind(0)), rows)))
+
+    replay = capture_for(torch.device(device)).capture(work)
+    for turn in range(20):
+        shape = (communicator.ranks, rows[rank], width)
+        own.copy_(of_rank(rank, turn, shape, torch.float32, device))
+        replay()
+        expected = [
+            of_rank(source, turn, (communicator.ranks, rows[source], width), torch.float32, device)[rank]
+            for source in ranks
+        ]
+        assert torch.equal(found, torch.cat(expected)), turn
+
+
 def open_communicator(kind: str, rank: int, ranks: int, at: int, device: str = "cpu") -> Communicator:
     torch.set_num_threads(1)
     if kind == "shared_memory":
@@ -113,10 +135,10 @@ def main(kind: str, rank: int, ranks: int, at: int) -> None:
     device = "cpu" if kind in ("shared_memory", "gloo") else "cuda:0" if kind == "host" else f"cuda:{rank}"
     communicator = open_communicator(kind, rank, ranks, at, device)
     exchange(communicator, device=device)
-    if device == "cpu":
-        send_to_each(communicator)
+    send_to_each(communicator, device=device)
     if communicator.on_device:
         exchange_in_graph(communicator, device)
+        send_in_graph(communicator, device)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class AdaptedGroup:
         return self._group.forward(sequences, abort)
 
     def allow_adapters(self, slots: int, max_rank: int) -> str | None:
-        return self._group.backends[0].allow_adapters(slots, max_rank)
+        return {backend.allow_adapters(slots, max_rank) for backend in self._group.backends}.pop()
 
     def prepare_adapter(self, adapter: Adapter) -> list[object]:
         return [backend.prepare_adapter(adapter) for backend in self._group.backends]

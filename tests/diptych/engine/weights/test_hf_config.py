@@ -16,7 +16,7 @@ from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.hf_config import read_config, resolve_config, shape_from_config
 from diptych.model_families import MODEL_TYPES
-from tests.diptych.engine.models import published_experts
+from tests.diptych.engine.models import published_experts, published_recurrent
 from tests.diptych.engine.models.published_configs import PUBLISHED as PUBLISHED_SINCE
 
 LLAMA3_FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -131,6 +131,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
+OTHERS = {**published_experts.PUBLISHED, **published_recurrent.PUBLISHED}
+"""Published configs of models with experts or recurrent layers."""
 ROPE_SPELLINGS: list[dict[str, Any]] = [
     {"rope_theta": 5e5},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -192,7 +194,7 @@ def test_every_default_is_that_of_transformers_class(family: str) -> None:
 
 
 # Whose defaults make no model: all layers recurrent, no number of experts a token, odd rotated lanes.
-NO_MODEL = ("granitemoehybrid", "deepseek_v2", "glm4_moe")
+NO_MODEL = ("granitemoehybrid", "bamba", "lfm2_moe", "deepseek_v2", "glm4_moe")
 
 
 @pytest.mark.parametrize("family", [name for name in MODEL_TYPES if name not in NO_MODEL])
@@ -200,9 +202,9 @@ def test_an_empty_config_gives_autoconfigs_shape(family: str, tmp_path: Path) ->
     compare({"model_type": family}, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_SINCE, *published_experts.PUBLISHED])
+@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_SINCE, *OTHERS])
 def test_published_configs_give_autoconfigs_shape(name: str, tmp_path: Path) -> None:
-    compare({**PUBLISHED, **PUBLISHED_SINCE, **published_experts.PUBLISHED}[name], tmp_path)
+    compare({**PUBLISHED, **PUBLISHED_SINCE, **OTHERS}[name], tmp_path)
 
 
 @pytest.mark.parametrize("family", LLAMAS)

@@ -67,20 +67,36 @@ def _paged_prefill(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     tree: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     rule: dict[str, Any] = {"scale": scale, "cap": cap, "sinks": sinks}
     bounds = offsets.tolist()
     assert bounds[0] == 0
-    assert bounds[-1] == len(query)
-    assert max_tokens == max(end - begin for begin, end in pairwise(bounds))
-    assert context_tokens == int(starts.sum()) + len(query)
+    if base is None:
+        assert bounds[-1] == len(query)
+        assert max_tokens == max(end - begin for begin, end in pairwise(bounds))
+        assert context_tokens == int(starts.sum()) + len(query)
+    else:  # a recorded step, whose last rows may be padding
+        assert bounds[-1] <= len(query)
+        assert context_tokens >= int(starts.sum()) + bounds[-1]
+        blocks = _memory_at(blocks, base, int(tables.max()) + 1)
     for row, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
         rule["tree"] = None if tree is None else seen_in_tree(tree[begin:end, 0])
         out[begin:end] = paged_attention.paged_attention(
             query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales, **rule
         )
     return out
+
+
+def _memory_at(anchor: torch.Tensor, base: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `count` blocks of the memory that lies `base` numbers from `anchor`, which has their layout."""
+    size, address = count * anchor.stride(0), anchor.data_ptr() + int(base) * anchor.itemsize
+    memory = (ctypes.c_char * (size * anchor.itemsize)).from_address(address)
+    flat = torch.frombuffer(memory, dtype=anchor.dtype)
+    return flat.as_strided((count, *anchor.shape[1:]), anchor.stride())
 
 
 def seen_in_tree(bits: torch.Tensor) -> torch.Tensor:
@@ -125,6 +141,7 @@ def _rotary_write(
     norm_late: bool,
     eps: float,
     scales: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -137,6 +154,8 @@ def _rotary_write(
         q, k = rotary.rotary(q.float(), cos, sin), rotary.rotary(k.float(), cos, sin)
     q, k = normed(q, q_norm, True), normed(k, k_norm, True)
     written = block_ids >= 0
+    if base is not None:
+        blocks = _memory_at(blocks, base, max(int(block_ids.max()), 0) + 1)
     kv_blocks.write_kv_rows(
         blocks,
         layer,
@@ -217,6 +236,10 @@ def _route_experts(
     return out
 
 
+def _order_rows(experts: torch.Tensor, count: int) -> _Routed:
+    return _Routed(experts, torch.empty(0))
+
+
 def _of_pairs(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routed: _Routed
 ) -> torch.Tensor:
@@ -252,7 +275,12 @@ def _expert_swiglu(
 def _expert_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routed: _Routed, *, out: torch.Tensor
 ) -> torch.Tensor:
-    return out.copy_(_of_pairs(x, weight, bias, routed))
+    """Write the pairs of experts that are held; others stay as they are."""
+    held = range(len(weight)) if routed.held is None else routed.held
+    experts = routed.experts.flatten()
+    here = (experts >= held.start) & (experts < held.stop)
+    out[here] = _of_pairs(x, weight, bias, routed)[here]
+    return out
 
 
 def _packed_expert_swiglu(
@@ -421,6 +449,7 @@ REFERENCE_OPERATORS = Operators(
     unpack=lambda weight, out: out.copy_(packed_matrix.dequantise(weight)),
     router_logits=_router_logits,
     route_experts=_route_experts,
+    order_rows=_order_rows,
     expert_swiglu=_expert_swiglu,
     expert_linear=_expert_linear,
     packed_expert_swiglu=_packed_expert_swiglu,

@@ -18,11 +18,13 @@ import torch
 
 from diptych.engine.backends.triton import parts_layers
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
+from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.backends.triton.parts_layers import _narrowed
 from diptych.engine.backends.triton.supports import supports
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.parallel.kv_shares import kv_shares
+from diptych.engine.parallel.kv_shares import KVShare, kv_shares
 from diptych.engine.parallel.parts import deal_parts
 from diptych.engine.parallel.stages import Grid, deal_stages
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
@@ -79,13 +81,20 @@ def test_parts_of_every_family_give_the_whole_and_every_degree_the_same_bits(
     check_family(case, tmp_path, TritonRanks, supports)
 
 
-@pytest.mark.parametrize("whole_experts", [True, False], ids=["whole", "sliced"])
+SENT = {"whole_experts": True, "all_to_all": True}
+
+
+@pytest.mark.parametrize(
+    "dealing",
+    [{"whole_experts": True}, {"whole_experts": False}, SENT],
+    ids=["whole", "sliced", "all-to-all"],
+)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(n, marks=() if n in EXPERTS else pytest.mark.full) for n in sorted(expert_models.CONFIGS)],
 )
 def test_experts_give_the_whole_and_every_degree_the_same_bits(
-    case: str, whole_experts: bool, tmp_path: Path
+    case: str, dealing: dict[str, bool], tmp_path: Path
 ) -> None:
     """Four parts: more than the two KV heads, and ten experts that they do not divide."""
     expert_models.oracle_of(case).save_pretrained(tmp_path)
@@ -97,7 +106,7 @@ def test_experts_give_the_whole_and_every_degree_the_same_bits(
     ).tolist()
     found = {}
     for ranks in (1, 2, 4):
-        group = TritonRanks(opened, 4, ranks, whole_experts=whole_experts)
+        group = TritonRanks(opened, 4, ranks, **dealing)
         found[ranks] = group.step(group.memory(), 0, text, len(text))
     assert (found[1] - whole(opened, text)).abs().max() < 1e-3
     for ranks in (2, 4):
@@ -159,6 +168,19 @@ def test_ranks_with_memories_of_their_own_hold_their_share_of_the_common_blocks(
     assert torch.equal(group.step(own, 0, text), expected)
     for share, memory in zip(shares, own, strict=True):
         assert torch.equal(memory.data, share.of(pool.data))
+
+
+def test_rows_that_see_beyond_their_own_position_read_the_heads_of_their_part() -> None:
+    """As rows of decodes and chunks do; layers and heads of a share of a block."""
+    blocks, none = torch.arange(2 * 3 * 2 * 3 * 4.0).view(2, 3, 2, 3, 4), torch.zeros(0)
+    seeing = SeeingRows(slice(0, 2), blocks, none, 0, none)
+    group = Group(blocks, slice(0, 2), None, ())
+    step = PackedStep(none, none, none, (TableRows(none, (group,), (seeing,)),))
+    share = KVShare(range(1, 3), range(2, 3))
+    (table,) = _narrowed(step, share).tables
+    for rows in (*table.groups, *table.seeing):
+        assert torch.equal(rows.blocks, share.of(blocks))
+        assert not torch.equal(rows.blocks, KVShare(range(1, 3), range(1, 2)).of(blocks))
 
 
 def test_heads_that_are_off_by_one_give_other_text(llama: OpenCheckpoint) -> None:
@@ -232,8 +254,15 @@ def test_ranks_that_exchange_on_the_device_stop_before_a_layer_that_none_has_com
 class Recorded:
     """Two ranks whose decode steps are recorded, over one memory."""
 
-    def __init__(self, opened: OpenCheckpoint, text: Sequence[int], ranks: int = 2, stages: int = 1) -> None:
-        self.group = TritonRanks(opened, 2, ranks, stages=stages, on_device=True)
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        text: Sequence[int],
+        ranks: int = 2,
+        stages: int = 1,
+        **dealing: bool,
+    ) -> None:
+        self.group = TritonRanks(opened, 2, ranks, stages=stages, on_device=True, **dealing)
         self.memory, self.text = self.group.memory(), text
         self.group.step(self.memory, 0, text[:-1])
         self.on_all(lambda backend: backend.plan_decode(4, self.memory.layout.block_size, EagerCapture()))

@@ -1,0 +1,66 @@
+"""The layer of Mamba (Gu and Dao 2023), with Jamba's norms of its steps, B and C (Lieber et al. 2024).
+
+Names carry shapes: T tokens of a step, B sequences with N tokens each, H hidden, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn import functional
+
+from diptych.engine.backends.torch.recurrent.causal_conv import causal_conv
+from diptych.engine.backends.torch.recurrent.norms import group_norm
+from diptych.engine.backends.torch.recurrent.selective_scan import selective_scan
+from diptych.engine.models.recurrent_shapes import ScanShape
+
+
+class Mamba:
+    """See `RecurrentLayer`: X is the channels' inputs and their gates, Y the channels."""
+
+    def __init__(
+        self,
+        shape: ScanShape,
+        tensors: Mapping[str, torch.Tensor],
+        linear: Callable[..., torch.Tensor],
+        eps: float,
+    ) -> None:
+        self._shape, self._tensors, self._linear, self._eps = shape, tensors, linear, eps
+        self._filter = tensors["conv"].squeeze(1)
+        self._a = -tensors["decay"].float().exp()
+        self._skip = tensors["skip"].float()
+
+    def project(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentLayer.project`."""
+        return self._linear(x_TH, self._tensors["in_proj"], self._tensors.get("in_proj_bias"))
+
+    def advance(
+        self, mixed_BNX: torch.Tensor, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """See `RecurrentLayer.advance`."""
+        shape, tensors = self._shape, self._tensors
+        inner, gate = mixed_BNX.chunk(2, dim=-1)
+        seen, matrices = states
+        inner, seen = causal_conv(inner, self._filter, tensors.get("conv_bias"), seen)
+        x = functional.silu(inner)
+        read = self._product(x.to(mixed_BNX.dtype), "x_proj")
+        step, b, c = read.split([shape.rank, shape.state, shape.state], dim=-1)
+        step, b, c = (
+            group_norm(part, tensors[f"{name}_norm"], self._eps, 1)
+            for name, part in (("step", step), ("b", b), ("c", c))
+        )
+        steps = self._product(step.to(mixed_BNX.dtype), "step_proj")
+        steps = functional.softplus(steps + tensors["step_bias"].float())
+        out, matrices = selective_scan(x, steps, self._a, b, c, matrices)
+        out = (out + x * self._skip) * functional.silu(gate.float())
+        return out.to(mixed_BNX.dtype), (seen, matrices)
+
+    def _product(self, x_BNI: torch.Tensor, matrix: str) -> torch.Tensor:
+        """Return the rows' product with a matrix of the layer, float32 `[B, N, out]`."""
+        rows = self._linear(x_BNI.flatten(0, 1), self._tensors[matrix])
+        return rows.float().view(*x_BNI.shape[:2], rows.shape[-1])
+
+    def output(self, mixed_TY: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentLayer.output`."""
+        return self._linear(mixed_TY, self._tensors["out_proj"], self._tensors.get("out_proj_bias"))
