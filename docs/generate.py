@@ -12,14 +12,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_type_hints
 
+from generate_python import python_page
 from generate_settings import configuration_page, http_page
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
@@ -29,9 +27,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
-import diptych.client
 import diptych.parameters
-from diptych.client import AsyncClient, Client
 
 DOCS = Path(__file__).parent
 PROTOS = DOCS.parent / "protos"
@@ -133,52 +129,6 @@ def grpc_page() -> str:
     return f"# gRPC reference\n\n{head}\n\n" + "".join(
         part for name in names for part in ProtoFile(files[name]).markdown()
     )
-
-
-def python_page() -> str:
-    """Return the reference of the Python client."""
-    needs = "It needs grpcio, protobuf and googleapis-common-protos."
-    parts = [f"# Python client\n\n`from diptych import Client, AsyncClient, chat, CallFailed`. {needs}\n\n"]
-    for cls in (Client, AsyncClient):
-        parts.append(_entry(f"## {cls.__name__}", _signature(cls.__name__, cls), cls))
-        for name, method in inspect.getmembers(cls, inspect.isfunction):
-            if not name.startswith("_"):
-                kind = "async " if inspect.iscoroutinefunction(method) else ""
-                parts.append(_entry(f"### {cls.__name__}.{name}", kind + _signature(name, method), method))
-    parts.append(
-        f"## chat\n\n```\n{_signature('chat', diptych.client.chat)}\n```\n\n{_text(diptych.client.chat)}\n\n"
-    )
-    for name in sorted(diptych.client.__all__):
-        cls = getattr(diptych.client, name)
-        if inspect.isclass(cls) and cls not in (Client, AsyncClient):
-            parts.append(f"## {name}\n\n{_text(cls)}\n\n{_fields(cls)}")
-    return "".join(parts)
-
-
-def _entry(heading: str, signature: str, of: object) -> str:
-    return f"{heading}\n\n```\n{signature}\n```\n\n{_text(of)}\n\n"
-
-
-def _signature(name: str, of: Callable[..., object]) -> str:
-    text = str(inspect.signature(of)).replace("self, ", "").replace("(self)", "()").replace("'", "")
-    return f"{name}{text}"
-
-
-def _text(of: object) -> str:
-    return (inspect.getdoc(of) or "").replace("Args:\n", "Arguments:\n\n").replace("    ", "- ").strip()
-
-
-def _fields(cls: type) -> str:
-    if dataclasses.is_dataclass(cls):
-        names = {one.name: str(one.type) for one in dataclasses.fields(cls)}
-    else:
-        names = {name: str(kind) for name, kind in get_type_hints(cls).items()}
-    rows = [
-        f"| `{name}` | `{kind.replace('|', '∣')}` |\n"
-        for name, kind in names.items()
-        if not name.startswith("_")
-    ]
-    return "| field | type |\n|---|---|\n" + "".join(rows) + "\n" if rows else ""
 
 
 def parameters_page() -> str:

@@ -31,6 +31,8 @@ decode:
   max-batch: 32
 ```
 
+`diptych up --set decode.max-batch=8` sets a flag of one program that `up` itself lacks, and may be repeated.
+
 An unknown key or flag is an error that names the nearest known one; an unknown `DIPTYCH_*` variable is a warning. Old names of flags
 work and warn; vLLM's names work as they are. `DIPTYCH_SECRET` has no flag: it is the hexadecimal key for names of prefixes and for
 resume tokens, the same in all gateways.

@@ -19,7 +19,7 @@ from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens, refuse_several, resumed
 from gateway.request.validation import parse_request
 from gateway.request_telemetry import RequestTelemetry
-from gateway.session.choice_state import State
+from gateway.session.states import State
 from gateway.tokenizer_pool import TokenizerPool
 
 

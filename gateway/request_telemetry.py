@@ -16,8 +16,8 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.types import TEXT_ROLES, Cause, FinishReason, Role
 from gateway.call import Call
 from gateway.responses import decode_s
-from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
+from gateway.session.states import State
 from gateway.worker_pool.local_prefill import FALLBACK, LOCAL
 from gateway.worker_pool.router import POLICIES, REASONS
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from diptych.bench import values
 from diptych.bench.backends.request_parameters import Asking
@@ -30,7 +32,11 @@ class BadOptions(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose --help has the look of `diptych --help`."""
+    """Parser whose --help has the look of `diptych --help`, and whose faults are two lines."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"Try '{self.prog} --help' for help.", file=sys.stderr)
+        self.exit(2, f"{self.prog}: {message}\n")
 
     def print_help(self, file: Any = None) -> None:
         from diptych.bench.help_page import print_help
@@ -140,9 +146,9 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add(
         "--address",
         type=values.address,
-        default=DEFAULT_ADDRESS,
+        default=os.environ.get("DIPTYCH_ADDRESS", DEFAULT_ADDRESS),
         metavar="HOST:PORT",
-        help="Address of a Diptych gateway.",
+        help="Address of a Diptych gateway; DIPTYCH_ADDRESS sets it, too.",
     )
     add(
         "--base-url",

@@ -7,12 +7,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from grpc import StatusCode
 from rich.console import Console
 from rich.table import Table
 
 from diptych.cli.retry import call_with_retries
 from diptych.client import CallFailed, Chunk, Client, Completion, ImageUrl, Prompt, Timings, Usage, chat
 from diptych.client.credentials import Access
+from gateway.ports import GRPC_PORT, admin_port_beside
 
 Say = Callable[[str], None]
 
@@ -77,15 +79,30 @@ def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int
             answer = _streamed if stream else _whole
             spent, usage = answer(client, question, say)
     except CallFailed as failure:
-        notes.out(f"{address}: {failure}", style="red", highlight=False)
+        notes.out(f"{address}: {failure}{hint_for(failure)}", style="red", highlight=False)
         for path, problem in failure.violations.items():
-            notes.out(f"  {path}: {problem}", highlight=False)
+            if problem not in failure.message or path not in failure.message:
+                notes.out(f"  {path}: {problem}", highlight=False)
         return 1
     except KeyboardInterrupt:
         return 130
     if timings and spent is not None:
         notes.print(timing_table(spent, usage))
     return 0
+
+
+def hint_for(failure: CallFailed) -> str:
+    """Return what may help after a failure that the server did not explain; "" for others."""
+    if failure.code is StatusCode.UNIMPLEMENTED:
+        return (
+            f"; is it an admin port? A gateway's own port is {GRPC_PORT} by default, its admin port "
+            f"{admin_port_beside(GRPC_PORT, None)}"
+        )
+    if failure.code is StatusCode.UNAVAILABLE and not failure.reason:
+        if "refused" in failure.message:
+            return "; does a server run there? `diptych up` starts one, --address names another"
+        return "; does it speak gRPC there, and does it want TLS? DIPTYCH_CA_FILE turns TLS on"
+    return ""
 
 
 def _whole(client: Client, question: Question, say: Say) -> tuple[Timings | None, Usage | None]:

@@ -28,7 +28,7 @@ from diptych.runtime.model_images import model_images
 from diptych.runtime.model_name import model_names
 from diptych.runtime.python_module import module_arguments
 from diptych.runtime.settings import ProgramSettings, StartupError
-from diptych.runtime.settings_sources import BadSettings, Value, flag_of
+from diptych.runtime.settings_sources import BadSettings, Fault, Value, flag_of
 from diptych.worker_process.config import RoleSettings
 from gateway.adapter_service import read_configured
 from gateway.config import GatewaySettings
@@ -197,12 +197,21 @@ def _read_programs(options: StackOptions) -> list[Program]:
             settings, _, values = _SETTINGS[spec.role].read_sources(argv)
             programs.append(Program(spec.role, settings, values))
         except BadSettings as error:
-            for fault in error.faults:
-                origin = options.origins.get(f"{spec.role}.{fault.field}") or options.origin(fault.field)
-                faults[str(fault._replace(origin=origin))] = None
+            faults |= dict.fromkeys(_describe(fault, spec.role, options) for fault in error.faults)
     if faults:
         raise BadOptions("\n".join(faults))
     return programs
+
+
+def _describe(fault: Fault, role: str, options: StackOptions) -> str:
+    """Return a line for a program's fault that names what the user wrote."""
+    origin = options.origins.get(f"{role}.{fault.field}") or options.origin(fault.field)
+    if fault.field and origin == "--set":
+        return f"--set {role}.{flag_of(fault.field)}: {fault.message}"
+    flag = fault.message.partition(":")[0].removeprefix("--")
+    if not fault.field and (role, flag) in {(target, name) for target, name, _ in options.overrides}:
+        return f"--set {role}.{fault.message.removeprefix('--')}"
+    return str(fault._replace(origin=origin))
 
 
 @dataclass(frozen=True)

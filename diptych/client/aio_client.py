@@ -134,6 +134,7 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
     ) -> str:
+        """Return the text of token ids; `skip_special_tokens` leaves control tokens out."""
         model, left_s = await self._model_within(timeout_s)
         request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         return str((await _typed(self._stub.Detokenize(request, timeout=left_s))).text)
@@ -157,6 +158,7 @@ class AsyncClient:
         return self._model
 
     async def close(self) -> None:
+        """Close the connections. Streams that run end."""
         self._servers.closed = True
         for channel in self._servers.channels:
             await channel.close()

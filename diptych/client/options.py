@@ -1,7 +1,8 @@
 """Options of a call as plain Python values, and the request that they make."""
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -85,7 +86,8 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
     """
     given: dict[str, Any] = dict(options)
     if unknown := given.keys() - _CONSTRAINTS - _CHAT - PARAMETERS.keys():
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+        known = _CONSTRAINTS | _CHAT | PARAMETERS.keys()
+        raise TypeError(f"unknown options: {', '.join(_explained(name, known) for name in sorted(unknown))}")
     request = pb.GenerateRequest(model=model)
     for group in _GROUPS:
         getattr(request, group).SetInParent()
@@ -95,6 +97,14 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
     _set_constraint(request.structured_output, given)
     _set_prompt(request, prompt, given)
     return request
+
+
+def _explained(name: str, known: Iterable[str]) -> str:
+    """Return the name of an option that does not exist, with the one that may be meant."""
+    if name == "model":
+        return "model (it is an argument of the client: Client(address, model=…))"
+    near = difflib.get_close_matches(name, tuple(known), n=1)
+    return f"{name} ({near[0]}?)" if near else name
 
 
 def _put(request: pb.GenerateRequest, parameter: Parameter, value: Any) -> None:
@@ -129,7 +139,7 @@ def chat_prompt(turns: Sequence[Any], given: Mapping[str, Any]) -> pb.ChatPrompt
 
 
 def is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, given: Mapping[str, Any]) -> None:
@@ -141,6 +151,8 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, given: Mapping[str,
     if isinstance(prompt, str):
         request.text = prompt
         return
+    if not isinstance(prompt, Iterable):
+        raise TypeError(f"prompt: a text, turns of a chat, or token ids, not {type(prompt).__name__}")
     ids: list[Any] = list(prompt)
     try:
         request.token_ids.ids.extend(ids)

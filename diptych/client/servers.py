@@ -9,6 +9,8 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 
 Channel = TypeVar("Channel")
+_RESOLVERS = ("dns://", "unix://", "xds://")
+"""Schemes of gRPC's own names."""
 _METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods]
 
 
@@ -48,6 +50,9 @@ class Servers(Generic[Channel]):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("a client needs an address")
+        for one in self._addresses:
+            if "://" in one and not one.startswith(_RESOLVERS):
+                raise ValueError(f"an address is host:port, not the URL {one!r}; tls=True turns TLS on")
         self.retries = retries
         self.closed = False  # by the caller: streams end, and none goes on
         self._connect = connect

@@ -144,6 +144,7 @@ class Client:
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
     ) -> str:
+        """Return the text of token ids; `skip_special_tokens` leaves control tokens out."""
         model, left_s = self._model_within(timeout_s)
         request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
         return str(_typed(lambda: self._stub.Detokenize(request, timeout=left_s)).text)
@@ -168,6 +169,7 @@ class Client:
         return self._model
 
     def close(self) -> None:
+        """Close the connections. Streams that run end."""
         self._servers.closed = True
         for channel in self._servers.channels:
             channel.close()

@@ -142,7 +142,7 @@ def size_fleet(demand: Demand, worker: Worker, rates: Rates) -> Fleet:
     fixed = prefill + demand.handoff_s + step
     if fixed > demand.ttft_s:
         raise DoesNotFit(
-            f"a first token takes {1000 * fixed:.0f} ms without any wait, and {1000 * demand.ttft_s:.0f} ms "
+            f"a first token takes {1000 * fixed:.3g} ms without any wait, and {1000 * demand.ttft_s:.3g} ms "
             "are wanted: more cards a worker, a faster card, or more of the prompt cached"
         )
     prefill_workers = _prefill_workers(demand, prefill, demand.ttft_s - fixed)

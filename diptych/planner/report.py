@@ -112,7 +112,9 @@ def _count(number: float) -> str:
 
 
 def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1024:.1f} KiB"
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} GB"
+    return f"{number / 1e6:.0f} MB" if number >= 1e7 else f"{number / 1024:.1f} KiB"
 
 
 def _ms(seconds: float) -> str:

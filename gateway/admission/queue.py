@@ -7,14 +7,15 @@ it waits here or at a prefill worker.
 
 **Sequences start as room comes.** Those that find room with the request's first one share its prefill; the
 others start when places become free, after the first token, when the prompt is in a prefix cache. Requests
-that wait for their first sequence and requests that wait for more of them take turns. The places of
-`_reserve` are for first sequences only: no request shuts the others out, however many sequences it has.
+that wait for their first sequence and requests that wait for more of them take turns. Some places
+(`gateway.admission.places`) are for first sequences only: no request shuts the others out, however many
+sequences it has.
 
 **Stalls.** A prompt that no worker can take now, as when all encode workers are lost, does not count as one
 that workers have: others pass it, and while nothing else is at work, no throughput is measured.
 
 **Shares.** While several tenants wait, those below an equal share of the running sequences go first. Where
-there are several tenants, one that is alone leaves `_reserve` to the others. What tenants get at other
+there are several tenants, one that is alone leaves a part to the others. What tenants get at other
 gateways counts as well, as far as it is known (`gateway.admission.elsewhere`).
 
 Prefill workers get only as many tokens as keep them busy, decode workers only as many requests as their
@@ -28,15 +29,17 @@ the others are refused at once (`gateway.admission.wait`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.access import DEFAULT_TENANT
 from gateway.admission.capacity import KvBudget
+from gateway.admission.dispatched import DispatchedPrompts
 from gateway.admission.elsewhere import Elsewhere
 from gateway.admission.fair_queue import FairQueue, FairShares
 from gateway.admission.fair_share_lines import ServedHere
+from gateway.admission.places import Places
+from gateway.admission.running import RunningSequences
 from gateway.admission.ticket import Ticket
 from gateway.admission.wait import MaxQueueDelay, WaitEstimator
 
@@ -44,8 +47,6 @@ REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # at a prefill worker at least, however long: one runs, one is next
 WINDOW_TOKENS = 1024  # at a prefill worker at least: two steps of the default size,
 WINDOW_S = 0.5  # or as many as it computes in this time
-RESERVE = 8  # one place in so many is for the first sequences of requests, and for tenants below their share
-SMALLEST_SHARED = 4  # places; with fewer there is nothing to reserve
 
 
 class AdmissionQueue:
@@ -68,10 +69,9 @@ class AdmissionQueue:
         max_delay: MaxQueueDelay | None = None,
         tenants: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._limit = self._max_running = max_running
+        self._max_running = max_running
         self._shares = FairShares(max_waiting_tokens)
         self._wait = WaitEstimator(max_delay)
-        self._tenants = tenants
         self.served_here = ServedHere()
         self._elsewhere = Elsewhere()
         # Requests without a sequence so far.
@@ -86,14 +86,9 @@ class AdmissionQueue:
         self._dead = False  # no workers at all
         self.rate = self._wait.rate  # prompt tokens per second
         self.kv = KvBudget()
-        self.running = 0  # requests with a running sequence
-        self.sequences = 0  # that run
-        self._extras = 0  # of these, beyond the first of each request
-        self._running_of: Counter[str] = Counter()  # sequences that run, by tenant
-        self.dispatched_tokens = 0  # of the waiting tokens, those at the workers
-        self._dispatched = 0  # requests whose tokens these are
-        self._stalled_tokens = 0  # of the waiting tokens, those of admitted requests that no worker can take
-        self._stalled = 0  # requests whose tokens these are
+        self._running = RunningSequences(self.kv)
+        self._places = Places(max_running, self._running, self._queue, self._more, self._elsewhere, tenants)
+        self._prompts = DispatchedPrompts()
 
     @property
     def waiting(self) -> int:
@@ -101,9 +96,24 @@ class AdmissionQueue:
         return len(self._queue)
 
     @property
+    def running(self) -> int:
+        """Number of requests with a running sequence."""
+        return self._running.requests
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that run."""
+        return self._running.sequences
+
+    @property
     def running_of_tenants(self) -> Mapping[str, int]:
         """Sequences that run, by tenant; tenants without any are left out."""
-        return self._running_of
+        return self._running.by_tenant
+
+    @property
+    def dispatched_tokens(self) -> int:
+        """Tokens of the prompts that workers have, without a first token so far."""
+        return self._prompts.tokens
 
     @property
     def waiting_tokens(self) -> int:
@@ -113,7 +123,7 @@ class AdmissionQueue:
     @property
     def queued_tokens(self) -> int:
         """Tokens of prompts that wait here for admission."""
-        return self.waiting_tokens - self.dispatched_tokens - self._stalled_tokens
+        return self.waiting_tokens - self.dispatched_tokens - self._prompts.stalled_tokens
 
     @property
     def waiting_kv_tokens(self) -> int:
@@ -125,7 +135,7 @@ class AdmissionQueue:
         was_dead, self._dead = self._dead, not (sequences and prefill_workers)
         if was_dead and not self._dead:
             self.rate.skip(now)
-        self._limit = max(min(self._max_running, sequences), 1)
+        self._places.limit = max(min(self._max_running, sequences), 1)
         self._prefill_workers = max(prefill_workers, 1)
         return self._admit(now)
 
@@ -212,8 +222,7 @@ class AdmissionQueue:
         """Note that no worker can take an admitted request, which has no token; return the newly admitted."""
         if ticket.stalled or ticket.prefilled or ticket.over or not ticket.admitted:
             return []
-        ticket.stalled = ticket.has_stalled = True
-        self._move_to_stalled(ticket, 1)
+        self._prompts.stall(ticket)
         if not self._is_busy:
             self.rate.pause(now)
         return self._admit(now)
@@ -223,11 +232,10 @@ class AdmissionQueue:
         if not ticket.stalled:
             return
         if now is not None:
-            if self.running == self._stalled:  # whatever waits, waited for these
+            if self.running == self._prompts.stalled:  # whatever waits, waited for these
                 self.rate.skip(now)
             self.rate.begin(now)
-        ticket.stalled = False
-        self._move_to_stalled(ticket, -1)
+        self._prompts.resume(ticket)
 
     def prefilled(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Note a request's first token, once: its prompt no longer waits. Return the newly admitted."""
@@ -251,7 +259,7 @@ class AdmissionQueue:
         if started_at is None or ticket.together:
             return []
         self._learn(ticket, started_at, now, output_tokens)
-        self._set_running(ticket, stop=(choice,))
+        self._running.stop(ticket, (choice,))
         return self._admit(now)
 
     def leave(self, ticket: Ticket, now: float | None = None, output_tokens: float = 0.0) -> list[Ticket]:
@@ -270,20 +278,14 @@ class AdmissionQueue:
             self._queue.discard(ticket)
             self._queued_kv_tokens -= ticket.queued_kv
         self._more.discard(ticket)
-        self._set_running(ticket, stop=tuple(ticket.running))
+        self._running.stop(ticket, tuple(ticket.running))
         return self._admit(now)
 
     def invariants(self) -> None:
         """Raise AssertionError when the counts do not add up; for tests and idle checks."""
-        assert 0 <= self.running <= self.sequences, "a request runs without a sequence"
+        self._running.invariants()
         assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
-        assert self.sequences == self._running_of.total(), "tenants' sequences do not add up"
-        assert 0 <= self._extras <= self.sequences - self.running, "too many sequences beyond the first"
-        assert self.kv.reserved >= 0, "memory was given back twice"
-        known = self.dispatched_tokens + self._stalled_tokens
-        assert 0 <= known <= self.waiting_tokens, "tokens were given back twice"
-        assert 0 <= self._stalled <= self.running, "more requests stall than run"
-        assert self._stalled or not self._stalled_tokens, "tokens stall without a request"
+        self._prompts.invariants(self.waiting_tokens, self.running)
         assert len(self._queue) or not self._queued_kv_tokens, "nothing waits, and memory is waited for"
         assert self._next() is None, "there is room while requests wait"
 
@@ -293,54 +295,22 @@ class AdmissionQueue:
         if output_tokens:
             self.kv.learn(ticket.tenant, output_tokens)
 
-    def _set_running(
-        self, ticket: Ticket, *, start: int = 0, stop: tuple[int, ...] = (), now: float = 0.0
-    ) -> None:
-        """Start the next ``start`` sequences, end those in ``stop``, and count both."""
-        before, extras = len(ticket.running), ticket.extras
-        for index in range(ticket.started, ticket.started + start):
-            ticket.running[index] = now
-        ticket.started += start
-        for index in stop:
-            del ticket.running[index]
-        after = len(ticket.running)
-        self.running += (after > 0) - (before > 0)
-        self.sequences += after - before
-        self._extras += ticket.extras - extras
-        self._running_of[ticket.tenant] += after - before
-        if not self._running_of[ticket.tenant]:
-            del self._running_of[ticket.tenant]
-        kv_tokens = self._kv(ticket, after)
-        self.kv.reserve(kv_tokens - ticket.kv_tokens)
-        ticket.kv_tokens = kv_tokens
-
-    def _kv(self, ticket: Ticket, running: int) -> int:
-        return self.kv.clipped(ticket.shared_kv + running * ticket.own_kv) if running else 0
-
     def _first_kv(self, ticket: Ticket) -> int:
         """Return the KV memory that the first sequences of a request need, in tokens."""
-        return ticket.shared_kv + self._at_least(ticket) * ticket.own_kv
+        return ticket.shared_kv + self._places.at_least(ticket) * ticket.own_kv
 
     @property
     def _is_busy(self) -> bool:
         """True while workers have prompts, or hold up those that wait."""
-        all_stall = bool(self._stalled) and self.running == self._stalled
-        return self.waiting_tokens > self._stalled_tokens and not all_stall
-
-    def _move_to_stalled(self, ticket: Ticket, sign: int) -> None:
-        """Count an admitted request as one that no worker can take (1), or as one at the workers (-1)."""
-        self._stalled += sign
-        self._stalled_tokens += sign * ticket.tokens
-        self._dispatched -= sign
-        self.dispatched_tokens -= sign * ticket.tokens
+        all_stall = bool(self._prompts.stalled) and self.running == self._prompts.stalled
+        return self.waiting_tokens > self._prompts.stalled_tokens and not all_stall
 
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
         self.resume(ticket, now)
         ticket.prefilled = True
         self._shares.give_back(ticket.tenant, ticket.tokens)
         if ticket.admitted:
-            self.dispatched_tokens -= ticket.tokens
-            self._dispatched -= 1
+            self._prompts.remove(ticket)
         if now is not None:
             self.rate.done(tokens, now, more=self._is_busy)
 
@@ -359,15 +329,10 @@ class AdmissionQueue:
         turns = share * len(self._queue)
         if len(self._more):
             turns *= 2  # every other turn starts one more sequence of a request that runs
-        over = self.sequences + turns + self._at_least(ticket) - self._limit
+        over = self.sequences + turns + self._places.at_least(ticket) - self._places.limit
         kv_tokens = share * self._queued_kv_tokens + self.kv.clipped(self._first_kv(ticket))
-        stays = max(over / self._limit, self.kv.excess(kv_tokens))
+        stays = max(over / self._places.limit, self.kv.excess(kv_tokens))
         return max(prefill_s, self._wait.places_s(stays))
-
-    @property
-    def _reserve(self) -> int:
-        """Places that only first sequences, and tenants below their share, may take."""
-        return max(self._limit // RESERVE, 1) if self._limit >= SMALLEST_SHARED else 0
 
     def _admit(self, now: float | None) -> list[Ticket]:
         admitted = []
@@ -382,84 +347,30 @@ class AdmissionQueue:
                 self._queue.pop({ticket.tenant})
                 self._queued_kv_tokens -= ticket.queued_kv
                 self.served_here.add(ticket.tenant, ticket.tokens)
-                self.dispatched_tokens += ticket.tokens
-                self._dispatched += 1
+                self._prompts.add(ticket)
                 if now is not None:
                     self.rate.begin(now)  # it paused if all that ran had stalled
-            self._set_running(ticket, start=count, now=now or 0.0)
+            self._running.start(ticket, count, now or 0.0)
             admitted.append(ticket)
         return admitted
 
     def _next(self) -> tuple[Ticket, int] | None:
         """Return the request whose turn it is and how many of its sequences may start; None without room."""
-        first = self._head(self._queue)
+        first = self._places.head(self._queue)
         if first is not None and not self._may_dispatch(first):
             first = None  # it waits for a prefill worker, the others for a place
-        more = self._head(self._more)
-        if more is not None and more.running and self._extras >= self._most_extras:
+        more = self._places.head(self._more)
+        if more is not None and more.running and self._places.are_for_first_only:
             more = None  # what is left is for first sequences
         turns = (more, first) if self._turn_of_more else (first, more)
         ticket = turns[0] or turns[1]
         if ticket is None:
             return None
-        count = self._room(ticket)
+        count = self._places.room(ticket)
         return (ticket, count) if count else None  # no other one passes it: it would never be admitted
 
-    def _head(self, queue: FairQueue[Ticket]) -> Ticket | None:
-        """Return the first request of the tenants below their share, or else of those that may have more."""
-        if not len(queue):
-            return None
-        held, waiting = self._running_of, [*queue.tenants]
-        shares, most = self._shares_of_places(), self._most_of_one
-        allowed = [tenant for tenant in waiting if held[tenant] < most]
-        below = [tenant for tenant in allowed if held[tenant] < shares[tenant]]
-        return queue.head(below) or queue.head(allowed)
-
-    def _shares_of_places(self) -> Mapping[str, float]:
-        """Return the sequences that each tenant which runs or waits here should have here."""
-        tenants = self._running_of.keys() | self._queue.tenants | self._more.tenants
-        return self._elsewhere.shares(self._limit, tenants)
-
-    @property
-    def _most_of_one(self) -> int:
-        """Most sequences of a tenant that is alone."""
-        alone = self._tenants() <= 1 and len(self._running_of.keys() | self._queue.tenants) <= 1
-        return self._limit if alone else self._limit - self._reserve
-
-    @property
-    def _most_extras(self) -> int:
-        return self._limit - self._reserve - 1
-
-    def _at_least(self, ticket: Ticket) -> int:
-        """Return how many sequences of a request start at first: a few share one prefill."""
-        return ticket.sequences if ticket.together else min(ticket.sequences, max(self._reserve, 1))
-
-    def _room(self, ticket: Ticket) -> int:
-        """Return how many sequences of the request may start now."""
-        free, left = self._limit - self.sequences, ticket.sequences - ticket.started
-        if ticket.together:
-            fits = free >= left and self._fits(ticket, left)
-            return left if fits or not self.sequences else 0
-        extras = self._most_extras - self._extras + (not ticket.running)
-        share = self._most_of_one
-        if self._others_wait(ticket.tenant):
-            share = int(self._shares_of_places()[ticket.tenant])
-        wanted = min(left, max(extras, 1), max(share - self._running_of[ticket.tenant], 1))
-        count = min(wanted, free)
-        if count < (1 if ticket.started else min(self._at_least(ticket), wanted)):
-            return 0
-        while count > 1 and not self._fits(ticket, count):
-            count -= 1
-        return count if self._fits(ticket, count) or not self.sequences else 0
-
-    def _others_wait(self, tenant: str) -> bool:
-        return bool((self._queue.tenants | self._more.tenants) - {tenant})
-
-    def _fits(self, ticket: Ticket, more: int) -> bool:
-        return self.kv.fits(self._kv(ticket, len(ticket.running) + more) - ticket.kv_tokens)
-
     def _may_dispatch(self, ticket: Ticket) -> bool:
-        if self._dispatched < WINDOW_REQUESTS * self._prefill_workers:
+        if self._prompts.requests < WINDOW_REQUESTS * self._prefill_workers:
             return True
         window = max(WINDOW_TOKENS * self._prefill_workers, WINDOW_S * (self.rate.per_s or 0.0))
         return self.dispatched_tokens + ticket.tokens <= window

@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.adapters.registry import AdapterRegistry
-from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
+from gateway.session.states import State
 from gateway.worker_pool.registry import Worker
 
 Drivers = Callable[[], Sequence[RequestDriver]]

@@ -39,7 +39,7 @@ def parse_body(data: bytes) -> dict[str, object]:
             BODY, f"is not valid JSON: wrong at line {error.lineno}, column {error.colno}"
         ) from error
     except ValueError as error:  # an integer with more digits than Python reads, NaN, Infinity
-        raise InvalidParameter(BODY, "holds a number that is none or has too many digits") from error
+        raise InvalidParameter(BODY, "holds NaN, Infinity or a number of too many digits") from error
     if not isinstance(found, dict):
         raise InvalidParameter(BODY, "must be a JSON object")
     return found

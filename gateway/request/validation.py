@@ -49,7 +49,8 @@ def parse_message(kind: type[M], data: bytes) -> M:
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise InvalidParameter("request", f"is not a {kind.DESCRIPTOR.full_name} message") from error
+        form = kind.DESCRIPTOR.full_name
+        raise InvalidParameter("request", f"is no {form} message, or has text that is not UTF-8") from error
 
 
 def skips_special(asked: pb.ResponseOptions | pb.DetokenizeRequest) -> bool:

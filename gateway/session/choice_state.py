@@ -17,16 +17,14 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.request_
    because the request seems to have killed two, the choice waits there for a limited time.
 6. FINISHED, FAILED or ABANDONED: the end. A worker that has not sent its terminal message gets Cancel.
 
-`ChoiceState.handle` takes one event and returns the actions that follow, in order. Time is an argument.
+`gateway.session.states` has the table of transitions. `ChoiceState.handle` takes one event and returns the
+actions that follow, in order. Time is an argument.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-
 from diptych.runtime.errors import DeadlineExceeded, DiptychError, Internal
 from gateway.attempt.types import (
-    TEXT_ROLES,
     AttemptFailed,
     Cause,
     DecodeFinished,
@@ -37,6 +35,7 @@ from gateway.attempt.types import (
     TokensArrived,
 )
 from gateway.session.attempt_history import AttemptHistory, RequestLimits
+from gateway.session.attempt_workers import AttemptWorkers, LostWorker
 from gateway.session.events import (
     Action,
     Admitted,
@@ -75,34 +74,7 @@ from gateway.session.retry_policy import (
     shutting_down_error,
     wait_or_give_up,
 )
-
-
-class State(Enum):
-    """The states of a choice. The values are the phase names that clients see in errors."""
-
-    QUEUED = "admission"
-    ROUTING = "routing"
-    PREFILLING = "prefill"
-    DECODING = "decode"
-    FINISHED = "finished"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-
-
-TERMINAL = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.QUEUED: TERMINAL | {State.ROUTING},
-    State.ROUTING: TERMINAL | {State.PREFILLING},
-    State.PREFILLING: TERMINAL | {State.DECODING, State.ROUTING},
-    State.DECODING: TERMINAL | {State.ROUTING},
-    State.FINISHED: frozenset(),
-    State.FAILED: frozenset(),
-    State.ABANDONED: frozenset(),
-}
-
-
-class InvalidTransition(Exception):
-    """A transition that `TRANSITIONS` forbids: a bug in the caller or in the table."""
+from gateway.session.states import TERMINAL, InvalidTransition, State, check_transition
 
 
 class ChoiceState:
@@ -123,10 +95,8 @@ class ChoiceState:
         self.transitions: list[tuple[State, float]] = [(State.QUEUED, now)]
         self.state = State.QUEUED
         self._limits = limits
-        self._working: dict[Role, str] = {}  # workers without a terminal message on the current attempt
-        self._pair: dict[Role, str] = {}  # workers that have, or had, the current attempt
-        self._launched_at = now
-        self._lost_before_commit: dict[int, tuple[str, float, float]] = {}  # by attempt; see `_decode_begun`
+        self._workers = AttemptWorkers(now=now)
+        self._lost_before_commit: dict[int, LostWorker] = {}  # decode workers, by attempt
         self._early = 0  # tokens of the current attempt that came from its prefill worker
 
     @property
@@ -136,7 +106,7 @@ class ChoiceState:
     @property
     def working(self) -> dict[Role, str]:
         """The workers that may still be busy with the current attempt."""
-        return dict(self._working)
+        return dict(self._workers.busy)
 
     @property
     def retry_context(self) -> RetryContext:
@@ -175,13 +145,14 @@ class ChoiceState:
             case PrefillCommitted(attempt):
                 return self._prefill_committed(attempt, now)
             case ImagesDelivered(attempt) if self._runs(attempt):
-                self._working.pop(Role.ENCODE, None)
+                self._workers.end(Role.ENCODE)
                 return []
             case DecodeFinished(attempt, reason) if self._runs(attempt):
-                self._working.pop(Role.DECODE, None)
+                self._workers.end(Role.DECODE)
                 return self._finish(reason, now)
             case AttemptFailed() if self._runs(event.attempt):
-                worker_id = self._working.pop(event.role, None)
+                if (worker_id := self._workers.end(event.role)) is None:
+                    return []
                 return self._attempt_failed(worker_id, event.cause, now, event.role)
             case WorkerDown(worker_id, graceful):
                 return self._worker_down(worker_id, graceful, now)
@@ -217,8 +188,7 @@ class ChoiceState:
 
     def move(self, to: State, now: float) -> None:
         """Change the state, here and nowhere else: check the table and stamp the time."""
-        if to not in TRANSITIONS[self.state]:
-            raise InvalidTransition(f"{self.state.name} → {to.name}")
+        check_transition(self.state, to)
         self.state = to
         self.transitions.append((to, now))
 
@@ -249,13 +219,7 @@ class ChoiceState:
         self.attempts.append(event.attempt)
         self.history.waits, self.history.waiting_for = False, None
         self.history.remote = False
-        self._working = {Role.DECODE: event.decode_id}
-        if event.prefill_id is not None:
-            self._working[Role.PREFILL] = event.prefill_id
-        if event.encode_id is not None:
-            self._working[Role.ENCODE] = event.encode_id
-        self._pair = dict(self._working)
-        self._launched_at = now
+        self._workers = AttemptWorkers(event, now=now)
         self._early = 0
         return []
 
@@ -287,34 +251,31 @@ class ChoiceState:
         return [Emit(have, new, self.index, event.logprobs[skip:])]
 
     def _worker_down(self, worker_id: str, graceful: bool, now: float) -> list[Action]:
-        failed = self._limits.failed_workers
-        if worker_id in self._working.values():
-            if worker_id != self._working.get(Role.DECODE) or self._decode_begun:
-                failed.worker_down(worker_id, graceful=graceful, at=now, since=self._launched_at)
+        failed, busy = self._limits.failed_workers, self._workers.busy
+        if worker_id in busy.values():
+            begun = self._workers.decode_begun(decoding=self.state is State.DECODING)
+            lost = self._workers.lose(worker_id, now)
+            if worker_id != busy.get(Role.DECODE) or begun:
+                failed.worker_down(worker_id, graceful=graceful, at=now, since=lost.since)
             elif not graceful:
-                self._lost_before_commit[self.attempt] = worker_id, now, self._launched_at
-                prefill_id = self._working[Role.PREFILL]  # which has begun, and may have died with it
-                failed.suspect(prefill_id, since=self._launched_at, at=now, within_s=MOMENT_S)
-            self._working = {r: w for r, w in self._working.items() if w != worker_id}
+                self._lost_before_commit[self.attempt] = lost
+                prefill_id = busy[Role.PREFILL]  # which has begun, and may have died with it
+                failed.suspect(prefill_id, since=lost.since, at=now, within_s=MOMENT_S)
             return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
         if failed.is_suspect(worker_id, now):
             failed.worker_down(worker_id, graceful=graceful, at=now)
         return self._suspend_if_quarantined(now)
 
-    @property
-    def _decode_begun(self) -> bool:
-        """True if the decode worker may have begun: before it has all blocks it only keeps room for them."""
-        return self.state is State.DECODING or Role.PREFILL not in self._working
-
     def _prefill_committed(self, attempt: int, now: float) -> list[Action]:
         if self._runs(attempt):
-            self._working.pop(Role.PREFILL, None)
-            encode_id = self._working.pop(Role.ENCODE, None)  # it has nothing more to do, and may not know
+            self._workers.end(Role.PREFILL)
+            encode_id = self._workers.end(Role.ENCODE)  # it has nothing more to do, and may not know
             return [] if encode_id is None else [Cancel(Role.ENCODE, encode_id, attempt, (self.index,))]
         if (lost := self._lost_before_commit.pop(attempt, None)) is None:
             return []
-        worker_id, at, since = lost  # it had begun after all: the message of its peer was late
-        self._limits.failed_workers.worker_down(worker_id, graceful=False, at=at, since=since)
+        # It had begun after all: the message of its peer was late.
+        failed = self._limits.failed_workers
+        failed.worker_down(lost.worker_id, graceful=False, at=lost.at, since=lost.since)
         return self._suspend_if_quarantined(now)
 
     def _suspend_if_quarantined(self, now: float) -> list[Action]:
@@ -355,24 +316,14 @@ class ChoiceState:
         return [] if self.history.waiting_for is None else [NeedRoute(self.index)]
 
     def _attempt_failed(
-        self, worker_id: str | None, cause: Cause, now: float, role: Role | None = None
+        self, reporter: str, cause: Cause, now: float, role: Role | None = None
     ) -> list[Action]:
-        if worker_id is None:
-            return []  # its terminal message came before
         if cause is Cause.TOO_MANY_NEW:
             return self._route_remotely(now)
-        if cause is Cause.PEER_LOST:  # the worker that reports it is not the one that failed
-            pair = (self._pair.get(role) for role in TEXT_ROLES)
-            worker_id = next((w for w in pair if w is not None and w != worker_id), worker_id)
-            begun = self.state is State.DECODING or worker_id == self._pair.get(Role.PREFILL)
-            if begun:  # a decode worker whose prefill worker has not committed yet has not
-                self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
-        elif cause is Cause.ENCODER_LOST:
-            worker_id = self._pair.get(Role.ENCODE, worker_id)
-            self._limits.failed_workers.suspect(worker_id, since=self._launched_at, at=now)
-        elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING and role is not Role.ENCODE:
-            # Whichever of the two reports it: a decode worker computes nothing before its first token.
-            worker_id = self._pair.get(Role.PREFILL, worker_id)
+        workers = self._workers
+        blame = workers.blame(cause, reporter, role, decoding=self.state is State.DECODING)
+        if blame.suspect:
+            self._limits.failed_workers.suspect(blame.worker_id, since=workers.launched_at, at=now)
         self.history.record_failure(cause)
         if self._limits.ends_by_length(len(self.output_ids)):  # only the terminal message was lost
             return [*self._cancel_working(), *self._finish(FinishReason.LENGTH, now)]
@@ -381,7 +332,7 @@ class ChoiceState:
             return self._fail(verdict.error, now)
         if verdict.charged and (error := self._charge(now)) is not None:
             return self._fail(error, now)
-        self.history.plan_retry(verdict, worker_id, self._pair.values())
+        self.history.plan_retry(verdict, blame.worker_id, workers.pair.values())
         return [*self._cancel_working(), *self._need_route(now)]
 
     def _route_remotely(self, now: float) -> list[Action]:
@@ -391,7 +342,7 @@ class ChoiceState:
         return [*self._cancel_working(), *self._need_route(now)]
 
     def _no_route(self, role: Role, now: float) -> list[Action]:
-        if self.history.clear_soft_avoid(self._pair.get(role)):
+        if self.history.clear_soft_avoid(self._workers.pair.get(role)):
             return [NeedRoute(self.index)]
         self.history.waiting_for = role
         verdict = wait_or_give_up(role.value, self.retry_context, self._limits.wait_s)
@@ -418,5 +369,5 @@ class ChoiceState:
 
     def _cancel_working(self) -> list[Action]:
         """Cancel at the workers, decode first: it stops the tokens, and aborts the prefill worker's grant."""
-        working, self._working = self._working, {}
-        return [Cancel(role, worker_id, self.attempt, (self.index,)) for role, worker_id in working.items()]
+        busy, self._workers.busy = self._workers.busy, {}
+        return [Cancel(role, worker_id, self.attempt, (self.index,)) for role, worker_id in busy.items()]

@@ -11,23 +11,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from diptych.runtime.errors import AdapterNotLoaded, DiptychError, Internal, Interrupted, NoReadyWorker
+from diptych.runtime.errors import DiptychError, Internal, Interrupted, NoReadyWorker
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 from gateway.attempt.types import (
     DecodeFinished,
-    EncoderRoute,
     FinishReason,
     PrefillCommitted,
-    Role,
     TokensArrived,
 )
 from gateway.attempt.work import Job, build_work
-from gateway.model.images import PromptImages
 from gateway.output.logprobs import PromptLogprobs
 from gateway.output.output_stream import OutputStream
 from gateway.session.events import (
@@ -45,56 +40,23 @@ from gateway.session.events import (
     Event,
     Fail,
     Finish,
-    NoRoute,
     OutputRestored,
-    ProofPending,
     RequestFailed,
     RouteAgain,
-    Routed,
     StopMatched,
     TimeLimitReached,
     WaitExpired,
     WorkerDown,
 )
 from gateway.session.output_buffer import BeamOutput, OutputBuffer
+from gateway.session.placement import Placements, RouteTrace, Workers
 from gateway.session.request_state import RequestState
 from gateway.session.retry_policy import RetryLimits
 from gateway.worker_pool.codec import PromptLogprobsArrived, WorkerEvent
 from gateway.worker_pool.links import LinkDown
-from gateway.worker_pool.router import NoAdapter, NoProof, NoWorker, Placement, RouteRequest
 
 PROOF_PAUSE_S = 0.03  # between two looks for a worker that was heard of since another one was lost
 _log = logging.getLogger(__name__)
-
-
-class Workers(Protocol):
-    """The worker pool as a driver uses it. Sending never blocks; it raises `LinkDown`."""
-
-    def place_attempt(
-        self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker | NoProof | NoAdapter: ...
-    def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None: ...
-    def dispatch_attempt(
-        self,
-        worker_id: str,
-        decode_id: str,
-        work: work_pb2.Work,
-        images: PromptImages | None = None,
-        encoder: EncoderRoute | None = None,
-    ) -> None: ...
-    def encode_attempt(self, worker_id: str, work: work_pb2.Work, images: PromptImages) -> None: ...
-    def cancel_attempt(
-        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RouteTrace:
-    """The start and end of one route decision (monotonic seconds), and its result; None without a worker."""
-
-    start: float
-    end: float
-    placement: Placement | None
 
 
 class RequestDriver:
@@ -141,7 +103,7 @@ class RequestDriver:
         self.prompt_logprobs = PromptLogprobs(len(request.prompt_ids)) if wanted else None
         self.output_buffer = OutputBuffer(held=hold)
         self.resume_token = ""  # for the first message; "" = none
-        self.routes: list[RouteTrace] = []
+        self._placements = Placements(job, workers, clock)
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
         self.cached_by_attempt: dict[int, int] = {}  # of all that has delivered a token
         self.first_token_at: float | None = None
@@ -149,7 +111,6 @@ class RequestDriver:
         self._phase_reports = PhaseReports()
         self._needs_logprobs = request.worker_logprobs is not None
         self._work = work_pb2.Work()
-        self._namespaces: dict[str, bytes] = {}  # of the decode workers that were chosen
         self._workers = workers
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
@@ -164,6 +125,11 @@ class RequestDriver:
         self._early: list[Event] = []  # output that came before the prompt's log-probabilities
         self._applying = False
         self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def routes(self) -> Sequence[RouteTrace]:
+        """Route decisions that looked for workers, in order."""
+        return self._placements.traces
 
     @property
     def phases(self) -> PhaseTimes:
@@ -300,9 +266,9 @@ class RequestDriver:
     def _perform(self, action: Action) -> None:
         match action:
             case ChooseRoute():
-                self._events.append(self._choose_route(action))
+                self._events.append(self._placements.choose(action, self.state))
             case Attach(worker_id, attempt):
-                namespace = self._namespaces[worker_id]
+                namespace = self._placements.namespaces[worker_id]
                 self._work = build_work(self.job, attempt, namespace, self.clock(), self.admission_s)
                 self._send(worker_id, partial(self._workers.attach_attempt, worker_id, self._work))
             case Encode(worker_id, _) if (images := self.job.request.images) is not None:
@@ -340,39 +306,6 @@ class RequestDriver:
                 why,
                 workers,
             )
-
-    def _choose_route(self, wanted: ChooseRoute) -> Event:
-        start = self.clock()
-        affinity = self.job.request.session_id or self.job.work_id
-        worst_case = self.job.worst_case_tokens
-        request = RouteRequest(
-            affinity,
-            len(wanted.token_ids),
-            worst_case,
-            wanted.avoid,
-            after_loss=self.state.attempts > self.state.refused + wanted.remote,
-            remote=wanted.remote,
-            suspects=self.state.limits.failed_workers.suspects,
-            suspected_at=self.state.limits.failed_workers.suspected_at,
-            images_end=0 if self.job.request.images is None else self.job.request.images.end,
-        )
-        placement = self._workers.place_attempt(request, self.job, wanted.token_ids)
-        if isinstance(placement, NoProof):
-            return ProofPending(wanted.choices)
-        if isinstance(placement, NoAdapter):
-            return RequestFailed(AdapterNotLoaded(tokens_emitted=self.state.limits.delivered))
-        if isinstance(placement, NoWorker):
-            self.routes.append(RouteTrace(start, self.clock(), None))
-            return NoRoute(placement.role, wanted.choices)
-        self.routes.append(RouteTrace(start, self.clock(), placement))
-        self._namespaces[placement.decode_id] = placement.cache_namespace
-        return Routed(
-            placement.prefill_id,
-            placement.decode_id,
-            wanted.choices,
-            placement.route.local,
-            placement.encoder,
-        )
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:

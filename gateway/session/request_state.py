@@ -19,7 +19,7 @@ from diptych.runtime.errors import Internal
 from gateway.attempt.types import AttemptFailed, Cause, DecodeFinished, Role, TokensArrived
 from gateway.attempt.work import Attempt
 from gateway.session.attempt_history import RequestLimits
-from gateway.session.choice_state import ChoiceState, State
+from gateway.session.choice_state import ChoiceState
 from gateway.session.events import (
     Action,
     Admitted,
@@ -45,6 +45,7 @@ from gateway.session.events import (
     WorkerDown,
 )
 from gateway.session.retry_policy import WORKER_WAIT_S, RetryBudget
+from gateway.session.states import State
 
 
 class RequestState:

@@ -174,7 +174,7 @@ async def test_name_that_stands_for_nothing_gets_the_names_that_do(
     async with several(bundled, redis_url, {}, model_split=SPLIT) as system:
         code, reason, text = await system.refusal(system.messages("three"))
         assert (code, reason) == (Code.NOT_FOUND, "UNKNOWN_MODEL")
-        assert text == "no such model is served here; one, two, chat are"
+        assert text == "the model 'three' is not served here; served: one, two, chat"
         code, reason, text = await system.refusal(system.messages(""))
         assert (code, reason, text) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER", "model: is required")
 
@@ -269,7 +269,7 @@ async def test_every_api_finds_the_model_that_a_call_names(bundled: ServedModel,
             for name, ready in (("one", True), ("two", False), ("chat", True)):
                 answer = await kserve.ModelReady(oip.ModelReadyRequest(name=name))
                 assert answer.ready is ready
-            with pytest.raises(grpc.aio.AioRpcError, match="one, two, chat are"):
+            with pytest.raises(grpc.aio.AioRpcError, match="served: one, two, chat"):
                 await kserve.ModelReady(oip.ModelReadyRequest(name="three"))
         for name in ("two", "chat"):
             tokens = await system.http("/tokenize", {"model": name, "prompt": "Hi"})

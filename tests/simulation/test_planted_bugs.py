@@ -354,7 +354,7 @@ def lost_encode_workers_cost_nothing(patch: Patch) -> None:
     """A prompt whose encode worker is lost waits for its rows: neither worker nor gateway moves it."""
 
     def down(self: ChoiceState, worker_id: str, graceful: bool, now: float) -> Any:
-        return [] if worker_id == self._working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
+        return [] if worker_id == self.working.get(Role.ENCODE) else real(self, worker_id, graceful, now)
 
     real = ChoiceState._worker_down
     patch.setattr(ChoiceState, "_worker_down", down)

@@ -194,4 +194,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _told(error: BaseException) -> str:
+    if "Bad status line" in str(error):
+        return "what answers there speaks no HTTP/1.1; is it a gRPC port, for --address?"
     return str(error) or type(error).__name__

@@ -33,7 +33,9 @@ def choose_dataset(name: str, options: argparse.Namespace) -> Dataset:
         if name == "prompts":
             return PromptsFile(read_prompts(path, options.random_output_len))
         rows = read_azure_trace(path) if name == "azure" else read_mooncake_trace(path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise BadDataset(f"--dataset-path: {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise BadDataset(f"{path}: {error}") from None
     scale = TraceScale(
         options.time_scale, options.length_scale, options.max_input_len, options.max_output_len

@@ -28,6 +28,8 @@ NO_BOUNDARY: Final = (
     "has a word boundary (\\b or \\B), which is not supported: name the characters that may stand there"
 )
 LOOK_AROUND_WORD: Final = "look-around"
+UNKNOWN_TYPE: Final = "has a type that is not one of JSON Schema's"
+LOST_REFERENCE: Final = "refers to a definition that is not there"
 _NO_KEYWORDS: Final = "has keywords that are not supported: "
 _FAULTS: Final = (
     ("Unsatisfiable", "nothing can satisfy it"),
@@ -37,8 +39,8 @@ _FAULTS: Final = (
     (LOOK_AROUND_WORD, "has look-around, which is not supported"),
     ("backreferences", "has back references, which are not supported"),
     ("not present in a registry", "refers to another document"),
-    ("Invalid type", "has a type that is none of JSON Schema's"),
-    ("does not exist", "refers to a definition that is not there"),
+    ("Invalid type", UNKNOWN_TYPE),
+    ("does not exist", LOST_REFERENCE),
     ("unknown name", "uses a rule that it does not define"),
     ("no start rule", "has no rule of the name start"),
     ("recursion limit", "is nested too deep"),
@@ -54,8 +56,15 @@ _FAULTS: Final = (
 _IN_REGEX: Final = re.compile(
     r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: ([A-Za-z][A-Za-z ,<=>-]{1,100})\n"
 )
-_MUST_BE: Final = re.compile(r"JSON schema: ([a-zA-Z$]{1,24}) must be (an? [a-z ]{1,40}|[a-z ]{1,40})\n")
+_MUST_BE: Final = re.compile(r"JSON schema: ([a-zA-Z$]{1,24}) must be ([a-z ]{1,43})(?:,|\n)")
 _EXPECTED: Final = re.compile(r"JSON schema: Expected ([a-z0-9 ]{1,40}) for '([a-zA-Z$]{1,24})'")
+_KINDS: Final = {
+    "f64": "a number",
+    "positive integer": "an integer of at least 0",
+    "string": "a string",
+    "array": "an array",
+    "object": "an object",
+}
 _PLACE: Final = re.compile(r"^(\d+)\((\d+)\): ")
 
 
@@ -84,7 +93,7 @@ def _placed(error: str) -> str | None:
     if (found := _MUST_BE.search(error)) is not None:
         return f"is not valid: {found[1]} must be {found[2]}"
     if (found := _EXPECTED.search(error)) is not None:
-        return f"is not valid: {found[2]} must be of the kind: {found[1]}"
+        return f"is not valid: {found[2]} must be {_KINDS.get(found[1], found[1])}"
     if (found := _PLACE.match(error)) is not None and int(found[1]) > 1:
         return f"is not valid at line {int(found[1]) - 1}, column {found[2]}"
     return None

@@ -6,16 +6,15 @@
 - Look-ahead at the beginning of a pattern becomes patterns that all must match.
 - Patterns have ASCII classes (`diptych.runtime.grammar.patterns`).
 
-Anything else stays, and the compiler refuses it; `place_of` finds where it stands. With ``x-guidance`` of
-``{"lenient": true}`` the compiler leaves keywords out that it lacks, and so are patterns that it cannot have.
+Anything else stays, and the compiler refuses it. With ``x-guidance`` of ``{"lenient": true}`` the compiler
+leaves keywords out that it lacks, and so are patterns that it cannot have.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from diptych.runtime.grammar.json_pointer import referenced_part
@@ -25,23 +24,15 @@ from diptych.runtime.grammar.patterns import (
     literal_pattern,
     split_look_ahead,
 )
+from diptych.runtime.grammar.schema_parts import LISTS, LOOK_AROUND, NAMED, ONE
 
-MAX_PATH_CHARS: Final = 128
 GUIDANCE: Final = "x-guidance"
 FORMATS: Final = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
 """The values of ``format`` that llguidance 1.9 holds an output to."""
-LOOK_AROUND: Final = re.compile(r"\(\?<?[=!]")
 MAX_LISTS: Final = 400  # that all of `uniqueItems` becomes: of five values 326
 MAX_VALUES_CHARS: Final = 256  # of the values in one of them
-
-_ONE: Final = (
-    *("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains"),
-    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
-)
-_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 Schema = dict[str, Any]
 
@@ -56,57 +47,6 @@ def prepare_schema(schema: Mapping[str, Any]) -> Schema:
     """Return a schema of the same meaning that llguidance compiles, where there is one."""
     prepared: Schema = _Preparer(schema, lenient=is_lenient(schema)).prepare(dict(schema))
     return prepared
-
-
-def place_of(schema: Mapping[str, Any], is_at_fault: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Return the path of the first part of ``schema`` for which the predicate is true, in printable ASCII.
-
-    "" for the whole schema, and for none.
-    """
-    found = next((path for path, part in _parts(schema, "") if is_at_fault(part)), "")
-    return "".join(char if " " <= char <= "~" else "?" for char in found[:MAX_PATH_CHARS])
-
-
-def has_keyword(keywords: frozenset[str]) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda part: not keywords.isdisjoint(part)
-
-
-def has_look_around(part: Mapping[str, Any]) -> bool:
-    return any(LOOK_AROUND.search(pattern) for pattern in _patterns(part))
-
-
-def has_boundary(part: Mapping[str, Any]) -> bool:
-    return any(has_word_boundary(pattern) for pattern in _patterns(part))
-
-
-def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
-    if isinstance(pattern := part.get("pattern"), str):
-        yield pattern
-    if isinstance(named := part.get("patternProperties"), dict):
-        yield from named
-
-
-def _parts(part: object, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each schema in ``part`` with its path, outer ones first."""
-    if not isinstance(part, Mapping):
-        return
-    yield path, part
-    for key, inner in _inner(part):
-        yield from _parts(inner, f"{path}{key}" if key.startswith("[") or not path else f"{path}.{key}")
-
-
-def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for key in _ONE:
-        if isinstance(part.get(key), dict):
-            yield key, part[key]
-    for key in _NAMED:
-        if isinstance(named := part.get(key), dict):
-            for name, inner in named.items():
-                yield f"{key}.{name}", inner
-    for key in _LISTS:
-        if isinstance(listed := part.get(key), list):
-            for index, inner in enumerate(listed):
-                yield f"{key}[{index}]", inner
 
 
 class _Preparer:
@@ -127,13 +67,13 @@ class _Preparer:
         self._prepare_pattern(part)
         self._prepare_names(part)
         self._prepare_unique(part)
-        for key in _ONE:
+        for key in ONE:
             if key in part:
                 part[key] = self.prepare(part[key])
-        for key in _NAMED:
+        for key in NAMED:
             if isinstance(named := part.get(key), dict):
                 part[key] = {name: self.prepare(inner) for name, inner in named.items()}
-        for key in _LISTS:
+        for key in LISTS:
             if isinstance(listed := part.get(key), list):
                 part[key] = [self.prepare(inner) for inner in listed]
         return part

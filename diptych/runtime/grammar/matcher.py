@@ -9,18 +9,26 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from diptych.runtime.grammar.closed_objects import close_objects
-from diptych.runtime.grammar.error_text import LOOK_AROUND_WORD, NO_BOUNDARY, NOT_VALID, fault_of, keywords_in
+from diptych.runtime.grammar.error_text import (
+    LOOK_AROUND_WORD,
+    LOST_REFERENCE,
+    NO_BOUNDARY,
+    NOT_VALID,
+    UNKNOWN_TYPE,
+    fault_of,
+    keywords_in,
+)
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
-from diptych.runtime.grammar.json_schema import (
-    GUIDANCE,
+from diptych.runtime.grammar.json_schema import GUIDANCE, is_lenient, prepare_schema
+from diptych.runtime.grammar.patterns import ascii_classes, has_word_boundary
+from diptych.runtime.grammar.schema_parts import (
     has_boundary,
     has_keyword,
     has_look_around,
-    is_lenient,
+    has_lost_reference,
+    has_unknown_type,
     place_of,
-    prepare_schema,
 )
-from diptych.runtime.grammar.patterns import ascii_classes, has_word_boundary
 
 # Fuel is llguidance's count of elementary work: about 50,000 a millisecond while a lexer is built, 14,000 in
 # a step, and 20,000 parser items. A step of one row delays every row of its batch.
@@ -75,6 +83,10 @@ def _fault(grammar: Grammar, error: str, tokenizer: LLTokenizer) -> str:
     schema = json.loads(grammar.text)
     if (missing := keywords_in(fault)) is not None:
         at = place_of(schema, has_keyword(missing))
+    elif fault == UNKNOWN_TYPE:
+        at = place_of(schema, has_unknown_type)
+    elif fault == LOST_REFERENCE:
+        at = place_of(schema, has_lost_reference(schema))
     elif LOOK_AROUND_WORD in error:
         at = place_of(schema, has_look_around)
     elif fault == NOT_VALID and ((at := place_of(schema, has_boundary)) or has_boundary(schema)):

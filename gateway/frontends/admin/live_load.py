@@ -10,8 +10,8 @@ from prometheus_client import Counter as PromCounter
 
 from diptych.runtime.gateway_metrics import GatewayMetrics
 from diptych.v1 import admin_pb2 as pb
-from gateway.session.choice_state import State
 from gateway.session.live_requests import LiveRequests
+from gateway.session.states import State
 
 MOST_TENANTS: Final = 100
 # The furthest first.

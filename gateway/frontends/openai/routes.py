@@ -108,7 +108,9 @@ class OpenAIRoutes:
         handler = methods.get(request.method)
         if handler is None:
             refused = refuse(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"only {', '.join(methods)}", "method_not_allowed"
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                f"this path takes {', '.join(methods)} only",
+                "method_not_allowed",
             )
             refused.headers["Allow"] = ", ".join(methods)
             return refused

@@ -45,6 +45,8 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
+        self._uses: dict[str, int] = {}
+        """Place in the text of the first use of each name."""
 
     def rules(self) -> dict[str, Node]:
         found: dict[str, Node] = {}
@@ -55,6 +57,9 @@ class _Parser:
             if name in found:
                 raise self._error("this rule was defined before")
             found[name] = self._choice(depth=0)
+        if lost := [at for name, at in self._uses.items() if name not in found]:
+            self._at = min(lost)
+            raise self._error("a rule is used that is not defined")
         return found
 
     def _choice(self, depth: int) -> Node:
@@ -87,6 +92,7 @@ class _Parser:
         name = _NAME.match(self._text, self._at)
         if name is None or self._begins_rule(name.end()):
             return None
+        self._uses.setdefault(name.group(), name.start())
         self._move(name.end())
         return Name(name.group())
 

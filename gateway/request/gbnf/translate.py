@@ -31,8 +31,6 @@ def translate(text: str) -> Grammar:
     if len(rules) > MAX_RULES:
         raise BadGbnf(f"there are more than {MAX_RULES} rules")
     uses = {name: names_in(node) for name, node in rules.items()}
-    if any(not used <= rules.keys() for used in uses.values()):
-        raise BadGbnf("a rule is used that is not defined")
     order = _leaves_first(uses)
     regex = None if order is None else _as_regex(rules, order)
     return Grammar(Kind.LARK, _as_lark(rules)) if regex is None else Grammar(Kind.REGEX, regex)

@@ -73,7 +73,7 @@ def test_a_trace_may_begin_with_a_blank_line(tmp_path: Path) -> None:
 def test_a_trace_that_is_not_there_is_no_wrong_flag(tmp_path: Path) -> None:
     options = flags.parser().parse_args([f"--dataset-path={tmp_path}/typo.jsonl", "--length-scale=0.1"])
     combinations.check(options)
-    with pytest.raises(BadDataset, match=r"typo\.jsonl"):
+    with pytest.raises(BadDataset, match=r"^--dataset-path: [^ ]*typo\.jsonl: No such file or directory$"):
         choose_dataset(flags.dataset_name(options), options).requests(1, 0)
 
 
@@ -173,3 +173,22 @@ def test_loads_have_labels() -> None:
     cases += [Load(2.5), Load(2.0, 8), Load(None), Load()]
     labels = ["C=8", "C=8, think 2.5 s", "2.5 req/s", "2 req/s, C≤8", "trace", "inf req/s"]
     assert [load.label for load in cases] == labels
+
+
+def test_address_comes_from_the_environment_that_other_commands_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_ADDRESS", "10.0.0.1:1")
+    options = flags.parser().parse_args([])
+    assert options.address == "10.0.0.1:1"
+    combinations.check(options)
+    combinations.check(flags.parser().parse_args(["--base-url", "http://10.0.0.2:8000"]))
+    assert flags.parser().parse_args(["--address", "10.0.0.3:1"]).address == "10.0.0.3:1"
+
+
+def test_wrong_flag_is_told_in_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        flags.parser().parse_args(["--max-concurrency", "a"])
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Try 'diptych bench --help' for help."
+    assert len(lines) == 2
+    assert "--max-concurrency" in lines[1]

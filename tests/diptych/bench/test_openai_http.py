@@ -159,6 +159,21 @@ async def test_model_raises_unreachable_without_a_server() -> None:
     await backend.close()
 
 
+async def test_port_that_speaks_no_http_1_is_told_apart() -> None:
+    async def speak_http_2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x00\x1e\x04\x00\x00\x00\x00\x00")  # a SETTINGS frame, as gRPC begins
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(speak_http_2, "127.0.0.1", 0) as server:
+        backend = OpenAIBackend(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "completions", Asking()
+        )
+        with pytest.raises(Unreachable, match="is it a gRPC port"):
+            await backend.model()
+        await backend.close()
+
+
 async def test_says_soon_that_a_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long an answer may take: nothing but a list is asked for."""
     monkeypatch.setattr(openai_http, "_LISTING", aiohttp.ClientTimeout(total=0.2))

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from io import StringIO
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from rich.console import Console
 
 from diptych.cli.generate_command import Question, ask, timing_table
@@ -119,3 +121,43 @@ def test_generate_prints_reasoning_to_stderr(capsys: pytest.CaptureFixture[str],
         assert ask(address, question, stream=stream, timings=False) == 0
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("Yes.\n", "Hm [1]\n")
+
+
+class Refusing(rpc.InferenceServiceServicer):
+    """Refuses every call as a gateway does a field, or as a port of another service does."""
+
+    def __init__(self, *, known: bool) -> None:
+        self.known = known
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        if not self.known:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field="sampling.top_p", description="must be above 0")
+        details = status_pb2.Status(code=3, message="sampling.top_p: must be above 0")
+        details.details.add().Pack(bad)
+        context.set_trailing_metadata((("grpc-status-details-bin", details.SerializeToString()),))
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p: must be above 0")
+        raise AssertionError("unreachable: abort raises")
+
+
+QUESTION = Question("hello", raw=True, system=None, model="small", timeout_s=30, options={})
+
+
+def test_generate_says_once_which_field_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(Refusing(known=True), calls=1) as address:
+        assert ask(address, QUESTION, stream=False, timings=False) == 1
+    assert capsys.readouterr().err.count("sampling.top_p: must be above 0") == 1
+
+
+def test_generate_says_where_the_port_of_a_gateway_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(Refusing(known=False), calls=1) as address:
+        assert ask(address, QUESTION, stream=False, timings=False) == 1
+    assert "A gateway's own port is 50051 by default" in capsys.readouterr().err
+
+
+def test_generate_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as held:  # bound and not listening: calls are refused
+        held.bind(("127.0.0.1", 0))
+        assert ask(f"127.0.0.1:{held.getsockname()[1]}", QUESTION, stream=False, timings=False) == 1
+    assert "`diptych up` starts one" in capsys.readouterr().err

@@ -29,6 +29,12 @@ def test_tables_have_the_fleet_and_its_cost(model: str) -> None:
         assert text in done.stdout
 
 
+def test_small_model_and_a_short_wait_have_figures_that_are_not_rounded_away() -> None:
+    done = plan("--ttft", "0.001", "--input", "5000")
+    assert "and 0.001 ms are wanted" in " ".join(done.stderr.split())
+    assert "269 MB" in plan().stdout
+
+
 def test_json_has_the_same_plan(model: str) -> None:
     done = plan("--model", model, "--rate", "5", "--ttft", "300", "--tpot", "30", "--json")
     found = json.loads(done.stdout)

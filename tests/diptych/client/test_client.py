@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 
 import grpc
@@ -274,3 +274,9 @@ def test_the_timeout_is_for_the_look_up_of_the_model_as_well(address: str, servi
                 call("x", timeout_s=0.2)
             assert failed.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert [one.code for one in asyncio.run(asked())] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 3
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_url_in_place_of_an_address_is_refused(client: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match="an address is host:port, not the URL"):
+        client("http://127.0.0.1:8000")

@@ -96,7 +96,15 @@ def test_every_option_is_one_that_the_builder_knows() -> None:
     """A word of no type that fits is refused for that, or for its place, but never as unknown."""
     refusals = [_refusal(name) for name in Options.__annotations__]
     assert sum("unknown options" in refusal for refusal in refusals) == 0
-    assert "unknown options" in _refusal("temprature")
+    assert _refusal("temprature") == "unknown options: temprature (temperature?)"
+    assert _refusal("model").endswith(": model (it is an argument of the client: Client(address, model=…))")
+    assert _refusal("zzz") == "unknown options: zzz"
+
+
+@pytest.mark.parametrize("prompt", [5, None, 2.5])
+def test_prompt_of_no_known_form_is_refused_by_name(prompt: Any) -> None:
+    with pytest.raises(TypeError, match=f"prompt: a text, .* token ids, not {type(prompt).__name__}"):
+        build_request(prompt, "m", {})
 
 
 def _refusal(name: str) -> str:

@@ -69,7 +69,8 @@ def test_grammar_matches_what_it_should(grammar: str, kind: Kind, good: list[str
     [
         ("", "no rule root"),
         ('secret ::= "a"', "no rule root"),
-        ("root ::= secret", "not defined"),
+        ("root ::= secret", "line 1: a rule is used that is not defined"),
+        ('root ::= a\na ::= ("b" |\n secret)\n', "line 3: a rule is used that is not defined"),
         ('root ::= "a"\nroot ::= "b"', "line 2: this rule was defined before"),
         ("root = secret", "line 1: ::= is expected"),
         ('root ::= "secret', "has no end"),

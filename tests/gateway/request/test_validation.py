@@ -282,7 +282,7 @@ def test_a_field_at_its_limit_is_fine(bundled: ServedModel, changes: dict[str, A
 def test_any_other_model_is_not_found(bundled: ServedModel, name: str) -> None:
     error = refusal(bundled, valid(model=name))
     assert isinstance(error, UnknownModel)
-    assert str(error) == f"no such model is served here; {MODEL} is"
+    assert str(error) == f"the model '{name[:128]}' is not served here; served: {MODEL}"
 
 
 def test_the_request_id_comes_from_the_field_then_the_header(bundled: ServedModel) -> None:

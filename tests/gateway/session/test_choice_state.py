@@ -22,7 +22,7 @@ from gateway.attempt.types import (
     TokensArrived,
 )
 from gateway.session.attempt_history import RequestLimits
-from gateway.session.choice_state import TRANSITIONS, ChoiceState, InvalidTransition, State
+from gateway.session.choice_state import ChoiceState
 from gateway.session.events import (
     Action,
     Admitted,
@@ -45,6 +45,7 @@ from gateway.session.events import (
     WorkerDown,
     WorkerUp,
 )
+from gateway.session.states import TRANSITIONS, InvalidTransition, State
 from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT = (7, 8, 9)

@@ -20,7 +20,6 @@ from gateway.attempt.types import (
     Role,
     TokensArrived,
 )
-from gateway.session.choice_state import State
 from gateway.session.events import (
     Action,
     Admitted,
@@ -48,6 +47,7 @@ from gateway.session.events import (
 )
 from gateway.session.request_state import RequestState
 from gateway.session.retry_policy import RetryBudget
+from gateway.session.states import State
 
 PROMPT = (7, 8, 9)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diptych.runtime.errors import DiptychError
 from gateway.attempt.types import AttemptFailed, Cause, FinishReason, PrefillCommitted, Role, TokensArrived
 from gateway.session.attempt_history import RequestLimits
-from gateway.session.choice_state import ChoiceState, State
+from gateway.session.choice_state import ChoiceState
 from gateway.session.events import (
     Action,
     Admitted,
@@ -26,6 +26,7 @@ from gateway.session.events import (
     WorkerUp,
 )
 from gateway.session.retry_policy import MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
+from gateway.session.states import State
 from gateway.worker_pool.arrival_wait import FIRST_WAIT_S
 
 PROMPT_TOKENS = 3

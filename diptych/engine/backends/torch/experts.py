@@ -60,7 +60,7 @@ class ExpertFeedForward:
         self._linear = linear
         self._gate = gate
         self._experts = {number: _expert(weights, at, dense) for at, number in enumerate(shape.own)}
-        self._shared = _shared(weights, dense)
+        self._shared = _shared(weights, dense, gated=shape.gated)
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the feed-forward output of normed rows: `[T, H]` in their dtype.
@@ -130,8 +130,10 @@ def _expert(weights: ExpertWeights, at: int, dense: Callable[[Matrix], torch.Ten
     )
 
 
-def _shared(weights: ExpertWeights, dense: Callable[[Matrix], torch.Tensor]) -> _Expert | None:
-    if weights.shared_up is None or weights.shared_down is None:
+def _shared(
+    weights: ExpertWeights, dense: Callable[[Matrix], torch.Tensor], *, gated: bool
+) -> _Expert | None:
+    if weights.shared_up is None or weights.shared_down is None or (gated and weights.shared_gate is None):
         return None
     joined = [dense(one) for one in (weights.shared_gate, weights.shared_up) if one is not None]
     return _Expert(torch.cat(joined), None, dense(weights.shared_down), None)
