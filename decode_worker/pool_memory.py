@@ -38,6 +38,8 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     engine.runner.prepare_decode(pool.memory)
     if (plan := engine.memory.describe(settings.gpu_memory_utilization)) is not None:
         _log.info("%s", plan)
+    if engine.group is not None:
+        engine.group.measure_memory(engine.layout, blocks)
     return pool
 
 

@@ -65,7 +65,7 @@ class DecodeWorker:
         transports = transports_of(settings, memory.memory.data.device)
         self._metrics.create_transport_series(transports)
         self._memory_domain = registry.memory_domain(
-            transports, memory.memory.data.device, settings.worker_id
+            transports, memory.memory.data.device, settings.worker_id, engine.group
         )
         self._pool = BlockPool(memory.memory.num_blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)

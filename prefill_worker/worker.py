@@ -69,7 +69,7 @@ class PrefillWorker:
         self._metrics = PrefillMetrics(self._registry)
         transports = transports_of(settings, engine.model.device)
         device = engine.model.device
-        self._memory_domain = registry.memory_domain(transports, device, settings.worker_id)
+        self._memory_domain = registry.memory_domain(transports, device, settings.worker_id, engine.group)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
         if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
@@ -89,6 +89,8 @@ class PrefillWorker:
             most,
         )
         log_plan(engine, self._scratch_plan.blocks)
+        if engine.group is not None:
+            engine.group.measure_memory(engine.layout, self._scratch_plan.blocks)
         self._metrics.set_gpu_memory(engine.memory.uses)
         engine.count_work(self._metrics.count_work)
         transports = self._scratch_plan.transports

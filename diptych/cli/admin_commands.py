@@ -173,7 +173,7 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
 
 
 def _ranks(load: pb.WorkerLoad) -> str:
-    """Return the processes of a worker, stages apart: pid, MiB of weights, and what is not usual."""
+    """Return the processes of a worker, stages apart: pid, memory in MiB, and what is not usual."""
     if not load.ranks:
         return ""
     each = len(load.ranks) // max(load.stages, 1)
@@ -183,7 +183,12 @@ def _ranks(load: pb.WorkerLoad) -> str:
 
 def _rank(rank: pb.WorkerRank) -> str:
     state = "" if rank.state in ("running", "sleeping") else f" {rank.state}"
-    return f"{rank.pid} ({rank.weight_bytes / 2**20:.0f} MiB{state})"
+    uses = [f"{rank.weight_bytes / 2**20:.0f} MiB"]
+    if rank.kv_bytes:
+        uses.append(f"KV {rank.kv_bytes / 2**20:.0f}")
+    if rank.HasField("left_bytes"):
+        uses.append(f"left {rank.left_bytes / 2**20:.0f}")
+    return f"{rank.pid} ({', '.join(uses)}{state})"
 
 
 def reasons(workers: Iterable[pb.WorkerInfo]) -> Iterable[str]:

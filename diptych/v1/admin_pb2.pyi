@@ -98,14 +98,20 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WorkerRank(_message.Message):
-    __slots__ = ("pid", "state", "weight_bytes")
+    __slots__ = ("pid", "state", "weight_bytes", "kv_bytes", "other_bytes", "left_bytes")
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     state: str
     weight_bytes: int
-    def __init__(self, pid: _Optional[int] = ..., state: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    kv_bytes: int
+    other_bytes: int
+    left_bytes: int
+    def __init__(self, pid: _Optional[int] = ..., state: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "local_prefills", "adapters", "max_loras", "drafted_tokens", "accepted_draft_tokens", "ranks", "stages")

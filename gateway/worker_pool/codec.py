@@ -77,6 +77,9 @@ class Rank(NamedTuple):
     pid: int
     state: str
     weight_bytes: int
+    kv_bytes: int
+    other_bytes: int
+    left_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,12 +311,17 @@ def _heartbeat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
             sent.tier_token_s if sent.HasField("tier_token_s") else None,
             sent.drafted_tokens,
             sent.accepted_draft_tokens,
-            tuple(Rank(rank.pid, rank.state, rank.weight_bytes) for rank in sent.ranks),
+            tuple(_rank(rank) for rank in sent.ranks),
             sent.stages,
             _ROLES.get(sent.becomes),
             sent.busy_share,
         )
     return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
+
+
+def _rank(rank: work_pb2.Rank) -> Rank:
+    left = rank.left_bytes if rank.HasField("left_bytes") else None
+    return Rank(rank.pid, rank.state, rank.weight_bytes, rank.kv_bytes, rank.other_bytes, left)
 
 
 def _adapter_answer(answer: work_pb2.AdapterAnswer) -> AdapterAnswer:

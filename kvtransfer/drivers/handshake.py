@@ -125,7 +125,7 @@ def _unreachable_reason(transport: ReceivingTransport, hello: handoff_pb2.Handof
     reason = transport.unreachable_reason(Locality(hello.host_id, hello.device, hello.pid))
     if reason is None and isinstance(transport, HolderReach):
         pids = [hello.pid, *hello.rank_pids]
-        reason = transport.unreachable_holders(read_holders(hello.holders), pids)
+        reason = transport.unreachable_holders(read_holders(hello.holders), pids, hello.holder_devices)
     return reason
 
 
@@ -186,7 +186,8 @@ class Handshake:
         token, *rank_tokens = _admit(transport, writer, [hello.pid, *hello.rank_pids])
         holders = _admit_holders(transport, writer, hello)
         by_rank = bool(holders)
-        pulls = self._pulls if by_rank or transport.name in PULLS_FRAMES else None
+        frames = (by_rank and not transport.in_place) or transport.name in PULLS_FRAMES
+        pulls = self._pulls if frames else None
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,

@@ -47,6 +47,7 @@ class PeerLink(ClientLink):
         tls: InternalTls | None = None,
         chunk_tokens: int = 0,
         holders: Holders = (),
+        holder_devices: Sequence[str] = (),
     ) -> PeerLink:
         """Connect and exchange hello and welcome.
 
@@ -57,6 +58,7 @@ class PeerLink(ClientLink):
             chunk_tokens: most tokens of a prompt that this worker computes at once.
             holders: shares of the processes of this worker that have memories of their own; empty: it sends
                 whole blocks.
+            holder_devices: UUID of the GPU of each of them, empty for host memory.
 
         Raises:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
@@ -72,6 +74,7 @@ class PeerLink(ClientLink):
             rank_pids=rank_pids,
             chunk_tokens=chunk_tokens,
             holders=holder_messages(holders),
+            holder_devices=holder_devices,
         )
         stream = await open_stream(address, HANDOFF, tls, _DECODE)
         try:

@@ -10,6 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import grpc
@@ -112,7 +114,10 @@ class HandoffServer:
             corrupt=self._on_corrupt,
             exchanged=self._exchanged,
         )
-        made = [make_receiver(name, memory, host, hooks, tls) for name in transports]
+        made = [
+            make_receiver(name, memory, host, replace(hooks, dead=partial(self._on_dead, name)), tls)
+            for name in transports
+        ]
         self._pulls: PullServer | None = None
         if not PULLS_FRAMES.isdisjoint(transports):
             self._pulls = PullServer(host, self._memory, self._receiver.prefix_block, tls, self._exchanged)
@@ -282,6 +287,15 @@ class HandoffServer:
     def _exchanged(self, writer: WriterId, memory: KVMemory) -> KVMemory:
         """Return what of the blocks of `memory` is exchanged with a writer."""
         return memory if self._writers.shares_drafter(writer) else memory.without_draft()
+
+    def _on_dead(self, transport: str, writer: WriterId) -> None:
+        """Take the proof of a transport, unless the writer came to use another one.
+
+        Some of its processes may have registered with one that not all of them could use: their end says
+        nothing of the others.
+        """
+        if self._writers.transport_of(writer) in ("", transport):
+            self._writers.writer_dead(writer)
 
     def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)

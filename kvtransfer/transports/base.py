@@ -118,10 +118,13 @@ class RankedReceiver(ReceivingTransport, Protocol):
 class HolderReach(Protocol):
     """A receiving end for which it matters who holds which shares of a writer's blocks."""
 
-    def unreachable_holders(self, holders: Holders, pids: Sequence[int]) -> str | None:
+    def unreachable_holders(
+        self, holders: Holders, pids: Sequence[int], devices: Sequence[str] = ()
+    ) -> str | None:
         """Return why blocks of a writer cannot come whose processes `pids` hold these shares; None: they can.
 
-        Without holders the writer sends whole blocks.
+        `devices` are the UUIDs of their GPUs, empty for host memory. Without holders the writer sends whole
+        blocks.
         """
         ...
 
@@ -287,8 +290,15 @@ class WriterRanks(Protocol):
         """Shares of each process with a memory of its own, this one's first; None: all have one memory."""
         ...
 
+    @property
+    def devices(self) -> Sequence[str]:
+        """UUID of the GPU of each of these holders, empty for host memory."""
+        ...
+
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """Have each of them register with its token, and map the pool that is `memory` here.
+
+        Where the welcome has holders, each registers with that of its number, and maps its share of blocks.
 
         They unmap it when `memory` is dropped. Raises TransportError.
         """

@@ -17,9 +17,10 @@ from typing import Any
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.base import Locality, ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.blocking import BlockingThread, finished
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
+from kvtransfer.transports.mapped_channel import MappedChannel
 from kvtransfer.transports.mapped_pool import MappedPool
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
@@ -122,14 +123,13 @@ class CudaIpcReceiver:
         return ExportedPool(exported.handle, [self._flags.fd, *exported.fds])
 
 
-class CudaIpcChannel:
+class CudaIpcChannel(MappedChannel):
     """End of the prefill worker: the mapped pool, and a thread that waits for copies into it."""
 
     def __init__(self, target: MappedPool, mapping: MemoryMapping) -> None:
+        super().__init__()
         self._target, self._mapping = target, mapping
         self._thread = BlockingThread("push")
-        self._sent = self._acknowledged = 0
-        self._closed = False
 
     @classmethod
     async def open(cls, welcome: Welcome, mapping: MemoryMapping) -> CudaIpcChannel:
@@ -141,11 +141,13 @@ class CudaIpcChannel:
             return mapped[0]
 
         try:
-            channel = cls(await register(welcome, map_pool), mapping)
-        except Exception:
+            # Waited for also if this task is cancelled: what is mapped meanwhile is given back here.
+            target = await finished(asyncio.ensure_future(register(welcome, map_pool)))
+        except BaseException:
             for unconfirmed in mapped:
                 unconfirmed.close()
             raise
+        channel = cls(target, mapping)
         try:
             # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
             await channel._thread.run(mapping.digests, channel._target.memory, [0], _NO_GRANT, 0)
@@ -160,38 +162,12 @@ class CudaIpcChannel:
         """Return a channel that reads the mapped pool into `scratch`."""
         return MappedPullChannel(self._target.memory, scratch, self._mapping)
 
-    @property
-    def sent(self) -> int:
-        """Number of blocks whose copy was started."""
-        return self._sent
+    async def _copied(self, run: Run) -> list[bytes]:
+        return await self._thread.run(self._copy, run)
 
-    @property
-    def acknowledged(self) -> int:
-        """Number of blocks whose copy is done."""
-        return self._acknowledged
-
-    @property
-    def broken(self) -> bool:
-        """False: there is no connection that could break, the stream's end shows the loss."""
-        return False
-
-    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Copy a run; returns when it lies in the decode worker's pool. Raises TransportError."""
-        if not still_granted(run.ref):
-            return None
-        self._sent += len(run.block_ids)
-        # A copy that was started cannot be called back: until it is done there is no promise to stop.
-        try:
-            return await finished(asyncio.ensure_future(self._thread.run(self._copy, run)))
-        finally:
-            self._acknowledged += len(run.block_ids)
-
-    def close(self) -> None:
-        """Copy no more. Call it when no `send` runs."""
-        if not self._closed:
-            self._closed = True
-            self._thread.stop()
-            self._target.close()
+    def _unmap(self) -> None:
+        self._thread.stop()
+        self._target.close()
 
     def _copy(self, run: Run) -> list[bytes]:
         upto = run.first + len(run.block_ids)

@@ -48,6 +48,10 @@ class Admissions(Protocol):
         """Register a process, which has mapped the memory. Raises TransportError."""
         ...
 
+    def registration_over(self, writer: WriterId) -> None:
+        """Take the end of a registration that `take` began, kept or not."""
+        ...
+
 
 class RegistrationSocket:
     """Listening socket that sends the result of `export` to admitted processes of this user."""
@@ -101,6 +105,7 @@ class RegistrationSocket:
 
     async def _register(self, connection: socket.socket) -> None:
         process: WriterProcess | None = None
+        writer: WriterId | None = None
         with connection:
             try:
                 token = await asyncio.to_thread(connection.recv, self._token_bytes + 1)
@@ -118,6 +123,8 @@ class RegistrationSocket:
             finally:
                 if process is not None:
                     process.close()
+                if writer is not None:
+                    self._admissions.registration_over(writer)
 
 
 class PoolFdSocket:
@@ -168,6 +175,9 @@ class PoolFdSocket:
     async def keep(self, writer: WriterId, process: MappingProcess) -> None:
         """See `Admissions.keep`."""
         self._writers.keep(writer, process)
+
+    def registration_over(self, writer: WriterId) -> None:
+        """Do nothing: what is exported is the same for all writers."""
 
 
 async def register(welcome: Admission, mapped: Callable[[ExportedPool], T]) -> T:

@@ -15,8 +15,9 @@ from typing import TypeVar
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.parallel.kv_routes import kv_routes, within
 from diptych.engine.parallel.kv_shares import KVShare
-from kvtransfer.transports.base import Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.base import Run, TransportError, Welcome
 from kvtransfer.transports.blocking import BlockingThread, finished
+from kvtransfer.transports.mapped_channel import MappedChannel
 from kvtransfer.transports.mapped_targets import MappedTargets
 from kvtransfer.transports.memory_mapping import MemoryMapping
 from kvtransfer.transports.rank_data import joined_digest
@@ -27,11 +28,12 @@ _channels = itertools.count(1)
 T = TypeVar("T")
 
 
-class IpcByRankChannel:
+class IpcByRankChannel(MappedChannel):
     """End of the prefill worker; every pair of ranks that has something in common is mapped."""
 
     def __init__(self, memory: KVMemory, welcome: Welcome, mapping: MemoryMapping) -> None:
         """Take the blocks that are copied. Raises TransportError where ranks of both workers do not fit."""
+        super().__init__()
         self._memory = memory
         self._ranks = mapped_ranks(memory)
         self._number = next(_channels)
@@ -46,8 +48,6 @@ class IpcByRankChannel:
             self._targets.setdefault(source, []).append(self._target(welcome, source, target))
         self._own = MappedTargets(0, mapping)
         self._thread = BlockingThread("push")
-        self._sent = self._acknowledged = 0
-        self._closed = False
 
     def _target(self, welcome: Welcome, source: int, target: int) -> MapTarget:
         """Return what `source` maps of `target`, and writes there."""
@@ -91,43 +91,17 @@ class IpcByRankChannel:
         assert self._ranks is not None, "routes begin elsewhere"
         return self._ranks
 
-    @property
-    def sent(self) -> int:
-        """Number of blocks whose copies were started."""
-        return self._sent
-
-    @property
-    def acknowledged(self) -> int:
-        """Number of blocks whose copies are done."""
-        return self._acknowledged
-
-    @property
-    def broken(self) -> bool:
-        """False: there is no connection that could break, the stream's end shows the loss."""
-        return False
-
-    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Copy a run, all ranks beside each other; returns when it lies in the decode ranks' memories.
-
-        A copy that was started cannot be called back: until all are done there is no promise to stop. Raises
-        TransportError.
-        """
-        if not still_granted(run.ref):
-            return None
+    async def _copied(self, run: Run) -> list[bytes]:
+        """Have all ranks copy beside each other; returns when all are over."""
         order = CopyRun(run.ref, run.first, tuple(run.block_ids), tuple(run.target_ids))
-        self._sent += len(run.block_ids)
-        sources = list(self._targets)
         copying = []
-        for source in sources:
+        for source in self._targets:
             if source:
                 copying.append(asyncio.wrap_future(self._others.copy_shares(source, self._number, order)))
             else:
                 own = self._thread.run(self._own.copy, self._memory, order, run.computed)
                 copying.append(asyncio.ensure_future(own))
-        try:
-            found = dict(zip(sources, await _all(copying), strict=True))
-        finally:
-            self._acknowledged += len(run.block_ids)
+        found = dict(zip(self._targets, await _all(copying), strict=True))
         return self._joined(found, len(run.block_ids))
 
     def _joined(self, found: dict[int, list[bytes]], count: int) -> list[bytes]:
@@ -139,11 +113,7 @@ class IpcByRankChannel:
         }
         return [joined_digest([by_pair[pair][at] for pair in self._routes]) for at in range(count)]
 
-    def close(self) -> None:
-        """Copy no more. Call it when no `send` runs."""
-        if self._closed:
-            return
-        self._closed = True
+    def _unmap(self) -> None:
         for source in self._targets:
             if source:
                 self._others.unmap_targets(source, self._number)

@@ -121,6 +121,11 @@ class RankBlocks(Protocol):
         ...
 
     @property
+    def devices(self) -> Sequence[str]:
+        """UUID of each holder's GPU, empty for host memory."""
+        ...
+
+    @property
     def mapped(self) -> MappedRanks:
         """The other holders, where memories are mapped."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -27,15 +28,17 @@ from kvtransfer.transports.base import (
     ReceivingTransport,
     TransportError,
     Welcome,
+    WriterRanks,
     gpu_uuid,
     host_id,
 )
 from kvtransfer.transports.cuda_mapping import CudaMapping
+from kvtransfer.transports.in_place_by_rank import InPlaceByRankReceiver, open_own_share
 from kvtransfer.transports.ipc_by_rank import IpcByRankChannel
 from kvtransfer.transports.ipc_receiver_by_rank import IpcByRankReceiver
 from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
-from kvtransfer.transports.tcp_by_rank import ByRankChannel, can_go_by_rank
+from kvtransfer.transports.tcp_by_rank import ByRankChannel, can_go_by_rank, mapped_ranks
 from kvtransfer.transports.tcp_receiver_by_rank import ByRankReceiver
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU, in_process.NAME})
@@ -47,9 +50,9 @@ PULLS_FRAMES = frozenset({tcp.NAME, process_group.GLOO, process_group.NCCL})
 PULLS_MAPPED = frozenset({cuda_ipc.NAME})
 """Copying transports with which it reads them in the mapped pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
-_BY_RANK = (cuda_ipc.NAME, tcp.NAME)
-"""Transports between groups whose ranks have memories of their own."""
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
+_BY_RANK = frozenset({"auto", cuda_ipc.NAME, tcp.NAME})
+"""Values of `--transport` that go between groups whose ranks have memories of their own."""
 _MAPPED = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME})
 """Transports on a GPU with which the writer itself waits for what it wrote."""
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
@@ -70,12 +73,12 @@ def transports_for(
     have memories of their own, `apart`, takes what goes from rank to rank. Raises UnusableTransport.
     """
     if apart:
-        if flag not in ("auto", *_BY_RANK):
+        if flag not in _BY_RANK:
             raise UnusableTransport(
                 f"--transport {flag} does not go between ranks with memories of their own: "
-                f"{' and '.join(_BY_RANK)} do"
+                f"{cuda_ipc.NAME} and {tcp.NAME} do"
             )
-        return _BY_RANK if flag == "auto" else (flag,)
+        return {"auto": _ON_GPU, cuda_ipc.NAME: _ON_GPU[:2]}.get(flag, (flag,))
     found = _transports_between_processes(flag, device)
     if not hosted:
         return found
@@ -98,14 +101,23 @@ def _transports_between_processes(flag: str, device: torch.device) -> tuple[str,
     return (shared_memory.ON_GPU, flag) if flag == cuda_ipc.NAME else (flag,)
 
 
-def memory_domain(transports: Sequence[str], device: torch.device, worker_id: str) -> str:
+def memory_domain(
+    transports: Sequence[str],
+    device: torch.device,
+    worker_id: str,
+    ranks: WriterRanks | None = None,
+) -> str:
     """Return a name that is equal for workers that compute in one memory.
 
-    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own.
+    Other pairs copy blocks. A worker without a transport that shares memory has a domain of its own. Groups,
+    whose other processes are `ranks`, with memories of each rank's own have the same cards and shares.
     """
     if IN_PLACE.isdisjoint(transports):
         return f"copies/{worker_id}"
-    return f"{host_id()}/{gpu_uuid(device)}"
+    if ranks is None or ranks.holders is None:
+        return f"{host_id()}/{gpu_uuid(device)}"
+    dealt = hashlib.sha256(repr([tuple(held) for held in ranks.holders]).encode()).hexdigest()[:16]
+    return f"{host_id()}/{'+'.join(ranks.devices)}/{dealt}"
 
 
 def make_receiver(
@@ -118,6 +130,8 @@ def make_receiver(
     match name:
         case in_process.NAME:
             return in_process.InProcessReceiver(pool, host_id(), hooks)
+        case shared_memory.ON_GPU if mapped_ranks(pool.memory) is not None:
+            return InPlaceByRankReceiver(pool, mapping_for(pool.memory.data.device), hooks)
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, mapping_for(pool.memory.data.device), hooks)
         case cuda_ipc.NAME:
@@ -143,6 +157,8 @@ async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
     """Map the decode worker's pool, for `device` to compute in. Raises TransportError."""
     if welcome.endpoint.startswith(in_process.SCHEME):
         return await in_process.open_in_process(welcome)
+    if welcome.holders:
+        return await open_own_share(welcome, mapping_for(device))
     return await shared_memory.open_shared_memory(welcome, mapping_for(device))
 
 

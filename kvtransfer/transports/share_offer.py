@@ -13,6 +13,7 @@ So rank 0 knows of every process that may write to any rank's memory before it g
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from kvtransfer.protocol.messages import WriterId
@@ -35,8 +36,6 @@ from kvtransfer.transports.share_mapping import (
 
 _NOTED_S = 2.0
 """Seconds in which rank 0 must have noted a source."""
-_FORGOTTEN_S = 10.0
-"""Seconds after which a registration that was begun before a fence has ended."""
 
 
 class ShareOffer:
@@ -59,7 +58,10 @@ class ShareOffer:
         self._secret = secret
         self._kept = RegisteredWriters(self._died)
         self._fenced: set[int] = set()
+        self._registering: Counter[WriterId] = Counter()
+        """Registrations of each source that are not over."""
         self._flags: dict[WriterId, Flags] = {}
+        """Pages of sources that register, or map the memory. Who takes one out closes it."""
         self._mapped: set[WriterId] = set()
         """Sources that map the memory, until they are dead."""
         self._noted: dict[WriterId, asyncio.Event] = {}
@@ -83,20 +85,13 @@ class ShareOffer:
     def fence(self, writer: int) -> None:
         """Kill the sources of a writer; `SourceDied` of each follows. No other one registers any more."""
         self._fenced.add(writer)
-        for source in self._sources_of(writer):
-            if source in self._mapped:
+        for source in list(self._mapped):
+            if source.incarnation == writer:
                 self._kept.fence(source)
-        # Those left may be about to get their page, or to map it.
-        asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._forget, writer)
 
-    def _forget(self, writer: int) -> None:
-        for source in self._sources_of(writer):
-            if source not in self._mapped:
-                self._flags.pop(source).close()
-
-    def _sources_of(self, writer: int) -> list[WriterId]:
-        known = list(self._flags)  # at once: `_export` adds to it on a thread
-        return [source for source in known if source.incarnation == writer]
+    def has_sources_of(self, writer: int) -> bool:
+        """Return whether a process of this writer maps the memory."""
+        return any(source.incarnation == writer for source in self._mapped)
 
     async def check(self, run: CheckRun) -> list[bytes]:
         """Return the digests of all sources' shares of each block. Raises TransportError, RuntimeError."""
@@ -117,10 +112,13 @@ class ShareOffer:
         return [digest for block in zip(*by_source, strict=True) for digest in block]
 
     async def close(self) -> None:
-        """Stop listening and forget the sources."""
+        """Stop listening and forget the sources; their pages stay theirs."""
         await self._socket.close()
         self._kept.close()
         self._thread.stop()
+        self._mapped.clear()
+        for source in list(self._flags):
+            self._drop_flags(source)
 
     # -- registration
 
@@ -129,6 +127,7 @@ class ShareOffer:
         source = read_source_token(self._secret, token, pid)
         if source is None or source.incarnation in self._fenced:
             raise TransportError("an unknown token, or that of a writer that was fenced")
+        self._registering[source] += 1
         return source
 
     async def keep(self, source: WriterId, process: MappingProcess) -> None:
@@ -146,16 +145,32 @@ class ShareOffer:
             if source.incarnation in self._fenced:  # while it mapped the memory
                 self._kept.fence(source)
 
+    def registration_over(self, source: WriterId) -> None:
+        """Close the page of a source that did not come to map it."""
+        self._registering[source] -= 1
+        if not self._registering[source]:
+            del self._registering[source]
+            if source not in self._mapped:
+                self._drop_flags(source)
+
     def _export(self, source: WriterId) -> ExportedPool:
+        """Return what a source maps, from a thread."""
         exported = self._mapping.export(self._pool)
         # A process that registers again keeps its page, whose words name their grants.
-        flags = self._flags.get(source)
-        if flags is None:
-            flags = self._flags[source] = Flags.create(self._pool.memory.num_blocks)
+        if (flags := self._flags.get(source)) is None:
+            made = Flags.create(self._pool.memory.num_blocks)
+            if (flags := self._flags.setdefault(source, made)) is not made:
+                made.close()
+        if source not in self._registering and source not in self._mapped:
+            self._drop_flags(source)  # it was given up before there was a page
+            raise TransportError("the registration was given up")
         return ExportedPool(exported.handle, [flags.fd, *exported.fds])
+
+    def _drop_flags(self, source: WriterId) -> None:
+        if (flags := self._flags.pop(source, None)) is not None:
+            flags.close()
 
     def _died(self, source: WriterId) -> None:
         self._mapped.discard(source)
-        if (flags := self._flags.pop(source, None)) is not None:
-            flags.close()
+        self._drop_flags(source)
         self._tell(SourceDied(source))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.parallel.kv_routes import Holders
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Locality, ReceiverHooks, Welcome
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
@@ -32,6 +33,12 @@ class SharedMemoryReceiver:
     def unreachable_reason(self, writer: Locality) -> str | None:
         """Return why a writer there cannot map this pool and compute in it, None if it can."""
         return self._mapping.unreachable_reason(writer, in_place=True)
+
+    def unreachable_holders(
+        self, holders: Holders, pids: Sequence[int], devices: Sequence[str] = ()
+    ) -> str | None:
+        """See `HolderReach.unreachable_holders`: all processes of a writer map the one pool."""
+        return "ranks with memories of their own" if len(holders) > 1 else None
 
     async def start(self) -> None:
         """Listen. Raises OSError."""

@@ -42,6 +42,7 @@ def sections() -> dict[str, Section]:
     from lab.gpu.shared_card import shared_card
     from lab.gpu.sharing import sharing
     from lab.gpu.short_prompts import short_prompts
+    from lab.gpu.two_cards import two_cards
     from lab.gpu.verification import verification
 
     return {
@@ -50,6 +51,7 @@ def sections() -> dict[str, Section]:
         "operators": operators,
         "model step": model_step,
         "parts": parts,
+        "two cards": two_cards,
         "verification": verification,
         "adapted steps": adapted_steps,
         "short prompts": short_prompts,

@@ -74,6 +74,7 @@ def _kernel(context: Context, device: torch.device) -> Iterator[Figure]:
     times = measure(context, works, graph=False)  # as in ceilings.py
     yield from _against_contiguous(times, size, [*tables, "scattered, digests"])
     yield _conversion(context, source, target, tables["scattered"], times["contiguous"])
+    yield _two_to_one(context, source, target, tables["scattered"], times["contiguous"])
     medians = [times[name].median_s for name in tables]
     yield figure(
         SECTION,
@@ -133,6 +134,42 @@ def _conversion(
         SECTION, "convert_blocks, half of the heads, blocks of 64, digests",
         2 * moved / time.median_s / 1e12, "TB/s", against="contiguous device copy",
         ratio=plain.median_s * (moved / (len(table) * _LAYOUT.bytes_per_block)) / time.median_s,
+        at_least=_AT_LEAST,
+        note=time.note(),
+    )  # fmt: skip
+
+
+def _two_to_one(
+    context: Context, source: KVMemory, target: KVMemory, table: list[int], plain: Timing
+) -> Figure:
+    """Convert the blocks of the second of two ranks into the upper half of whole ones."""
+    from kernels.convert_blocks import block_major, common_heads
+    from kernels.gpu.convert_blocks import convert_blocks  # needs Triton
+
+    layout = _LAYOUT
+    heads, head_dim = layout.num_kv_heads, layout.head_dim
+    shares = source.data.view(-1)[: source.data.numel() // 2]
+    share = block_major(shares.view(source.num_blocks, layout.num_layers, 2, heads // 2, -1), head_dim)
+    whole = block_major(target.data, head_dim)
+    common = common_heads(heads, (1, 2), (0, 1))
+    assert common is not None, "one process has all heads"
+    ids = torch.tensor(table, device=source.device)
+    places = ids[torch.randperm(len(table), device=source.device)]
+    digests, binding = torch.zeros_like(places), torch.ones_like(places)
+    tokens = len(table) * layout.block_size
+    time = measure(
+        context,
+        {
+            "convert": lambda: convert_blocks(
+                share, ids, whole, places, common, tokens, digests=digests, binding=binding
+            )
+        },
+    )["convert"]
+    moved = len(table) * layout.bytes_per_block // 2
+    return figure(
+        SECTION, "convert_blocks, a rank of two to one process, digests",
+        2 * moved / time.median_s / 1e12, "TB/s", against="contiguous device copy",
+        ratio=plain.median_s / 2 / time.median_s,
         at_least=_AT_LEAST,
         note=time.note(),
     )  # fmt: skip

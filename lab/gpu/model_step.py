@@ -191,18 +191,24 @@ def _decode(context: Context, bench: Bench, batch: int) -> Figure:
     )
 
 
-def _prefill(context: Context, bench: Bench) -> Figure:
-    context.say(f"{bench.name}: prefill")
-    shape, length, chunk = bench.shape, bench.sizes.prompt, bench.sizes.chunk
+def prefill_seconds(context: Context, bench: Bench) -> list[float]:
+    """Return the seconds of a prompt, chunk by chunk, in each round."""
+    length, chunk = bench.sizes.prompt, bench.sizes.chunk
     table = range(length // _BLOCK)
-    tokens = [n % shape.vocab_size for n in range(chunk)]
+    tokens = [n % bench.shape.vocab_size for n in range(chunk)]
 
     def prompt(number: int) -> None:
         for start in range(0, length, chunk):
             last = start + chunk == length
             bench.backend.forward([SequenceStep(bench.memory, table, start, tokens, last)], None)
 
-    seconds = _times(prompt, context.pick(7, 3, 2))
+    return _times(prompt, context.pick(7, 3, 2))
+
+
+def _prefill(context: Context, bench: Bench) -> Figure:
+    context.say(f"{bench.name}: prefill")
+    shape, length, chunk = bench.shape, bench.sizes.prompt, bench.sizes.chunk
+    seconds = prefill_seconds(context, bench)
     median = statistics.median(seconds)
     linear = 2 * length * (matrix_elements(shape) - shape.vocab_size * shape.hidden_size)
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length**2

@@ -50,7 +50,7 @@ TARGETS = (
     Target("prefill of 8,192: 0.82 of products' rate", "model step", r"Llama-3-8B prefill of 8192 .*", 0.82),
     Target("8B, a prompt of 128: 2.1 times its bytes", "short prompts", r"Llama-3-8B, 128 tokens", 1 / 2.1),
     Target("bundled model, lone prompt of 128: 10 ms", "short prompts", r"SmolLM2-135M, 128 tokens"),
-    Target("block conversion: 0.85 of a copy", "block copies", r"convert_blocks, .*", 0.85),
+    Target("block conversion: 0.85 of a copy", "block copies", r"convert_blocks, .*", 0.85, 2),
     Target(
         "batch-invariant: no form of a token differs", "batch invariance", r"batch-invariant: forms .*"
     ),

@@ -40,18 +40,20 @@ def pool_bytes(pid: int) -> int:
 
 
 def test_each_rank_holds_its_share_and_all_are_one_process(tmp_path: Path) -> None:
-    """Uneven heads, and ranks that map one another's memories; blocks are pulled back by the prefill worker,
-    and copied between two choices; a killed rank is the end of its group.
+    """Uneven heads, and prefill ranks that compute in the decode ranks' memories; a cached prefix is read
+    where it lies, blocks are copied between two choices; a killed rank is the end of its group.
     """
     model = tiny_model.write(tmp_path, **ODD)
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
-    with serving(model, own(2, **{"pull-prefixes": "always"}), own(2), "auto", backend="torch") as stack:
+    with serving(model, own(2), own(2), "auto", backend="torch") as stack:
         assert [answer(stack, prompt, TOKENS) for prompt in PROMPTS] == expected
-        assert "transport cuda_ipc between 2 ranks there and those here" in stack.log.read_text()
+        log = stack.log.read_text()
+        assert "transport cuda_shared between 2 ranks there and those here" in log
+        assert log.count("memory in MiB: weights") >= 2, "each worker's rank 1 says what it holds"
+        assert stack.metric("decode", "diptych_kv_transfer_bytes_total") == 0
         longer = [*PROMPTS[2], *expected[2], 7, 9]
         (after,) = alone(model, 2, [longer], TOKENS, backend="torch")
         assert answer(stack, longer, TOKENS) == after
-        assert stack.metric("prefill", "diptych_kv_pulled_tokens_total") >= 16
         held = [pool_bytes(pid) for pid in processes(stack, "decode")]
         assert held == [_BLOCKS * 2 * 2 * heads * _ROW_BYTES for heads in (1, 2)]
         with Client(stack.address, retries=0) as client:
@@ -137,6 +139,21 @@ def test_ranks_on_the_triton_step_send_rows_to_experts(
     expected = alone(model, 2, prompts, 8, whole_experts=True, all_to_all=True)
     with serving(model, own(2, **ALL_TO_ALL), own(2, **ALL_TO_ALL), "tcp", backend="triton") as stack:
         assert [answer(stack, prompt, 8) for prompt in prompts] == expected
+
+
+@pytest.mark.full
+def test_ranks_dealt_otherwise_copy_and_pull(tmp_path: Path) -> None:
+    """Ranks map one another's memories; the prefill worker pulls back what it has not computed itself."""
+    model = tiny_model.write(tmp_path, **ODD)
+    (first,) = alone(model, 2, PROMPTS[2:], TOKENS, backend="torch")
+    longer = [*PROMPTS[2], *first, 7, 9]
+    (after,) = alone(model, 2, [longer], TOKENS, backend="torch")
+    pulling = own(2, **{"pull-prefixes": "always"})
+    with serving(model, pulling, own(1, 2), "auto", backend="torch") as stack:
+        assert [answer(stack, prompt, TOKENS) for prompt in (PROMPTS[2], longer)] == [first, after]
+        assert "transport cuda_ipc between 2 ranks there and those here" in stack.log.read_text()
+        assert stack.metric("prefill", "diptych_kv_pulled_tokens_total") >= 16
+        assert stack.metric("decode", "diptych_kv_transfer_bytes_total") > 0
 
 
 @pytest.mark.full

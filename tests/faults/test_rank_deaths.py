@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 TENSOR = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
 STAGES = ("--set", "prefill.pipeline-parallel=2", "--set", "decode.pipeline-parallel=2")
-OWN = (*TENSOR, "--set", "prefill.own-memories=true", "--set", "decode.own-memories=true")
+MEMORIES = ("--set", "prefill.own-memories=true", "--set", "decode.own-memories=true")
+OWN = (*TENSOR, *MEMORIES)
+OTHERWISE = ("--set", "prefill.tensor-parallel=2", "--set", "decode.pipeline-parallel=2", *MEMORIES)
+"""Ranks that hold other shares of a block than those of the other worker."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("shared_memory", STAGES),
         ("tcp", OWN),
         ("auto", OWN),
+        ("auto", OTHERWISE),
     ],
-    ids=["shared_memory", "tcp", "stages", "own-tcp", "own-mapped"],
+    ids=["shared_memory", "tcp", "stages", "own-tcp", "own-in-place", "own-mapped"],
 )
 def groups(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, odd: Path

@@ -29,7 +29,7 @@ from kvtransfer.protocol.messages import Key, PendingTransfer
 from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.host_blocks import host_view, read_block, write_block
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
-from tests.kvtransfer.thread_ranks import own_pool, spread_over_threads, writer_ranks
+from tests.kvtransfer.thread_ranks import ThreadWriters, own_pool, spread_over_threads
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
 FINGERPRINT = Fingerprint(
@@ -66,12 +66,35 @@ In the first pair both prefill ranks have the head in the middle.
 """
 MAPPED = {f"{name}, mapped": holders for name, holders in BY_RANK.items()}
 """The same, where ranks map the memories that they write; blocks go over tcp in the others."""
-APART = BY_RANK | MAPPED
+IN_PLACE: dict[str, tuple[Holders, Holders]] = {
+    name: (held, held)
+    for name, held in {
+        "2 ranks in place": (
+            (KVShare(range(2), range(1)),),
+            (KVShare(range(2), range(1, 3)),),
+        ),
+        "2 stages in place": (
+            (KVShare(range(1), range(3)),),
+            (KVShare(range(1, 2), range(3)),),
+        ),
+    }.items()
+}
+"""Groups of equal shares, whose prefill ranks compute in the memories of the decode ranks."""
+EITHER = {"2 ranks in place or copied": IN_PLACE["2 ranks in place"]}
+"""The same, which may copy as well."""
+OWN = MAPPED | IN_PLACE | EITHER
+"""Groups of which rank 0, too, has memory for its own share alone."""
+APART = BY_RANK | MAPPED | IN_PLACE
+RANKED = APART | EITHER
 
 
-def transport_of(name: str) -> str:
-    """Return the transport that a pair of this name uses."""
-    return "cuda_ipc" if name in MAPPED else "tcp" if name in BY_RANK else name
+def transports_of(name: str) -> list[str]:
+    """Return the transports that a pair of this name may use."""
+    if name in EITHER:
+        return ["cuda_shared", "cuda_ipc"]
+    if name in IN_PLACE:
+        return ["cuda_shared"]
+    return ["cuda_ipc" if name in MAPPED else "tcp" if name in BY_RANK else name]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -150,6 +173,7 @@ def fill(granted: GrantedBlocks, num_tokens: int, seed: int) -> None:
     first = granted.computed_tokens // LAYOUT.block_size
     for place in range(first, LAYOUT.blocks_for(num_tokens)):
         write_whole(granted.memory, granted.block_table[place], pattern(seed, place))
+    read_whole(granted.memory, granted.block_table[0])  # behind the writes of all ranks: a step is over
 
 
 def write_whole(memory: KVMemory, block: int, numbers: torch.Tensor) -> None:
@@ -192,8 +216,8 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         timeouts: EscalationTimeouts | None = None,
         **fingerprint: object,
     ) -> DecodeEnd:
-        held = APART[transport][1] if transport in APART else ()
-        (own,) = held[0] if transport in MAPPED else (None,)
+        held = RANKED[transport][1] if transport in RANKED else ()
+        (own,) = held[0] if transport in OWN else (None,)
         pool = allocate_pool(LAYOUT, blocks) if own is None else own_pool(LAYOUT, blocks, own)
         end = DecodeEnd(BlockPool(blocks), pool)
         if len(held) > 1:
@@ -204,7 +228,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             fingerprint=replace(FINGERPRINT, **fingerprint),
             memory=end.memory,
             pool=end.pool,
-            transports=[transport_of(transport)],
+            transports=transports_of(transport),
             running=lambda: end.running,
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
@@ -225,11 +249,14 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         aborted: list[Key] = []
         lost: list[tuple[str, list[Key]]] = []
         scratch = BlockPool(scratch_blocks)
-        holders = APART[transport][0] if transport in APART else None
+        holders = RANKED[transport][0] if transport in RANKED else None
+        writers = None if holders is None else ThreadWriters(holders)
+        if writers is not None:
+            ranks.callback(writers.close)
 
         def make_scratch() -> tuple[KVMemory, BlockPool]:
             memory = KVMemory(LAYOUT, scratch_blocks)
-            if holders is not None and transport in MAPPED:
+            if holders is not None and transport in OWN:
                 memory = own_pool(LAYOUT, scratch_blocks, holders[0][0]).memory
             if holders is not None and len(holders) > 1:
                 ranks.enter_context(spread_over_threads(memory, holders))
@@ -240,9 +267,9 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             incarnation=11,
             fingerprint=FINGERPRINT,
             layout=LAYOUT,
-            transports=[transport_of(transport)],
+            transports=transports_of(transport),
             scratch=make_scratch,
-            ranks=None if holders is None else writer_ranks(holders),
+            ranks=writers,
             on_abort=aborted.append,
             on_peer_lost=lambda address, keys: lost.append((address, keys)),
             stall_s=stall_s,

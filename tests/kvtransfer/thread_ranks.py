@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -21,7 +20,9 @@ from diptych.worker_process.group.rendezvous import KINDS, Joined
 from diptych.worker_process.group.share_memory import ShareMemory
 from diptych.worker_process.group.share_service import ShareService
 from diptych.worker_process.group.spread_blocks import SpreadShares
-from kvtransfer.transports.base import CPU, host_id
+from kvtransfer.transports.base import CPU, Welcome, host_id
+from kvtransfer.transports.fd_passing import register
+from kvtransfer.transports.in_place_by_rank import map_share, rank_welcome
 from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_share
 from kvtransfer.transports.rank_data import share_hash
@@ -45,6 +46,7 @@ class ThreadRank:
         holder: its number among those with memories of their own.
         in_step: its plans wait until `carry_out_next`.
         damages: it answers one question for a share, with other bytes than their digest's.
+        mapped: memory of another worker's rank that it has in place of its own.
     """
 
     def __init__(
@@ -56,10 +58,15 @@ class ThreadRank:
         holder: int = 1,
         in_step: bool = False,
         damages: bool = False,
+        mapped: KVMemory | None = None,
     ) -> None:
-        pool = allocate_share(share.narrow(layout), num_blocks, CPU)
+        if mapped is None:
+            pool = allocate_share(share.narrow(layout), num_blocks, CPU)
+            self._files = [pool.file()]
+        else:
+            pool = PoolMemory(mapped, None)
+            self._files = []
         self.memory = pool.memory
-        self._files = [pool.file()]
         pairs = {kind: socket.socketpair() for kind in KINDS}
         ends = {kind: Connection(ours.detach()) for kind, (ours, _) in pairs.items()}
         self._closing = False
@@ -97,7 +104,8 @@ class ThreadRank:
         while self._files:
             os.close(self._files.pop())
         # Threads that wait for orders keep this object: other tests count mappings of pools.
-        self.rank.shares.on_event = self.rank.shares.on_source = None
+        self.rank.shares.on_event = None
+        self.rank.shares.on_source.clear()
         del self.memory, self.own, self.service, self.mappings
 
     def _lost(self, error: BaseException) -> Any:
@@ -144,6 +152,29 @@ def own_pool(layout: KVLayout, num_blocks: int, held: KVShare) -> PoolMemory:
     return PoolMemory(pool.memory.as_share_of(layout, held.layers.start, held.heads.start), pool.fd)
 
 
-def writer_ranks(holders: Holders) -> Any:
-    """Return what a client knows of a group with these holders, all of this process."""
-    return SimpleNamespace(pids=[os.getpid()] * (len(holders) - 1), holders=holders)
+class ThreadWriters:
+    """What a client knows of a group with these holders, all of this process; see `WriterRanks`."""
+
+    def __init__(self, holders: Holders) -> None:
+        self.holders = holders
+        self.pids = [os.getpid()] * (len(holders) - 1)
+        self.devices = [""] * len(holders)
+        self._mapping: list[ThreadRank] = []
+        """Ranks that have mapped a pool."""
+
+    async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
+        """Map each rank's share of a decode worker's blocks."""
+        others = []
+        for number, (share,) in enumerate(self.holders[1:], start=1):
+            own = rank_welcome(welcome, number)
+            mapped = await register(own, lambda pool, own=own: map_share(pool, own, HostMapping(host_id())))  # type: ignore[misc]
+            rank = ThreadRank(share, memory.layout, memory.num_blocks, holder=number, mapped=mapped)
+            self._mapping.append(rank)
+            others.append((rank.rank, share))
+        memory.spread = SpreadShares(memory, 0, self.holders[0], others)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self._mapping:
+            rank.close()
+        self._mapping.clear()

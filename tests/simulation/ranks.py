@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.transports.base import Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
 from tests.simulation.virtual_loop import Host
@@ -35,6 +35,7 @@ class SimulatedGroup:
 
     grid = SimpleNamespace(stages=1)
     holders = None
+    devices = ()
 
     def __init__(self, cluster: Cluster, machine: Machine, count: int) -> None:
         self._cluster, self._machine = cluster, machine
@@ -58,6 +59,9 @@ class SimulatedGroup:
     def hangs(self) -> bool:
         """True while a rank is stopped: a step of the group cannot end."""
         return any(host.stopped and not host.dead for host in self.hosts)
+
+    def measure_memory(self, layout: KVLayout, num_blocks: int) -> None:
+        """Do nothing: hosts here have no memory to measure."""
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """See `WriterRanks.map_pool`."""

@@ -221,6 +221,11 @@ class ShareGroup:
         cluster.threads.start(machine.host, self._run_steps)
 
     @property
+    def devices(self) -> list[str]:
+        """Return no GPU for each holder of blocks."""
+        return [""] * len(self.holders or ())
+
+    @property
     def hosts(self) -> list[Host]:
         """The other processes."""
         return [rank.host for rank in self.ranks]
@@ -235,6 +240,9 @@ class ShareGroup:
         """Shares that ranks keep, of which rank 0 has not said what becomes."""
         shares = [rank.memories.own for rank in self.ranks if rank.memories.own is not None]
         return sum(len(own.arrivals._staged) for own in shares if own.arrivals is not None)
+
+    def measure_memory(self, layout: KVLayout, num_blocks: int) -> None:
+        """Do nothing: hosts here have no memory to measure."""
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """Raise TransportError: such groups hand off by tcp."""

@@ -3,6 +3,11 @@
 Ranks that stopped before different layers would wait for one another for ever. Rank 0 therefore decides
 before layer n that layer n + 1 is not computed. All ranks exchange numbers within layer n, rank 0 after it
 has written the word, so that each of them has seen it when it gets to layer n + 1.
+
+Where exchanges are queued on a device, the host of a rank gets to layer n + 1 before that exchange. But a
+long step's hosts are held to so many layers ahead of their devices (launch_throttle.py): with two, a host
+that gets to layer n + 3 has waited for the exchange within layer n, and so for the word. So rank 0 decides
+before layer n that layer n + 3 is not computed. That costs no wait that was not there before.
 """
 
 from __future__ import annotations
@@ -13,6 +18,15 @@ import os
 import numpy as np
 
 NEVER = np.iinfo(np.int64).max
+
+
+def first_common_layer(layer: int, ahead: int) -> int:
+    """Return the first layer before which every rank sees a word that rank 0 writes before `layer`.
+
+    `ahead` is the number of layers that a host may launch while its device has not done those before; 0 where
+    hosts wait for every exchange.
+    """
+    return layer + ahead + 1
 
 
 class StopWord:
@@ -37,7 +51,7 @@ class StopWord:
         self._word[0] = NEVER
 
     def stop_before(self, layer: int) -> None:
-        """Stop all ranks before `layer`, which must be the next one. Only rank 0 calls it."""
+        """Stop all ranks before `layer`, to which none has come yet. Only rank 0 calls it."""
         self._word[0] = min(int(self._word[0]), layer)
 
     def stops(self, layer: int) -> bool:

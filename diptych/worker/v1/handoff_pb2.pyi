@@ -103,7 +103,7 @@ class KVHolder(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[KVHolder.Share, _Mapping]]] = ..., endpoint: _Optional[str] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids", "holders", "chunk_tokens")
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device", "rank_pids", "holders", "holder_devices", "chunk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class HandoffHello(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_DEVICES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
@@ -123,8 +124,9 @@ class HandoffHello(_message.Message):
     device: str
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     holders: _containers.RepeatedCompositeFieldContainer[KVHolder]
+    holder_devices: _containers.RepeatedScalarFieldContainer[str]
     chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., holders: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., holders: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., holder_devices: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks", "pull_endpoint", "pull_token", "forgotten", "block_bytes", "holders", "rank_tokens")

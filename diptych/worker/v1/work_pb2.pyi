@@ -385,14 +385,20 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("pid", "state", "weight_bytes")
+    __slots__ = ("pid", "state", "weight_bytes", "kv_bytes", "other_bytes", "left_bytes")
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     state: str
     weight_bytes: int
-    def __init__(self, pid: _Optional[int] = ..., state: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    kv_bytes: int
+    other_bytes: int
+    left_bytes: int
+    def __init__(self, pid: _Optional[int] = ..., state: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running", "pull_cost", "max_local_prefill_tokens", "max_fallback_prefill_tokens", "local_prefill_chunk", "local_prefills", "adapters", "max_loras", "tier_token_s", "drafted_tokens", "accepted_draft_tokens", "becomes", "busy_share", "ranks", "stages")

@@ -28,7 +28,7 @@ class GroupMappings:
     def offer(self, secret: bytes, on_event: SourceListener) -> list[Future[str]]:
         """See `MappedRanks.offer`."""
         for holder, rank in enumerate(self._ranks, start=1):
-            rank.shares.on_source = partial(on_event, holder)
+            rank.shares.on_source.append(partial(on_event, holder))
         return [
             rank.shares.ask(lambda request: OfferMemory(request, self._number, secret))
             for rank in self._ranks

@@ -53,7 +53,8 @@ class MappingService:
         self._source, self._own, self._pool_of, self._mapping = source, own, pool_of, mapping
         self._send: Send = lambda message: None
         self._channels: dict[int, _Channel] = {}
-        self._offer: ShareOffer | None = None
+        self._offers: list[ShareOffer] = []
+        """Offers to several transports; a writer's number is known to one of them."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self, send: Send) -> None:
@@ -64,8 +65,9 @@ class MappingService:
         """Offer nothing more, and unmap what is mapped."""
         for channel in self._channels.values():
             channel.put(None)
-        if self._loop is not None and self._offer is not None:
-            asyncio.run_coroutine_threadsafe(self._offer.close(), self._loop).result()
+        if self._loop is not None:
+            for offer in self._offers:
+                asyncio.run_coroutine_threadsafe(offer.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def carry_out(self, order: MappingOrder) -> None:
@@ -83,37 +85,48 @@ class MappingService:
                 if (channel := self._channels.pop(order.channel, None)) is not None:
                     channel.put(None)
             case OfferMemory():
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._serve_offer, args=(order,), name="offer", daemon=True).start()
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(
+                        target=self._serve, args=(self._loop,), name="offer", daemon=True
+                    ).start()
+                asyncio.run_coroutine_threadsafe(self._begin_offer(order), self._loop)
             case NoteSource() | FenceWriter() | CheckShares():
                 if self._loop is not None:
                     self._loop.call_soon_threadsafe(self._on_loop, order)
 
-    def _serve_offer(self, order: OfferMemory) -> None:
-        assert self._loop is not None, "it was made with the order"
-        asyncio.set_event_loop(self._loop)
-        pool = self._pool_of(order.number)
-        self._offer = ShareOffer(pool, self._mapping, self._source, order.secret, self._send)
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        loop.close()
+
+    async def _begin_offer(self, order: OfferMemory) -> None:
         try:
-            self._loop.run_until_complete(self._offer.start())
-        except OSError as error:
+            pool = self._pool_of(order.number)
+            offer = ShareOffer(pool, self._mapping, self._source, order.secret, self._send)
+            await offer.start()
+        except Exception as error:  # of any kind: rank 0 waits for the answer
             self._send(Answered(order.request, RankFailed(f"a rank cannot offer its memory: {error}")))
             return
-        self._send(Answered(order.request, self._offer.endpoint))
-        self._loop.run_forever()
-        self._loop.close()
+        self._offers.append(offer)
+        self._send(Answered(order.request, offer.endpoint))
 
     def _on_loop(self, order: NoteSource | FenceWriter | CheckShares) -> None:
-        if self._offer is None:
-            return
         match order:
             case NoteSource(source):
-                self._offer.note(source)
+                for offer in self._offers:
+                    offer.note(source)
             case FenceWriter(writer):
-                self._offer.fence(writer)
-            case CheckShares():
-                checking = asyncio.ensure_future(self._offer.check(order.run))
-                checking.add_done_callback(lambda done: self._send(_answer(order.request, done)))
+                for offer in self._offers:
+                    offer.fence(writer)
+            case CheckShares(request, run):
+                offers = [offer for offer in self._offers if offer.has_sources_of(run.writer)]
+                if not offers:
+                    self._send(Answered(request, RankFailed("no process of this writer maps the memory")))
+                    return
+                checking = asyncio.ensure_future(offers[0].check(run))
+                checking.add_done_callback(lambda done: self._send(_answer(request, done)))
 
 
 class _Channel:

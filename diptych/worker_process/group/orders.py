@@ -4,8 +4,8 @@ plans    StepPlan; where torch computes, and in a step of the Triton backend tha
          with an empty message when the rank has written its share. Recordings are answered so when made;
          PlaceAdapter and DropAdapter between steps are not answered
 control  StartRank first, answered with RankReady or RankFailed; then MapFile, AllocateShare, RegisterPool,
-         CountBlocks, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are answered: with
-         None, CountBlocks with a CardRoom, or with RankFailed
+         CountBlocks, MeasureMemory, AllowAdapters, LoadAdapter and DropMemory, of which all but the last are
+         answered: with None, CountBlocks with a CardRoom, MeasureMemory with a RankMemory, or with RankFailed
 
 A rank on another host, or on a GPU, has memories of its own. Between plans it gets WriteShare, PlaceShare and
 CopyBlock, and carries them out in this order; it answers none. Two more connections are:
@@ -81,6 +81,8 @@ class RankReady:
     """Answer of a rank that has loaded its weights."""
 
     weight_bytes: int
+    device: str = ""
+    """UUID of its GPU, empty for host memory."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,20 @@ class PrepareDecode:
 
 
 @dataclass(frozen=True)
-class RecordPrompts:
-    """Order to record prompt steps of up to `most_tokens` tokens over memories of `layout`."""
+class PlanPrompts:
+    """Order to take the buffers of recorded prompt steps of up to `most_tokens` tokens over memories of
+    `layout`.
+    """
 
     layout: KVLayout
     most_tokens: int
+
+
+@dataclass(frozen=True)
+class RecordPrompt:
+    """Order to make one of the recordings that were planned: every rank makes those that rank 0 asks for."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,14 @@ class CountBlocks:
     """Question for the room on this rank's GPU for its share of blocks of `layout`."""
 
     layout: KVLayout
+
+
+@dataclass(frozen=True)
+class MeasureMemory:
+    """Question for what this rank's memory is taken by, where its worker has `num_blocks` blocks."""
+
+    layout: KVLayout
+    num_blocks: int
 
 
 @dataclass(frozen=True)
@@ -349,8 +368,17 @@ class UnmapTargets:
 
 
 AdapterQuestion = AllowAdapters | LoadAdapter
-Order = StartRank | MapFile | AllocateShare | RegisterPool | CountBlocks | DropMemory | AdapterQuestion
-Recording = PlanDecode | PrepareDecode | RecordPrompts
+Order = (
+    StartRank
+    | MapFile
+    | AllocateShare
+    | RegisterPool
+    | CountBlocks
+    | MeasureMemory
+    | DropMemory
+    | AdapterQuestion
+)
+Recording = PlanDecode | PrepareDecode | PlanPrompts | RecordPrompt
 AdapterOrder = PlaceAdapter | DropAdapter
 BlockOrder = WriteShare | PlaceShare | CopyBlock
 Planned = StepPlan | Recording | AdapterOrder | BlockOrder

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.gloo_communicator import BUILD_S, LOOPBACK
 from diptych.engine.parallel.kv_routes import Holders
@@ -54,11 +54,13 @@ from diptych.worker_process.group.orders import (
     StartRank,
 )
 from diptych.worker_process.group.rank_devices import rank_devices
+from diptych.worker_process.group.rank_memory import RankMemory
 from diptych.worker_process.group.remote_rank import RemoteRank
 from diptych.worker_process.group.rendezvous import Ends, Joined, Rendezvous
 from diptych.worker_process.group.shared_memories import SharedMemories
 from diptych.worker_process.group.spread_blocks import SpreadShares
-from kvtransfer.transports.base import Welcome
+from kvtransfer.transports.base import CPU, Welcome, gpu_uuid
+from kvtransfer.transports.in_place_by_rank import rank_welcome
 from kvtransfer.transports.process_group import listen_for_store, open_store
 
 RANK_MODULE = "diptych.worker_process.group.rank_program"
@@ -116,8 +118,13 @@ class RankGroup:
         """Connections whose end is that of a rank of another host; collected, they would end here."""
         self.holders: Holders | None = None
         """See `WriterRanks.holders`; known once all ranks have joined."""
+        self.devices: Sequence[str] = ()
+        """See `WriterRanks.devices`; known once all ranks have loaded."""
+        self._device = CPU
         self.weight_bytes: Sequence[int] = [0] * grid.size
         """Bytes of the weights of each process, this one first; 0 until they are loaded."""
+        self.rank_memory: Sequence[RankMemory] = ()
+        """Uses of the memory of each process, this one first; none until the blocks are known."""
         self._stop_fd = StopWord.file()
         self.stop_word = StopWord(self._stop_fd) if other_hosts is None else RunToEnd()
         self.stop_word.reset()
@@ -191,12 +198,12 @@ class RankGroup:
         """Note who holds which shares of blocks, where not all processes have one memory."""
         if not (ranks := self._holder_ranks):
             return
-        here = len(shares) - len(ranks)
+        here, self._device = len(shares) - len(ranks), device
         self.holders = (tuple(shares[:here]), *((share,) for share in shares[here:]))
         others = list(zip(ranks, shares[here:], strict=True))
         self.memories.add_holders(
             [rank.control for rank in ranks],
-            lambda memory, number: SpreadShares(memory, number, shares[:here], others),
+            lambda memory, number: SpreadShares(memory, number, shares[:here], others, self.devices),
             shares[0] if self._own_memories else None,
             device,
         )
@@ -215,7 +222,8 @@ class RankGroup:
 
     def wait_loaded(self) -> list[int]:
         """Wait until every rank has its weights; return their bytes. Raises RankCannotStart, GroupBroken."""
-        sizes = []
+        sizes, holding = [], self._holder_ranks
+        devices = [gpu_uuid(self._device)]
         for number, rank in enumerate(self._others, start=1):
             try:
                 answer: RankReady | RankFailed = rank.control.recv()
@@ -224,7 +232,18 @@ class RankGroup:
             if isinstance(answer, RankFailed):
                 raise RankCannotStart(f"rank {number}: {answer.why}")
             sizes.append(answer.weight_bytes)
+            if rank in holding:
+                devices.append(answer.device)
+        self.devices = devices
         return sizes
+
+    def measure_memory(self, layout: KVLayout, num_blocks: int) -> None:
+        """Note and log what each rank's memory is taken by, where this worker has `num_blocks` blocks.
+
+        Blocks, so not on the event loop of a worker that serves. Raises GroupBroken.
+        """
+        self.rank_memory = self.memories.measure(layout, num_blocks, self.weight_bytes[0])
+        _log.info("memory of rank 0 in %s", self.rank_memory[0].describe())
 
     def sums_of(self, number: int) -> int:
         """Return the file in memory in which the ranks of a process' stage exchange sums in a native step;
@@ -252,7 +271,10 @@ class RankGroup:
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """See `WriterRanks.map_pool`."""
-        welcomes = [replace(welcome, token=token, tls=None) for token in tokens]
+        if welcome.holders:
+            welcomes = [rank_welcome(welcome, number) for number in range(1, len(welcome.holders))]
+        else:
+            welcomes = [replace(welcome, token=token, tls=None) for token in tokens]
         await asyncio.to_thread(self.memories.register, memory, welcomes)
 
     # -- the end

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.card_room import CardRoom, room_of_card
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.runtime.log_format import OneLineFormatter
@@ -23,15 +23,19 @@ from diptych.worker_process.group.orders import (
     CountBlocks,
     DropMemory,
     MapFile,
+    MeasureMemory,
     Order,
     RankFailed,
     RegisterPool,
 )
 from diptych.worker_process.group.rank_adapters import RankAdapters
-from kvtransfer.transports.base import CPU, TransportError, host_id
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
+from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.fd_passing import register_blocking
-from kvtransfer.transports.memory_mapping import HostMapping
+from kvtransfer.transports.in_place_by_rank import map_share
+from kvtransfer.transports.memory_mapping import ExportedPool, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_share, map_pool
+from kvtransfer.transports.registry import mapping_for
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class Memories:
         share: this rank's share of each block, where it has memories of its own.
         device: device of these.
         prefault: whether mapped blocks take their pages at once.
+        weights: bytes of this rank's weights.
     """
 
     def __init__(
@@ -62,8 +67,10 @@ class Memories:
         device: torch.device = CPU,
         *,
         prefault: bool = True,
+        weights: int = 0,
     ) -> None:
         self._control, self._share, self._prefault = control, share, prefault
+        self._weights = weights
         self.device = device
         self._adapters = adapters
         self.mapped: dict[int, KVMemory] = {}
@@ -96,7 +103,16 @@ class Memories:
         if (fd := self._files.pop(number, None)) is not None:
             close(fd)
 
-    def _carry_out(self, order: Order) -> CardRoom | RankFailed | None:
+    def _measure(self, layout: KVLayout, num_blocks: int) -> RankMemory:
+        """Return what this rank's memory is taken by, and log it."""
+        a_block = 0 if self._share is None else self._share.narrow(layout).bytes_per_block
+        own = [self.mapped[number] for number in self._files]
+        allocated = sum(memory.data.nbytes for memory in own)
+        found = measure_rank(self.device, self._weights, a_block * num_blocks, allocated)
+        _log.info("memory in %s", found.describe())
+        return found
+
+    def _carry_out(self, order: Order) -> CardRoom | RankMemory | RankFailed | None:
         try:
             match order:
                 case MapFile(number, layout, num_blocks):
@@ -108,10 +124,11 @@ class Memories:
                     self.mapped[number], self._files[number] = made.memory, made.fd
                 case CountBlocks(layout) if self._share is not None:
                     return room_of_card(self.device, self._share.narrow(layout).bytes_per_block)
+                case MeasureMemory(layout, num_blocks):
+                    return self._measure(layout, num_blocks)
                 case RegisterPool(number, welcome):
                     self.mapped[number] = register_blocking(
-                        welcome,
-                        lambda pool: HostMapping(host_id()).map(pool, welcome.layout, welcome.num_blocks),
+                        welcome, lambda pool: _map(pool, welcome, mapping_for(self.device))
                     )
         except (
             OSError,
@@ -121,3 +138,10 @@ class Memories:
         ) as error:  # RuntimeError: no memory of a GPU
             return RankFailed(str(error))
         return None
+
+
+def _map(pool: ExportedPool, welcome: Welcome, mapping: MemoryMapping) -> KVMemory:
+    """Map a decode worker's pool, or the share of one of its ranks. Raises OSError, ValueError."""
+    if welcome.holders:
+        return map_share(pool, welcome, mapping)
+    return mapping.map(pool, welcome.layout, welcome.num_blocks)

@@ -23,6 +23,7 @@ from diptych.worker_process.group.rank_load import device_of, load_rank
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.rank_steps import carry_out
 from diptych.worker_process.group.rendezvous import Ends
+from kvtransfer.transports.base import gpu_uuid
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +49,16 @@ def main(argv: Sequence[str]) -> None:
         control.send(RankFailed(str(error) or repr(error)))
         control.recv()  # rank 0 says why, and ends
         raise
-    control.send(RankReady(loaded.weight_bytes))
+    control.send(RankReady(loaded.weight_bytes, gpu_uuid(device)))
     adapters = RankAdapters(loaded.backend)
-    memories = Memories(control, adapters, share, device, prefault=not order.across_hosts)
+    memories = Memories(
+        control,
+        adapters,
+        share,
+        device,
+        prefault=not order.across_hosts,
+        weights=loaded.weight_bytes,
+    )
     if order.holder:
         serve_holder(ends, order, loaded, memories, adapters)
     threading.Thread(target=memories.serve, name="memories", daemon=True).start()

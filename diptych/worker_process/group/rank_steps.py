@@ -11,9 +11,10 @@ from diptych.engine.parallel.step_plan import StepPlan, follow_plan
 from diptych.worker_process.group.orders import (
     AdapterOrder,
     PlanDecode,
+    PlanPrompts,
     PrepareDecode,
     Recording,
-    RecordPrompts,
+    RecordPrompt,
 )
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_memories import Memories
@@ -50,5 +51,7 @@ def _record(order: Recording, backend: Parts, memories: Memories) -> None:
             backend.plan_decode(max_batch, block_size)
         case PrepareDecode(number):
             backend.prepare_decode(memories.mapped[number])
-        case RecordPrompts(layout, most_tokens):
-            backend.record_prompts(layout, most_tokens)
+        case PlanPrompts(layout, most_tokens):
+            backend.plan_prompts(layout, most_tokens)
+        case RecordPrompt(number):
+            backend.record_prompt(number)

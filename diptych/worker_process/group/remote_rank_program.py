@@ -32,6 +32,7 @@ from diptych.worker_process.group.rank_key import read_rank_key
 from diptych.worker_process.group.rank_load import device_of, load_rank
 from diptych.worker_process.group.rank_memories import Memories, log_as
 from diptych.worker_process.group.same_files import files_digest
+from kvtransfer.transports.base import gpu_uuid
 
 CANNOT_SERVE = 2
 """Exit status of a rank that another start would not help, as one without the model."""
@@ -65,10 +66,11 @@ def serve_rank(address: str, key_file: Path, model: str) -> NoReturn:
             control.send(RankFailed(str(error) or repr(error)))
             control.recv()  # rank 0 says why, and ends
         raise
-    control.send(RankReady(loaded.weight_bytes))
+    control.send(RankReady(loaded.weight_bytes, gpu_uuid(device)))
     _log.info("this rank is part of a group: %d MiB of weights", loaded.weight_bytes >> 20)
     adapters = RankAdapters(loaded.backend)
-    serve_holder(ends, order, loaded, Memories(control, adapters, share, device), adapters)
+    memories = Memories(control, adapters, share, device, weights=loaded.weight_bytes)
+    serve_holder(ends, order, loaded, memories, adapters)
 
 
 def _await_end(life: Connection[Any, Any], refused: threading.Event) -> None:

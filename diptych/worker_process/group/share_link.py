@@ -25,8 +25,8 @@ class ShareLink:
         """Call `fail` with what ends the connection."""
         self.on_event: Callable[[RankEvent], None] | None = None
         """Takes events, on a thread."""
-        self.on_source: Callable[[SourceEvent], None] | None = None
-        """Takes what processes do that map the rank's memory, on a thread."""
+        self.on_source: list[Callable[[SourceEvent], None]] = []
+        """Take what processes do that map the rank's memory, on a thread; one for each offer of it."""
         self._connection, self._fail = connection, fail
         self._sender = QueuedSender(connection, f"{name}-orders", fail)
         self._numbers = itertools.count()
@@ -54,8 +54,8 @@ class ShareLink:
 
     def _take(self, message: Answered | RankEvent | SourceEvent) -> None:
         if isinstance(message, SourceMapped | SourceDied):
-            if self.on_source is not None:
-                self.on_source(message)
+            for on_source in self.on_source:
+                on_source(message)
             return
         if not isinstance(message, Answered):
             if self.on_event is not None:

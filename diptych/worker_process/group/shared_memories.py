@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory, SpreadBlocks
-from diptych.engine.parallel.card_room import CardRoom, blocks_with_room, room_of_card
+from diptych.engine.parallel.card_room import blocks_with_room, room_of_card
 from diptych.engine.parallel.communicator import GroupBroken
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.worker_process.group.orders import (
@@ -27,12 +27,16 @@ from diptych.worker_process.group.orders import (
     CountBlocks,
     DropMemory,
     MapFile,
+    MeasureMemory,
     Order,
     RankFailed,
     RegisterPool,
 )
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
 from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool, allocate_share
+
+_Own = TypeVar("_Own")
 
 
 class SharedMemories:
@@ -116,16 +120,47 @@ class SharedMemories:
         The last three are as for `blocks_with_room`. Raises GroupBroken.
         """
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
-        with self._lock:
-            for _, control in self._controls:
-                control.send(CountBlocks(layout.without_draft()))
-            rooms = [room_of_card(self._device, self._held.narrow(layout).bytes_per_block)]
-            answers: list[CardRoom | RankFailed] = [control.recv() for _, control in self._controls]
+        held = self._held
+        own, others = self._answers(
+            CountBlocks(layout.without_draft()),
+            lambda: room_of_card(self._device, held.narrow(layout).bytes_per_block),
+        )
+        return blocks_with_room([own, *others], utilization, recordings, temporaries)
+
+    def measure(self, layout: KVLayout, num_blocks: int, weights: int) -> list[RankMemory]:
+        """Return what the memory of each process is taken by, this one's first, which has `weights` bytes of
+        them, where the worker has `num_blocks` blocks. Raises GroupBroken.
+        """
+        own = layout if self._held is None else self._held.narrow(layout)
+        allocated = sum(
+            memory.blocks.nbytes for memory in list(self._numbers) if memory.data.device == self._device
+        )
+        size = own.bytes_per_block * num_blocks
+        mine, others = self._answers(
+            MeasureMemory(self.layout_of_ranks(layout), num_blocks),
+            lambda: measure_rank(self._device, weights, size, min(size, allocated)),
+        )
+        return [mine, *others]
+
+    def _answers(self, order: Order, compute: Callable[[], _Own]) -> tuple[_Own, list[Any]]:
+        """Send a question to all ranks; return what `compute` returns here meanwhile, and their answers.
+
+        Raises GroupBroken.
+        """
+        try:
+            with self._lock:
+                for _, control in self._controls:
+                    control.send(order)
+                own = compute()
+                answers = [control.recv() for _, control in self._controls]
+        except (OSError, EOFError) as error:
+            raise GroupBroken(f"a rank is gone: {error!r}") from error
+        finally:
+            self._flush()
         for answer in answers:
             if isinstance(answer, RankFailed):
                 raise GroupBroken(answer.why)
-            rooms.append(answer)
-        return blocks_with_room(rooms, utilization, recordings, temporaries)
+        return own, answers
 
     def room_for(self, layout: KVLayout, utilization: float, recordings: int, temporaries: int) -> int:
         """Return the bytes of the blocks that `count_blocks` returns. Raises GroupBroken."""
@@ -140,7 +175,7 @@ class SharedMemories:
         def order(number: int, at: int) -> None:
             self._controls[at][1].send(RegisterPool(number, welcomes[at]))
 
-        if self._mapping < len(self._controls):
+        if self._mapping < len(self._controls) and not all(one.holders for one in welcomes):
             raise TransportError("ranks of this worker have memories of their own, and map no whole blocks")
         if len(welcomes) != len(self._controls):
             raise TransportError("the decode worker does not let every rank of this worker register")

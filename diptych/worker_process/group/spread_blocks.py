@@ -43,6 +43,7 @@ class SpreadShares:
         number: the memory's number in plans.
         own: shares that are in `memory`.
         others: ranks with memories of their own, and their shares.
+        devices: UUID of each holder's GPU; none: all have host memory.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SpreadShares:
         number: int,
         own: Sequence[KVShare],
         others: Sequence[tuple[RemoteRank, KVShare]],
+        devices: Sequence[str] = (),
     ) -> None:
         # The same bytes: the memory itself, which has this object, is dropped when nothing else has it.
         self._memory = memory.as_share_of(memory.layout, *memory.origin)
@@ -59,6 +61,8 @@ class SpreadShares:
         self._ranks = [rank for rank, _ in others]
         self.holders: Holders = (tuple(own), *((share,) for _, share in others))
         """See `RankBlocks.holders`."""
+        self.devices: Sequence[str] = devices or [""] * len(self.holders)
+        """See `RankBlocks.devices`."""
         self.mapped = GroupMappings(number, self._ranks)
         """See `RankBlocks.mapped`."""
 

@@ -8,13 +8,16 @@ computes (group_backend.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from diptych.engine.adapters.adapter import Adapter
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
+from diptych.engine.backends.triton.prompt_graphs import RECORDING_S, log_late
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
@@ -22,7 +25,13 @@ from diptych.engine.parallel.step_plan import StepPlan, make_plan
 from diptych.engine.sampling import SampleRow
 from diptych.worker_process.group.group_adapters import GroupAdapters
 from diptych.worker_process.group.native_group_backend import GroupStep
-from diptych.worker_process.group.orders import PlanDecode, PrepareDecode, Recording, RecordPrompts
+from diptych.worker_process.group.orders import (
+    PlanDecode,
+    PlanPrompts,
+    PrepareDecode,
+    Recording,
+    RecordPrompt,
+)
 from diptych.worker_process.group.rank_group import RankGroup
 
 _Result = TypeVar("_Result")
@@ -34,8 +43,11 @@ class TritonGroupBackend:
     An error within a step ends the process: the ranks are out of step then.
     """
 
-    def __init__(self, own: TritonPartsBackend, group: RankGroup) -> None:
-        self._own, self._group = own, group
+    def __init__(
+        self, own: TritonPartsBackend, group: RankGroup, *, recording_s: float = RECORDING_S
+    ) -> None:
+        """Record prompt steps for `recording_s` seconds at most: after them none begins."""
+        self._own, self._group, self._recording_s = own, group, recording_s
         self._adapters = GroupAdapters(own, group)
 
     def set_threads(self, threads: int) -> None:
@@ -65,7 +77,6 @@ class TritonGroupBackend:
         abort: AbortWords | None,
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_sample`."""
-        self._group.stop_word.reset()
         return self._together(
             self._plan(sequences),
             lambda: self._own.forward_and_sample(sequences, rows, abort),
@@ -101,9 +112,19 @@ class TritonGroupBackend:
         self._together(order, lambda: self._own.prepare_decode(memory))
 
     def record_prompts(self, layout: KVLayout, most_tokens: int) -> int:
-        """See `PromptGraphBackend.record_prompts`."""
-        order = RecordPrompts(self._group.memories.layout_of_ranks(layout), most_tokens)
-        return self._together(order, lambda: self._own.record_prompts(layout, most_tokens))
+        """See `PromptGraphBackend.record_prompts`.
+
+        This rank's clock decides before each recording, which all ranks make or none does.
+        """
+        end = time.monotonic() + self._recording_s
+        plan = PlanPrompts(self._group.memories.layout_of_ranks(layout), most_tokens)
+        planned = self._together(plan, lambda: self._own.plan_prompts(layout, most_tokens))
+        for number in range(planned):
+            if time.monotonic() > end:
+                log_late(number, self._recording_s)
+                return number
+            self._together(RecordPrompt(number), partial(self._own.record_prompt, number))
+        return planned
 
     def _plan(self, sequences: Sequence[SequenceStep]) -> StepPlan:
         return make_plan(sequences, self._group.memories.number_of)
@@ -112,6 +133,8 @@ class TritonGroupBackend:
         self, order: StepPlan | Recording, compute: Callable[[], _Result], *, answered: bool = True
     ) -> _Result:
         """Have all ranks carry out `order`, this one by `compute`; wait for answers where there are any."""
+        # Only steps that are answered look at the word, and all before this one are over.
+        self._group.stop_word.reset()
         try:
             self._adapters.forget_dropped()
             self._group.begin_step(order)

@@ -50,12 +50,13 @@ def test_worker_table_has_a_line_a_worker_on_a_wide_terminal() -> None:
 def test_worker_table_shows_the_processes_of_groups_and_which_is_stopped() -> None:
     ranks = [pb.WorkerRank(pid=40 + n, state="sleeping", weight_bytes=3 << 20) for n in range(4)]
     ranks[2].state = "stopped"
+    ranks[3].kv_bytes, ranks[3].left_bytes = 70 << 20, 0
     group = pb.WorkerInfo(worker_id="prefill-1", load=pb.WorkerLoad(ranks=ranks, stages=2))
     out = StringIO()
     Console(file=out, width=240).print(worker_table([group, *WORKERS]))
     head, row, *_ = out.getvalue().splitlines()
     assert "ranks" in head
-    assert "40 (3 MiB), 41 (3 MiB) | 42 (3 MiB stopped), 43 (3 MiB)" in row
+    assert "40 (3 MiB), 41 (3 MiB) | 42 (3 MiB stopped), 43 (3 MiB, KV 70, left 0)" in row
     assert "ranks" not in shown(200)[0]
 
 

@@ -5,21 +5,25 @@ Ranks are threads, and a recording is the work done anew. Processes are in tests
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
 
+from diptych.engine.backends.triton.prompt_graphs import PromptGraphs
 from diptych.engine.batch import SequenceStep
-from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.parallel.step_plan import StepPlan
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
+from diptych.worker_process.group import triton_group_backend
 from diptych.worker_process.group.orders import AdapterOrder, AdapterQuestion, Recording
 from diptych.worker_process.group.rank_adapters import RankAdapters
 from diptych.worker_process.group.rank_steps import carry_out
@@ -45,6 +49,9 @@ class Memories:
     def ask(self, order: AdapterQuestion) -> str | None:
         failed = self._adapters.answer(order)
         return None if failed is None else f"rank 1: {failed.why}"
+
+    def layout_of_ranks(self, layout: KVLayout) -> KVLayout:
+        return layout
 
     def number_of(self, memory: KVMemory) -> int:
         assert memory is self.mapped[MEMORY]
@@ -123,6 +130,30 @@ def test_launched_steps_follow_one_another_without_a_word_of_the_ranks(
     found += waiting.collect().tokens
     assert group.answers == 3
     assert [token.token_id for token in found if isinstance(token, Sampled)] == expected_text(opened, text)
+
+
+@pytest.mark.parametrize(("seconds", "made"), [(60.0, 4), (-1.0, 0), (2.5, 2)])
+def test_all_ranks_record_the_prompt_steps_that_rank_0_has_time_for(
+    ranks: ThreadGroup, group: Group, seconds: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of rank 0 is a second later at every look; that of other ranks is not asked.
+
+    What a recording holds is tested with the kernels, which alone find blocks by their distance.
+    """
+    clock = itertools.count()
+    looking = threading.current_thread()
+
+    def monotonic() -> float:
+        assert threading.current_thread() is looking
+        return float(next(clock))
+
+    monkeypatch.setattr(triton_group_backend, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(PromptGraphs, "_record", lambda self, tokens, sequences: (tokens, sequences))
+    layout = group.memories.mapped[MEMORY].layout
+    backend = TritonGroupBackend(ranks.backends[0], cast(Any, group), recording_s=seconds)
+    assert backend.record_prompts(layout, 32) == made
+    recorded = [list(rank._step._prompts._recorded) for rank in ranks.backends]
+    assert recorded[0] == recorded[1] == [(32, 1), (16, 1), (32, 8), (16, 8)][:made]
 
 
 def expected_text(opened: OpenCheckpoint, text: list[int]) -> list[int]:

@@ -14,6 +14,7 @@ from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, HandoffDen
 from kvtransfer.protocol.lease import LeaseTimes
 from tests.kvtransfer.conftest import (
     APART,
+    IN_PLACE,
     INCARNATION,
     LAYOUT,
     fill,
@@ -55,7 +56,7 @@ async def test_commit_hands_off_the_blocks_as_written(make_pair, transport, time
     assert ready.num_tokens == num_tokens
     assert ready.first_tokens == sampled(42)
     assert ready.cached_tokens == 0
-    assert ready.in_place == (transport in ("shared_memory", "in_process"))
+    assert ready.in_place == (transport in ("shared_memory", "in_process", *IN_PLACE))
     assert len(ready.block_ids) == LAYOUT.blocks_for(num_tokens)
     assert ready.times.prefill_steps == 3
     moved = 0 if ready.in_place else len(ready.block_ids) * LAYOUT.bytes_per_block

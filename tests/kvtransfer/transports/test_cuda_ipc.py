@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import Locality
+from kvtransfer.transports.base import Locality, Welcome
+from kvtransfer.transports.cuda_ipc import CudaIpcChannel
 from kvtransfer.transports.cuda_mapping import CudaMapping
 from kvtransfer.transports.ipc_receiver_by_rank import IpcByRankReceiver
 from kvtransfer.transports.memory_mapping import ExportedPool, Flags, HostMapping
@@ -178,6 +179,29 @@ def test_transports_for_auto_prefers_the_fastest():
     assert registry.transports_for("gloo", CPU) == ("gloo",)
     with pytest.raises(ValueError, match="shared_memory"):
         registry.transports_for("shared_memory", gpu)
+
+
+async def test_a_cancelled_registration_gives_its_page_back(make_pair, monkeypatch):
+    pair = await make_pair("cuda_ipc")
+    (receiver,) = pair.decode.server._handshake.transports
+    whole = receiver._whole
+    token = whole.admit(WriterId("w", 3), os.getpid())
+    welcome = Welcome("127.0.0.1:1", whole.endpoint, token, LAYOUT, pair.decode.memory.memory.num_blocks)
+    begun, let, pages = threading.Event(), threading.Event(), []
+
+    class Waiting(HostMapping):
+        def register_flags(self, flags):
+            pages.append(flags)
+            begun.set()
+            assert let.wait(10)
+
+    opening = asyncio.create_task(CudaIpcChannel.open(welcome, Waiting("host")))
+    await until(begun.is_set)
+    opening.cancel()
+    let.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await until(lambda: [page.fd for page in pages] == [-1])
 
 
 async def test_close_leaves_no_file_or_thread_open(make_pair, times):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -325,6 +326,106 @@ async def test_a_fence_kills_every_process_that_maps_some_ranks_memory(make: Mak
     pair.receiver.fence(WRITER)
     await until(lambda: pair.dead == [WRITER])
     assert [process.wait(10) for process in sources.processes] == [-9, -9]
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a count of the pages of flags that were opened from now on and are open."""
+    opened: list[Flags] = []
+
+    class Counted(Flags):
+        def __init__(self, fd: int, slots: int) -> None:
+            super().__init__(fd, slots)
+            opened.append(self)
+
+    monkeypatch.setattr("kvtransfer.transports.share_offer.Flags", Counted)
+    monkeypatch.setattr("kvtransfer.transports.mapped_pool.Flags", Counted)
+    return lambda: sum(page.fd >= 0 for page in opened)
+
+
+async def begin(holder: KVHolder, source: int) -> socket.socket:
+    """Register as this process up to the handle, and say nothing more."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect("\0" + holder.endpoint[1:])
+    connection.send(holder.tokens[source])
+    message, fds, _, _ = await asyncio.to_thread(socket.recv_fds, connection, 1024, 4)
+    assert message.startswith(b"map:")
+    for fd in fds:
+        os.close(fd)
+    return connection
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+async def test_a_registration_that_is_given_up_leaves_no_page(
+    make: Make, pages: Callable[[], int], holder: int
+) -> None:
+    pair = make(TWO, TWO)
+    await pair.receiver.start()
+    holders = pair.admit().holders
+    connection = await begin(holders[holder], holder)
+    assert pages() == 1
+    connection.close()
+    await until(lambda: pages() == 0)
+
+
+async def register_here(holder: KVHolder, source: int) -> str:
+    """Register as this process."""
+    welcome = Welcome("127.0.0.1:1", holder.endpoint, holder.tokens[source], LAYOUT, 6)
+    try:
+        await register(welcome, lambda pool: None)
+    except TransportError:
+        return "refused"
+    return "mapped"
+
+
+async def test_a_registration_again_keeps_the_page_of_the_first(make: Make, pages: Callable[[], int]) -> None:
+    pair = make(TWO, TWO)
+    await pair.receiver.start()
+    holder = pair.admit().holders[0]
+    assert await register_here(holder, 0) == "mapped"
+    (source,) = pair.receiver._writers.offer._flags
+    page = pair.receiver._writers.offer._flags[source]
+    assert await register_here(holder, 0) == "mapped"
+    (await begin(holder, 0)).close()
+    await until(lambda: not pair.receiver._writers.offer._registering)
+    assert pair.receiver._writers.offer._flags == {source: page}
+    assert pages() == 1
+
+
+async def test_an_offer_that_ends_leaves_no_page(make: Make, pages: Callable[[], int]) -> None:
+    pair = make(TWO, TWO)
+    await pair.connect()
+    assert pages() == 4, "one a pair at either end"
+    pair.channel.close()
+    await pair.receiver.close()
+    for rank in (*pair.source.ranks, *pair.target.ranks):
+        await asyncio.to_thread(rank.close)
+    await until(lambda: pages() == 0)
+
+
+async def test_an_export_after_the_end_of_its_registration_leaves_no_page(
+    make: Make, pages: Callable[[], int]
+) -> None:
+    pair = make(TWO, TWO)
+    offer = pair.receiver._writers.offer
+    with pytest.raises(TransportError, match="given up"):
+        offer._export(WriterId("0", 1))
+    assert pages() == 0
+
+
+async def test_a_writer_that_mapped_nothing_is_forgotten_with_its_link(make: Make) -> None:
+    pair = make(TWO, TWO)
+    await pair.receiver.start()
+    first = pair.admit().holders
+    pair.receiver.link_lost(WRITER)
+    assert pair.receiver._writers._writers == {}
+    second = pair.admit().holders
+    assert await register_here(first[0], 0) == "refused", "it has the token of a link that is lost"
+    assert not pair.receiver.registered(WRITER)
+    assert [await register_here(second[at], at) for at in range(2)] == ["mapped", "mapped"]
+    assert pair.receiver.registered(WRITER)
+    pair.receiver.link_lost(WRITER)
+    assert pair.receiver.registered(WRITER), "the control: its processes may write"
 
 
 async def test_only_the_process_of_a_token_maps_a_memory_and_none_after_the_fence(

@@ -229,12 +229,29 @@ class TritonBackend:
 
         `capture` is that of the device unless given.
         """
+        self.plan_prompts(layout, most_tokens, capture)
+        if self._prompts is None:
+            return 0
+        with self._current(), torch.no_grad():
+            self._prompts.record(seconds)
+            return self._prompts.count
+
+    def plan_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
+        """Take the buffers of recorded prompt steps, as `record_prompts` does; return how many of them
+        `record_prompt` may record, one by one.
+        """
         with self._current(), torch.no_grad():
             self._prompts = None
-            if most_tokens and not layout.latent:
-                self._prompts = PromptGraphs(self._layers, layout, most_tokens, capture)
-                self._prompts.record(seconds)
-            return 0 if self._prompts is None else self._prompts.count
+            if not most_tokens or layout.latent:
+                return 0
+            self._prompts = PromptGraphs(self._layers, layout, most_tokens, capture)
+            return len(self._prompts.planned)
+
+    def record_prompt(self, number: int) -> None:
+        """Record one of the planned prompt steps. Raises RuntimeError where it cannot be recorded."""
+        assert self._prompts is not None, "prompt steps were planned"
+        with self._current(), torch.no_grad():
+            self._prompts.record_one(number)
 
     # ---- a recorded prompt step ----------------------------------------------------------------------
 
@@ -295,9 +312,11 @@ class TritonBackend:
         pace = LaunchThrottle(self._device, placed.step.num_tokens)
 
         def wanted() -> bool:
-            if abort is None:
+            if abort is None and not self._layers.paced:
                 return True
             pace.wait()
+            if abort is None:
+                return True
             if abort.all_aborted():
                 return False
             for sequence in np.flatnonzero(abort.words).tolist():

@@ -42,6 +42,8 @@ class ForwardPass(Protocol):
 
     operators: Operators
     rotary: RotaryTables
+    paced: bool
+    """True if every step of a long prompt is launched no further ahead than one that can be aborted."""
 
     @property
     def shape(self) -> ModelShape:

@@ -41,6 +41,8 @@ class Layers:
 
     leads = True
     """True: logits are here, and tokens are sampled here."""
+    paced = False
+    """False: a step that nothing aborts may be launched at once."""
 
     def __init__(
         self,

@@ -5,11 +5,9 @@ are packed, launched and recorded alike. Every rank is given the same steps in o
 recorded step the others get its tokens within the graph, so that a step can follow one that is not over.
 
     exchange           recorded steps   a step whose sequences are all aborted
-    on the device      yes              is computed to its end
-    through the host   no               ends before the same layer on every rank
-
-Ranks whose exchange is queued on the device launch layers without waiting for one another: rank 0 could not
-stop them at one layer.
+    on the device      yes              ends before the same layer on every rank, three layers later; one of
+                                        less than 256 tokens, or recorded, is computed to its end
+    through the host   no               ends before the same layer on every rank, the next one
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from diptych.engine.backends.triton.packed_weights import pack
 from diptych.engine.backends.triton.parts_experts import with_one_shared_expert
 from diptych.engine.backends.triton.parts_layers import PartsLayers
 from diptych.engine.backends.triton.prefill_attention import chosen_operators
-from diptych.engine.backends.triton.prompt_graphs import planned_recordings
+from diptych.engine.backends.triton.prompt_graphs import RECORDING_S
 from diptych.engine.batch import AbortWords, Launched, SequenceStep, StepOutput
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.kv.window_groups import WindowGroups
@@ -39,7 +37,7 @@ from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links
 from diptych.engine.parallel.stages import Stage
-from diptych.engine.parallel.stop_word import RunToEnd, StopWord
+from diptych.engine.parallel.stop_word import StopWord
 from diptych.engine.sampling import SampleRow, SamplingParams
 from diptych.engine.weights import Weights
 
@@ -76,7 +74,7 @@ class TritonPartsBackend:
         self._links, self._held = links, held
         own = [parts[number] for number in parts_of_rank(len(parts), links.ranks.rank, links.ranks.ranks)]
         self._cut_adapter = partial(part_adapters, shape=shape, parts=own, layers=stage.layers)
-        self._stop_word = RunToEnd() if links.on_device and not links.is_alone else stop_word
+        self._stop_word = stop_word
         with current(where), torch.no_grad():
             scales = None if kv_scales is None else kv_scales.to(where)
             chosen = operators or chosen_operators(shape, where, fp8_cache=scales is not None)
@@ -204,16 +202,33 @@ class TritonPartsBackend:
         if self._links.on_device:
             self._step.prepare_decode(memory)
 
-    def record_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
-        """See `PromptGraphBackend.record_prompts`; every rank is called, with the `layout` of whole blocks.
+    def record_prompts(
+        self,
+        layout: KVLayout,
+        most_tokens: int,
+        capture: GraphCapture | None = None,
+        *,
+        seconds: float = RECORDING_S,
+    ) -> int:
+        """See `TritonBackend.record_prompts`, in a process that computes alone.
 
-        All recordings are made, whatever the time: ranks that had made others would not meet.
+        The ranks of a group record by `plan_prompts` and `record_prompt`: those with other recordings would
+        not meet.
+        """
+        if not self._links.is_alone:
+            raise RuntimeError("ranks of a group record prompt steps one by one, all the same ones")
+        return self._step.record_prompts(layout, most_tokens, capture, seconds=seconds)
+
+    def plan_prompts(self, layout: KVLayout, most_tokens: int, capture: GraphCapture | None = None) -> int:
+        """Take the buffers of recorded prompt steps of up to `most_tokens` tokens; return how many may be
+        recorded, 0 where exchanges cannot be. Every rank is called, with the `layout` of whole blocks.
         """
         if not self._links.on_device:
             return 0
         if self._held is not None:
             layout = self._held.narrow(layout)
-        count = self._step.record_prompts(layout, most_tokens, capture, seconds=float("inf"))
-        if count < (planned := planned_recordings(most_tokens)):
-            raise RuntimeError(f"{count} of {planned} prompt steps could be recorded (--prompt-graph-tokens)")
-        return count
+        return self._step.plan_prompts(layout, most_tokens, capture)
+
+    def record_prompt(self, number: int) -> None:
+        """Record one of the planned prompt steps; every rank is called. Raises RuntimeError."""
+        self._step.record_prompt(number)

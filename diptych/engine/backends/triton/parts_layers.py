@@ -8,7 +8,9 @@ many, if the ranks have cards of one kind.
 With a part a rank, a layer has the launches of a whole model's: the sum takes the place of the norm that adds
 to the residual.
 
-Numbers of layers are those of the rank's stage, except for the stop word.
+Numbers of layers are those of the rank's stage, except for the stop word. Where exchanges are queued on the
+device, ranks launch layers without waiting for one another: the word names a layer then that none of them has
+come to (stop_word.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 from diptych.engine.backends.triton.activations import RotaryTables
 from diptych.engine.backends.triton.adapters import PlacedAdapters
+from diptych.engine.backends.triton.launch_throttle import layers_ahead
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import always, query_growth
 from diptych.engine.backends.triton.operators import Operators
@@ -40,7 +43,7 @@ from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links, send
 from diptych.engine.parallel.stage_images import cut_rows
 from diptych.engine.parallel.stages import Stage
-from diptych.engine.parallel.stop_word import StopWord
+from diptych.engine.parallel.stop_word import StopWord, first_common_layer
 
 
 class PartsLayers:
@@ -69,6 +72,7 @@ class PartsLayers:
         """
         self.shape, self.operators, self.leads = stage.shape_of(shape), operators, links.leads
         self._links, self._stage, self._stop_word = links, stage, stop_word
+        self.paced = links.on_device and not links.is_alone
         ranks = links.ranks
         own = [parts[number] for number in parts_of_rank(len(parts), ranks.rank, ranks.ranks)]
         self._halves = [
@@ -139,13 +143,16 @@ class PartsLayers:
         growth = query_growth(self.shape, step.positions, self.weights.dtype)
         steps = [_narrowed(step, share) for share in self._shares]
         self._ends.enter(step.tokens, buffers, given)
+        ahead = layers_ahead(self.weights.device, step.num_tokens) if self.paced else 0
+        if self.paced and ahead is not None and not self._stage.is_first and not step.recorded:
+            _wait_for_rows(self.weights.device)
         self.rotary.gather(step.positions, buffers.angles)
         layers = self.weights.layers
         x = self._sum.first(layers[0].input_norm, self._alone(layers[0].qkv, step), buffers)
         following = [(one.input_norm, self._alone(one.qkv, step)) for one in layers[1:]]
         last = self.weights.final_norm if self._stage.is_last else None
         for index, (layer, next_half) in enumerate(zip(layers, [*following, (last, None)], strict=True)):
-            if not self._goes_on(index, wanted):
+            if not self._goes_on(index, wanted, ahead):
                 break
             self._attention(index, x, steps, buffers, scratch, growth)
             deep = rows_after(given, index, self.shape.hidden_size)
@@ -166,11 +173,15 @@ class PartsLayers:
             return hidden.new_empty((0, self.shape.vocab_size), dtype=torch.float32) if out is None else out
         return logits if out is None else out.copy_(logits)
 
-    def _goes_on(self, index: int, wanted: Callable[[], bool]) -> bool:
-        """Return whether layer `index` is computed, the same on all ranks of the stage."""
+    def _goes_on(self, index: int, wanted: Callable[[], bool], ahead: int | None) -> bool:
+        """Return whether layer `index` is computed, the same on all ranks of the stage.
+
+        `ahead` is the number of layers that a rank may have launched beyond those that all have exchanged;
+        None: there is no bound, and the step is computed to its end.
+        """
         layer = self._stage.layers.start + index
-        if not wanted():
-            self._stop_word.stop_before(layer + 1)
+        if not wanted() and ahead is not None:
+            self._stop_word.stop_before(first_common_layer(layer, ahead))
         return not self._stop_word.stops(layer)
 
     def _attention(
@@ -221,6 +232,17 @@ class PartsLayers:
         no adapter, which multiplies what is not rounded.
         """
         return matrix if len(self._halves) == 1 and step.adapters is None else None
+
+
+def _wait_for_rows(device: torch.device) -> None:
+    """Wait until the rows of the stage before are here.
+
+    It has launched its last layer by then, so that all ranks of this stage find the same stop word.
+    """
+    if device.type == "cuda":
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        event.synchronize()
 
 
 def _share_in(part: Part, stage: Stage, held: KVShare | None) -> KVShare:

@@ -56,9 +56,9 @@ def token_buckets(most_tokens: int) -> list[int]:
     return sorted({n for n in _BUCKETS if n < most_tokens} | {most_tokens})
 
 
-def planned_recordings(most_tokens: int) -> int:
-    """Return how many steps are recorded where nothing keeps one from it."""
-    return len(_CONTEXT_TOKENS) * len(token_buckets(most_tokens)) if most_tokens else 0
+def log_late(count: int, seconds: float) -> None:
+    """Log that time ended the recordings after `count` of them."""
+    _log.warning("%d prompt steps were recorded in %.0f s: others are eager", count, seconds)
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,32 @@ class PromptGraphs:
         """Number of recorded steps."""
         return len(self._recorded)
 
+    @property
+    def planned(self) -> list[tuple[int, int]]:
+        """Steps to record by tokens and sequences: of one sequence, then of several, the largest first."""
+        return [(tokens, sequences) for sequences in self._contexts for tokens in reversed(self._buckets)]
+
     def record(self, seconds: float = RECORDING_S) -> None:
-        """Record steps of one sequence, then of several, the largest first; stop after `seconds`.
+        """Record the `planned` steps; stop after `seconds`.
 
         A step that cannot be recorded is computed eagerly, as those that are not there in time.
         """
         end = time.monotonic() + seconds
+        for number, (tokens, _) in enumerate(self.planned):
+            if time.monotonic() > end:
+                log_late(self.count, seconds)
+                return
+            try:
+                self.record_one(number)
+            except RuntimeError as error:
+                _log.warning("a prompt step of %d tokens cannot be recorded: %s", tokens, error)
+                return
+
+    def record_one(self, number: int) -> None:
+        """Record the step of this number among the `planned` ones. Raises RuntimeError."""
+        tokens, sequences = self.planned[number]
         self._fields.clear()  # what is recorded is computed: of padding alone
-        for sequences in self._contexts:
-            for tokens in reversed(self._buckets):
-                if time.monotonic() > end:
-                    _log.warning(
-                        "%d prompt steps were recorded in %.0f s: others are eager", self.count, seconds
-                    )
-                    return
-                try:
-                    self._recorded[tokens, sequences] = self._record(tokens, sequences)
-                except RuntimeError as error:
-                    _log.warning("a prompt step of %d tokens cannot be recorded: %s", tokens, error)
-                    return
+        self._recorded[tokens, sequences] = self._record(tokens, sequences)
 
     def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
         """Return whether a batch is a step that was recorded."""

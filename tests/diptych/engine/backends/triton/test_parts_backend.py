@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.engine.backends.triton import parts_layers
 from diptych.engine.backends.triton.cuda_graph import EagerCapture
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.parts_backend import TritonPartsBackend
@@ -231,6 +232,25 @@ def test_ranks_stop_before_the_same_layer(llama: OpenCheckpoint) -> None:
     assert not memory.data[:, 2:].any()
 
 
+@pytest.mark.parametrize(("ahead", "written"), [(0, 1), (2, 3), (None, 4)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_that_exchange_on_the_device_stop_before_a_layer_that_none_has_come_to(
+    llama: OpenCheckpoint, stages: int, ahead: int | None, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound of the layers that are launched ahead the step is computed to its end."""
+    monkeypatch.setattr(parts_layers, "layers_ahead", lambda device, tokens: ahead)
+    group = TritonRanks(llama, 2, 2, stages=stages, on_device=True)
+    memory, words = group.memory(), AbortWords(1)
+    words.abort(0)
+    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
+    every: list[AbortWords | None] = [words, *[None] * (2 * stages - 1)]
+    with ThreadPoolExecutor(len(every)) as threads:
+        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, every))
+    assert logits[0].isnan().all()
+    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
+    assert not memory.data[:, written:].any()
+
+
 class Recorded:
     """Two ranks whose decode steps are recorded, over one memory."""
 
@@ -298,4 +318,4 @@ def test_recorded_steps_follow_tokens_that_rank_0_alone_has(
 def test_steps_are_not_recorded_where_an_exchange_comes_to_the_host(llama: OpenCheckpoint) -> None:
     group = TritonRanks(llama, 2, 2)
     assert [backend.plan_decode(4, 16) for backend in group.backends] == [0, 0]
-    assert [backend.record_prompts(group.memory().layout, 64) for backend in group.backends] == [0, 0]
+    assert [backend.plan_prompts(group.memory().layout, 64) for backend in group.backends] == [0, 0]

@@ -5,6 +5,7 @@ One process has all parts: the interpreter serves one thread at a time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def test_recorded_prompt_and_decode_steps_equal_those_of_torch(tmp_path: Path, d
     by_torch, made = backends(opened, device)
     theirs, ours, text = memory_of(opened.shape, 4), on(device, opened), text_of(opened, 10)
     capture = EagerCapture() if device.type == "cpu" else None
-    assert made.record_prompts(ours.layout, 16, capture) == 2
+    assert made.record_prompts(ours.layout, 16, capture, seconds=math.inf) == 2
     assert made.plan_decode(1, 16, capture) == 1
     made.prepare_decode(ours)
     for begin, end in ((0, 9), (9, 10)):
