@@ -57,6 +57,8 @@ class PartsBackend:
         self._shape, self._threads = shape, threads
         self._device, self._stop_word = torch.device(device), stop_word
         self._leads, self._is_alone = links.leads, links.is_alone
+        # Hosts that wait for no exchange are at other layers when the word is written.
+        self._ends_early = links.is_alone or not links.on_device
         self._stage, self._layers = stage, stage.layers
         self._origin = (0, 0) if held is None else (held.layers.start, held.heads.start)
         weights = [on_device(own, self._device) for own in weights]
@@ -103,8 +105,9 @@ class PartsBackend:
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`. Rank 0 alone has an `abort`, and returns logits; the others return no rows.
 
-        The words are read between layers to end a step that no sequence wants any more. Else a sequence that
-        is aborted is written to the end of the step, and its rows are NaN.
+        The words are read between layers to end a step that no sequence wants any more, but not where ranks
+        exchange numbers on the device. Else a sequence that is aborted is written to the end of the step, and
+        its rows are NaN.
         """
         return self.forward_with_features(sequences, abort, None).logits
 
@@ -120,7 +123,7 @@ class PartsBackend:
             step = self._step_of(sequences, taps)
 
             def wanted(layer: int) -> bool:
-                if abort is not None and abort.all_aborted():
+                if self._ends_early and abort is not None and abort.all_aborted():
                     self._stop_word.stop_before(layer + 1)
                 return not self._stop_word.stops(layer)
 

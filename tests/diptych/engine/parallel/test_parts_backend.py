@@ -5,6 +5,7 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_paral
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -115,6 +116,22 @@ def test_an_aborted_step_ends_within_a_layer_and_one_row_of_two_is_no_number(lla
     assert memory.data[8:, 0].any(), "the first layer was begun"
     assert torch.equal(memory.data[8:, 1:], before[:, 1:])
     assert torch.isfinite(group.backends[0].forward(later, None)).all(), "the word is for one step"
+
+
+@pytest.mark.parametrize(("on_device", "written"), [(True, 4), (False, 1)])
+def test_ranks_that_exchange_on_the_device_compute_a_step_to_its_end(
+    llama: OpenCheckpoint, on_device: bool, written: int
+) -> None:
+    """Their hosts may be at any layer when rank 0 stops one: they would wait for one another for ever."""
+    group = ThreadGroup(llama, 2, 2, on_device=on_device)
+    memory, words = group.memory(), AbortWords(1)
+    words.abort(0)
+    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
+    with ThreadPoolExecutor(2) as threads:
+        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, (words, None)))
+    assert logits[0].isnan().all()
+    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
+    assert not memory.data[:, written:].any()
 
 
 def test_ranks_see_the_word_before_the_same_layer() -> None:
