@@ -25,7 +25,12 @@ def plan_steps(engine: LoadedEngine, chunk: int) -> int:
 
 
 def log_plan(engine: LoadedEngine, blocks: int) -> None:
-    """Log the uses of a GPU's memory, with `blocks` of the worker's own."""
-    engine.memory.plan("own blocks", blocks * engine.layout.bytes_per_block)
+    """Log the uses of a GPU's memory, with `blocks` of the worker's own, or rank 0's share of them;
+    nothing on a CPU.
+    """
+    if engine.model.device.type == "cpu":
+        return
+    layout = engine.layout if engine.group is None else engine.group.memories.own_layout(engine.layout)
+    engine.memory.plan("own blocks", blocks * layout.bytes_per_block)
     if (plan := engine.memory.describe(None)) is not None:
         _log.info("%s", plan)

@@ -76,6 +76,10 @@ class SharedMemories:
         """Share of each block that rank 0's memories have room for; None: whole blocks."""
         return self._held
 
+    def own_layout(self, layout: KVLayout) -> KVLayout:
+        """Return the layout of rank 0's blocks, of which all together are those of `layout`."""
+        return layout if self._held is None else self._held.narrow(layout)
+
     def number_of(self, memory: KVMemory) -> int:
         """Return the number of a memory. Raises KeyError for one that is not shared."""
         return self._numbers[memory]
@@ -98,7 +102,7 @@ class SharedMemories:
         if self._held is None:
             pool = allocate_pool(layout, num_blocks, prefault=self._spread is None)
         else:
-            own = allocate_share(self._held.narrow(layout), num_blocks, self._device)
+            own = allocate_share(self.own_layout(layout), num_blocks, self._device)
             begin = self._held.layers.start, self._held.heads.start
             pool = PoolMemory(own.memory.as_share_of(layout, *begin), own.fd)
 
@@ -120,10 +124,9 @@ class SharedMemories:
         The last three are as for `blocks_with_room`. Raises GroupBroken.
         """
         assert self._held is not None, "memory of GPUs is counted, which ranks do not share"
-        held = self._held
+        a_block = self.own_layout(layout).bytes_per_block
         own, others = self._answers(
-            CountBlocks(layout.without_draft()),
-            lambda: room_of_card(self._device, held.narrow(layout).bytes_per_block),
+            CountBlocks(layout.without_draft()), lambda: room_of_card(self._device, a_block)
         )
         return blocks_with_room([own, *others], utilization, recordings, temporaries)
 
@@ -131,11 +134,10 @@ class SharedMemories:
         """Return what the memory of each process is taken by, this one's first, which has `weights` bytes of
         them, where the worker has `num_blocks` blocks. Raises GroupBroken.
         """
-        own = layout if self._held is None else self._held.narrow(layout)
         allocated = sum(
             memory.blocks.nbytes for memory in list(self._numbers) if memory.data.device == self._device
         )
-        size = own.bytes_per_block * num_blocks
+        size = self.own_layout(layout).bytes_per_block * num_blocks
         mine, others = self._answers(
             MeasureMemory(self.layout_of_ranks(layout), num_blocks),
             lambda: measure_rank(self._device, weights, size, min(size, allocated)),
