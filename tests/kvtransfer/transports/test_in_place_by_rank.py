@@ -170,7 +170,7 @@ async def test_a_rank_that_cannot_map_makes_the_worker_copy(
 
 
 async def copying_instead(pair: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Break the link of a writer in place, which cannot map the memories once more and so comes back to copy."""
+    """Break the link of a writer in place, which cannot map memories once more and so comes back to copy."""
 
     async def fails(*arguments: Any) -> None:
         raise registry.TransportError("a rank does not answer")
@@ -216,7 +216,7 @@ async def test_blocks_of_an_earlier_transport_wait_for_its_own_proof(
 async def test_a_fence_reaches_earlier_transports(
     make_pair: Callable[..., Any], times: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that does not stop what it began in place is killed there, and not only cut off from its socket."""
+    """A writer that does not stop what it began in place is killed, and not only cut off from its socket."""
     pair = await make_pair("2 ranks in place or by tcp")
     await pair.grant("r", 10)
     await copying_instead(pair, monkeypatch)
