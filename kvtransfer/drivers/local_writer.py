@@ -62,7 +62,7 @@ class LocalWriter:
         self.listener: LocalListener | None = None
         self._receiver = receiver
         self._actions = actions
-        actions.run(receiver.link_up(identity, in_place=True, chunk=chunk))
+        actions.run(receiver.link_up(identity, in_place=True, transport=NAME, chunk=chunk))
 
     def ask(self, key: Key) -> None:
         """Ask for the blocks of an attached attempt."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -106,18 +105,7 @@ class HandoffServer:
         self._closed = False
         self._tick_task: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
-        hooks = ReceiverHooks(
-            dead=self._writers.writer_dead,
-            resolve=self._receiver.resolve,
-            destinations=self._receiver.destinations,
-            arrived=lambda *event: self._actions.run(self._receiver.arrived(*event)),
-            corrupt=self._on_corrupt,
-            exchanged=self._exchanged,
-        )
-        made = [
-            make_receiver(name, memory, host, replace(hooks, dead=partial(self._on_dead, name)), tls)
-            for name in transports
-        ]
+        made = [make_receiver(name, memory, host, self._hooks_of(name), tls) for name in transports]
         self._pulls: PullServer | None = None
         if not PULLS_FRAMES.isdisjoint(transports):
             self._pulls = PullServer(host, self._memory, self._receiver.prefix_block, tls, self._exchanged)
@@ -218,6 +206,7 @@ class HandoffServer:
             self._receiver.link_up(
                 writer_id,
                 in_place=transport.in_place,
+                transport=transport.name,
                 reads_prefix=reads_prefix,
                 chunk=hello.chunk_tokens,
             )
@@ -284,18 +273,19 @@ class HandoffServer:
 
     # -- transports
 
+    def _hooks_of(self, transport: str) -> ReceiverHooks:
+        return ReceiverHooks(
+            dead=partial(self._writers.writer_dead, transport),
+            resolve=self._receiver.resolve,
+            destinations=self._receiver.destinations,
+            arrived=lambda *event: self._actions.run(self._receiver.arrived(*event)),
+            corrupt=self._on_corrupt,
+            exchanged=self._exchanged,
+        )
+
     def _exchanged(self, writer: WriterId, memory: KVMemory) -> KVMemory:
         """Return what of the blocks of `memory` is exchanged with a writer."""
         return memory if self._writers.shares_drafter(writer) else memory.without_draft()
-
-    def _on_dead(self, transport: str, writer: WriterId) -> None:
-        """Take the proof of a transport, unless the writer came to use another one.
-
-        Some of its processes may have registered with one that not all of them could use: their end says
-        nothing of the others.
-        """
-        if self._writers.transport_of(writer) in ("", transport):
-            self._writers.writer_dead(writer)
 
     def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtransfer.drivers.codec import Response
 from kvtransfer.drivers.links import ServerLink
@@ -26,10 +26,13 @@ class Writer:
 
     id: WriterId
     transport: ReceivingTransport
+    """Transport of its last link."""
     lease: Lease
     link: ServerLink | None
     shares_drafter: bool = True
     """True if its blocks have the segments that blocks have here."""
+    used: dict[str, ReceivingTransport] = field(default_factory=dict)
+    """Transports of all its links, by name: it may still write by an earlier one."""
 
 
 class WriterRegistry:
@@ -107,6 +110,7 @@ class WriterRegistry:
         else:
             known.link, known.transport = link, transport
             known.lease.link_up(now)
+        known.used[transport.name] = transport
         return known
 
     def link_lost(self, writer: Writer, link: ServerLink) -> None:
@@ -124,13 +128,20 @@ class WriterRegistry:
         if writer.link is None and not self._receiver.has_quarantined(writer.id):
             self._known.pop(writer.id, None)
 
-    def writer_dead(self, writer_id: WriterId) -> None:
-        """Forget a writer that its transport has proven to write no more."""
-        self._actions.run(self._receiver.writer_dead(writer_id))
-        writer = self._known.pop(writer_id, None)
-        if writer is not None and writer.link is not None:
+    def writer_dead(self, transport: str, writer_id: WriterId) -> None:
+        """Take the proof of a transport that a writer writes no more by it; forget one that writes nowhere.
+
+        Processes of a writer may have registered with a transport that not all of them could use, and a step
+        may still run that began with an earlier one: the end of one says nothing of the other.
+        """
+        self._actions.run(self._receiver.writer_dead(writer_id, transport))
+        writer = self._known.get(writer_id)
+        if writer is None or (writer.link is not None and writer.transport.name != transport):
+            return
+        if writer.link is not None:
             writer.link.close()
-            writer.link = None
+            self.link_lost(writer, writer.link)
+        self._forget_if_proven(writer)
 
     def fence(self, writer_id: WriterId, why: str) -> None:
         """Cut off a process that must not write again."""
@@ -149,7 +160,8 @@ class WriterRegistry:
         if self._receiver.has_quarantined(writer.id):
             self.fenced += 1
             _log.warning("prefill worker %s is fenced: %s", writer.id.worker_id, why)
-            writer.transport.fence(writer.id)
+            for transport in self._receiver.quarantined_transports(writer.id):
+                writer.used[transport].fence(writer.id)
         else:
             self._known.pop(writer.id, None)
 

@@ -35,6 +35,8 @@ class Grant:
     """Tokens whose KV the writer must deliver."""
     reads_prefix: bool = False
     """True if the writer may read the cached prefix in this pool: its pins last as long as the writer."""
+    transport: str = ""
+    """Transport by which the writer fills it: only what proves the writer's end there ends a quarantine."""
     window_pins: tuple[int, ...] = ()
     """Windowed blocks of the cached prefix, pinned as it is."""
     first_tokens: FirstTokens = ()

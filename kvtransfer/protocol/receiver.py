@@ -1,6 +1,8 @@
 """State machine of the decode side: events in, actions out, no I/O, no clock.
 
 Blocks have two lifetimes, the attempt's and the writer's, and return to the pool at the end of the later one.
+A writer may come back by another transport: then what it had to fill before waits for the proof that the
+transport of before brings.
 Pins on the cached prefix end with the attempt, as no writer writes to those blocks; where the writer copies
 them out of the mapped pool they last as long as the writer. A message counts only when it comes from the
 writer of the grant that it names, generation included; any other is counted as stale.
@@ -11,6 +13,7 @@ Timers escalate, they never free a block. The phases of an attempt and its trans
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.window_groups import WindowGroups
@@ -39,6 +42,16 @@ from kvtransfer.protocol.transfer_table import ReceiverPhase as Phase
 from kvtransfer.protocol.window_allocator import WindowAllocator
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Stream of a writer; the fields are those of `Receiver.link_up`."""
+
+    in_place: bool
+    transport: str
+    reads_prefix: bool
+    chunk: int
+
+
 class Receiver:
     """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now.
 
@@ -64,11 +77,8 @@ class Receiver:
         )
         self._timeouts = timeouts if timeouts is not None else EscalationTimeouts()
         self._transfers = TransferTable(pool, self._allocator)
-        # Writers with a stream, True where they write in place.
-        self._links: dict[WriterId, bool] = {}
-        self._readers: set[WriterId] = set()
-        self._chunks: dict[WriterId, int] = {}
-        """Most tokens that writers in place compute at once."""
+        self._links: dict[WriterId, _Link] = {}
+        """Writers with a stream."""
         self._now = 0.0
 
     # -- the gateway's side
@@ -97,8 +107,10 @@ class Receiver:
         """Serve waiting asks after the pool gained room or fewer sequences run."""
         actions: list[ReceiverAction] = []
         while (attempt := self._transfers.next_waiting(self._gate)) is not None:
-            reads = attempt.requester in self._readers
-            grant = self._transfers.try_grant(attempt, reads_prefix=reads, chunk=self._chunk_of(attempt))
+            link = self._links[attempt.requester]
+            grant = self._transfers.try_grant(
+                attempt, reads_prefix=link.reads_prefix, chunk=link.chunk, transport=link.transport
+            )
             if grant is None:
                 break
             if self._gate is not None:
@@ -116,25 +128,28 @@ class Receiver:
     # -- the writer's side
 
     def link_up(
-        self, writer: WriterId, *, in_place: bool, reads_prefix: bool = False, chunk: int = 0
+        self,
+        writer: WriterId,
+        *,
+        in_place: bool,
+        transport: str = "",
+        reads_prefix: bool = False,
+        chunk: int = 0,
     ) -> list[ReceiverAction]:
         """Record a writer's stream, and send Abort again for each of its quarantined grants.
 
-        `reads_prefix`: the writer copies the cached prefix of its grants out of the mapped pool. `chunk`: the
-        most tokens that it computes at once.
+        Args:
+            transport: name of the transport by which it fills grants from now on.
+            reads_prefix: the writer copies the cached prefix of its grants out of the mapped pool.
+            chunk: the most tokens that it computes at once.
         """
-        self._links[writer] = in_place
-        self._chunks[writer] = max(chunk, 1) if in_place else 0
-        if reads_prefix:
-            self._readers.add(writer)
+        self._links[writer] = _Link(in_place, transport, reads_prefix, max(chunk, 1) if in_place else 0)
         return [SendAbort(writer, grant.ref) for grant in self._transfers.quarantined_by(writer)]
 
     def link_lost(self, writer: WriterId) -> list[ReceiverAction]:
         """Fail the attempts of a writer whose stream broke; as that proves nothing, quarantine its grants."""
         if self._links.pop(writer, None) is None:
             return []
-        self._readers.discard(writer)
-        self._chunks.pop(writer, None)
         actions: list[ReceiverAction] = []
         for attempt in [a for a in self._transfers.attempts.values() if a.writer == writer]:
             actions += self._fail(
@@ -142,12 +157,16 @@ class Receiver:
             )
         return actions + self.blocks_freed()
 
-    def writer_dead(self, writer: WriterId) -> list[ReceiverAction]:
-        """Release all grants of a writer that is proven to write no more."""
-        actions = self.link_lost(writer)
+    def writer_dead(self, writer: WriterId, transport: str) -> list[ReceiverAction]:
+        """Release all grants of a writer that is proven to write no more by this transport.
+
+        A stream by which it came to use another one since stays, and so does what it fills there.
+        """
+        link = self._links.get(writer)
+        actions = self.link_lost(writer) if link is not None and link.transport == transport else []
         for grant in self._transfers.quarantined_by(writer):
             holder = self._transfers.grants.find(grant.ref.slot, grant.ref.generation)
-            if holder is not None:
+            if holder is not None and grant.transport == transport:
                 self._transfers.release(holder)
         return actions + self.blocks_freed()
 
@@ -250,7 +269,7 @@ class Receiver:
         if num_tokens != grant.num_tokens:
             text = f"{num_tokens} tokens were committed, {grant.num_tokens} were expected"
             return self._fail_corrupt(attempt, text)
-        if not self._links[writer] and not grant.all_pushed():
+        if not self._links[writer].in_place and not grant.all_pushed():
             return self._fail_corrupt(attempt, "blocks were committed that were never pushed")
         return self._handoff_if_complete(attempt)
 
@@ -294,6 +313,10 @@ class Receiver:
         """Return True if blocks are quarantined because this writer may still write to them."""
         return bool(self._transfers.quarantined_by(writer))
 
+    def quarantined_transports(self, writer: WriterId) -> set[str]:
+        """Return the transports by which this writer may still write to quarantined blocks."""
+        return {grant.transport for grant in self._transfers.quarantined_by(writer)}
+
     @property
     def num_grants(self) -> int:
         """The number of grants that are being filled, those in quarantine excluded."""
@@ -319,7 +342,7 @@ class Receiver:
 
     def _handoff_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
         grant, writer = attempt.open_grant, attempt.requester
-        in_place = self._links[writer]
+        in_place = self._links[writer].in_place
         if not in_place:
             if not grant.all_arrived():
                 return []
@@ -343,7 +366,7 @@ class Receiver:
         return [done]
 
     def _chunk_of(self, attempt: ReceivingAttempt) -> int:
-        return self._chunks.get(attempt.requester, 0)
+        return self._links[attempt.requester].chunk
 
     def _deny(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
         writer = attempt.requester

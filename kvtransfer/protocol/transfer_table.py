@@ -147,7 +147,7 @@ class TransferTable:
         return max(waiting, key=lambda attempt: attempt.attached.priority, default=None)
 
     def try_grant(
-        self, attempt: ReceivingAttempt, *, reads_prefix: bool = False, chunk: int = 0
+        self, attempt: ReceivingAttempt, *, reads_prefix: bool = False, chunk: int = 0, transport: str = ""
     ) -> SendGrant | None:
         """Grant blocks to a waiting attempt; None while there is no room. `chunk` as the allocator has it."""
         allocation = self._allocator.allocate(attempt.attached, chunk)
@@ -161,6 +161,7 @@ class TransferTable:
             allocation.writable_blocks,
             attempt.attached.num_tokens,
             reads_prefix,
+            transport,
             allocation.window_pins,
         )
         attempt.grant = grant

@@ -80,7 +80,7 @@ IN_PLACE: dict[str, tuple[Holders, Holders]] = {
     }.items()
 }
 """Groups of equal shares, whose prefill ranks compute in the memories of the decode ranks."""
-EITHER = {"2 ranks in place or copied": IN_PLACE["2 ranks in place"]}
+EITHER = {f"2 ranks in place or {how}": IN_PLACE["2 ranks in place"] for how in ("copied", "by tcp")}
 """The same, which may copy as well."""
 OWN = MAPPED | IN_PLACE | EITHER
 """Groups of which rank 0, too, has memory for its own share alone."""
@@ -91,7 +91,7 @@ RANKED = APART | EITHER
 def transports_of(name: str) -> list[str]:
     """Return the transports that a pair of this name may use."""
     if name in EITHER:
-        return ["cuda_shared", "cuda_ipc"]
+        return ["cuda_shared", "tcp" if name.endswith("tcp") else "cuda_ipc"]
     if name in IN_PLACE:
         return ["cuda_shared"]
     return ["cuda_ipc" if name in MAPPED else "tcp" if name in BY_RANK else name]

@@ -71,7 +71,8 @@ def lost_link_counts_as_death(patch: Patch) -> None:
     """A closed stream counts as a proof that the writer has stopped."""
 
     def link_lost(self: Receiver, writer: Any) -> list[Any]:
-        return [*real(self, writer), *self.writer_dead(writer)] if writer in self._links else []
+        link = self._links.get(writer)
+        return [] if link is None else [*real(self, writer), *self.writer_dead(writer, link.transport)]
 
     real = Receiver.link_lost
     patch.setattr(Receiver, "link_lost", link_lost)

@@ -224,7 +224,7 @@ def test_tick_escalates_waits_and_frees_nothing():
     (fence,) = receiver.tick(130.0)
     assert isinstance(fence, FenceWriter)
     assert pool.quarantined() == 3
-    receiver.writer_dead(WRITER)
+    receiver.writer_dead(WRITER, "")
     assert pool.available() == 8
 
 

@@ -2,7 +2,7 @@
 
 Messages of one stream stay in order; streams, data sockets and deaths interleave at will. After every step
 each block is in one state, a block that a living in-place writer may write has no other owner, and no attempt
-has two outcomes.
+has two outcomes. A writer in place may come back to copy, while steps that it began in place still write.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from kvtransfer.protocol.transfer_table import ReceiverPhase
 BLOCK_SIZE = 2
 POOL = 10
 CHUNK = 3
+MAPPED, SOCKET = "mapped", "socket"
 PREFIXES = [[bytes([family, depth]) for depth in range(1, 6)] for family in range(2)]
 
 
@@ -58,17 +59,24 @@ class Process:
 
     id: WriterId
     in_place: bool
+    """True if it fills in place what it is granted by its present link, or by the next one without one."""
     reads: bool = False
-    """True if it may read the cached prefix of its grants where it lies."""
+    """True if it may read the cached prefix of these grants where it lies."""
     sender: Sender = field(default_factory=Sender)
     up: deque[Any] = field(default_factory=deque)
     down: deque[Any] = field(default_factory=deque)
     data: deque[tuple[GrantRef, int]] = field(default_factory=deque)
     grants: dict[Key, GrantReceived] = field(default_factory=dict)
     held: dict[GrantRef, GrantReceived] = field(default_factory=dict)
+    mapped: dict[GrantRef, bool] = field(default_factory=dict)
+    """Of all grants that it began to fill in place, whether it reads their prefix."""
     pushed: dict[GrantRef, int] = field(default_factory=dict)
     linked_there: bool = False
     """True while the decode side knows of a link."""
+
+    @property
+    def transport(self) -> str:
+        return MAPPED if self.in_place else SOCKET
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -133,16 +141,21 @@ class HandoffMachine(RuleBasedStateMachine):
         process.sender.link_up()
         self.perform(
             self.receiver.link_up(
-                process.id, in_place=process.in_place, reads_prefix=process.reads, chunk=CHUNK
+                process.id,
+                in_place=process.in_place,
+                transport=process.transport,
+                reads_prefix=process.reads,
+                chunk=CHUNK,
             )
         )
 
     def kill(self, process: Process) -> None:
         """Kill a process with proof; its successor is another writer."""
         self.processes.remove(process)
-        self.perform(self.receiver.writer_dead(process.id))
+        for transport in (MAPPED, SOCKET):
+            self.perform(self.receiver.writer_dead(process.id, transport))
         heir_id = process.id._replace(incarnation=process.id.incarnation + 1)
-        heir = Process(heir_id, process.in_place, process.reads)
+        heir = Process(heir_id, process.id.worker_id != "b", process.id.worker_id == "c")
         self.processes.append(heir)
         self.link(heir)
 
@@ -186,7 +199,7 @@ class HandoffMachine(RuleBasedStateMachine):
         first = process.pushed[ref]
         if upto <= first:
             return
-        if process.in_place:
+        if ref in process.mapped:
             self.send(process, process.sender.push(ref, first, upto - first))
         elif process.sender.is_writing(ref):
             digests = [digest(ref, index) for index in range(first, upto)]
@@ -297,6 +310,8 @@ class HandoffMachine(RuleBasedStateMachine):
             for key, grant in process.grants.items():
                 if process.sender.start_writing(key):
                     process.held[grant.ref] = grant
+                    if process.in_place:
+                        process.mapped[grant.ref] = process.reads
                     process.pushed[grant.ref] = grant.cached_tokens // BLOCK_SIZE
             process.grants.clear()
 
@@ -311,7 +326,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, wrong: int) -> None:
         process, ref = self.pick(data, self.writing())
         grant = process.held.pop(ref)
-        if not process.in_place:
+        if ref not in process.mapped:
             self.push_upto(process, ref, len(grant.block_ids))
         tokens = self.attempts[ref.key].num_tokens + wrong
         self.send(process, process.sender.commit(ref, tokens, (7,))[1])
@@ -400,7 +415,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if not process.in_place:
             # The data socket is closed with the stream, which for a copying transport is the proof.
             process.data.clear()
-            self.perform(self.receiver.writer_dead(process.id))
+            self.perform(self.receiver.writer_dead(process.id, SOCKET))
 
     @precondition(lambda self: any(not process.linked_there for process in self.processes))
     @rule()
@@ -414,6 +429,17 @@ class HandoffMachine(RuleBasedStateMachine):
                 self.send(process, process.sender.link_lost())
             else:
                 self.link(process)
+
+    def lost_in_place(self) -> list[Process]:
+        return [p for p in self.processes if p.in_place and not p.linked_there and not p.sender.linked]
+
+    @precondition(lambda self: self.lost_in_place())
+    @rule(data=st.data())
+    def comes_back_to_copy(self, data: st.DataObject) -> None:
+        """Link a writer in place that cannot map the memory once more; what it maps it may still write."""
+        process = self.pick(data, self.lost_in_place())
+        process.in_place = process.reads = False
+        self.link(process)
 
     @precondition(lambda self: any(process.held for process in self.processes))
     @rule(data=st.data())
@@ -441,13 +467,14 @@ class HandoffMachine(RuleBasedStateMachine):
             assert all(self.pool.references(b) == 1 or b in self.pool._quarantine for b in fresh)
             seen |= fresh
         for process in self.processes:
-            if process.in_place:
-                for ref, grant in process.held.items():
-                    assert ref in granted, "a block is back while its writer may write"
-                    assert granted[ref].block_ids[: len(grant.block_ids)] == list(grant.block_ids)
-                    if process.reads:
-                        pinned = granted[ref].pinned
-                        assert all(self.pool.references(b) for b in pinned), "a block that is read is free"
+            for ref, grant in process.held.items():
+                if ref not in process.mapped:
+                    continue
+                assert ref in granted, "a block is back while its writer may write"
+                assert granted[ref].block_ids[: len(grant.block_ids)] == list(grant.block_ids)
+                if process.mapped[ref]:
+                    pinned = granted[ref].pinned
+                    assert all(self.pool.references(b) for b in pinned), "a block that is read is free"
 
     @invariant()
     def block_states_add_up_to_the_pool(self) -> None:
@@ -525,8 +552,11 @@ TestWindowHandoff = WindowHandoffMachine.TestCase
 TestWindowHandoff.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
 
 
-def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
-    """Take a long random walk, which reaches states that hypothesis' short programs seldom reach."""
+def walk(machine: HandoffMachine, rng: random.Random, steps: int, losses: int = 1) -> None:
+    """Take a long random walk, which reaches states that hypothesis' short programs seldom reach.
+
+    `losses` is the weight of lost links.
+    """
     for _ in range(steps):
         writing = machine.writing()
         unlinked = [process for process in machine.processes if not process.linked_there]
@@ -549,11 +579,13 @@ def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
                 (2, lambda: machine.push(rng, rng.randint(1, 12))),
                 (3, lambda: machine.commit(rng, rng.random() < 0.1)),
                 (2, lambda: machine.stop(rng, rng.random() < 0.5)),
-                (1, lambda: machine.decode_side_loses_link(rng)),
+                (losses, lambda: machine.decode_side_loses_link(rng)),
                 (1, lambda: machine.sigkill(rng)),
             ]
         if unlinked:
             steps_now.append((4, machine.prefill_side_notices_then_relinks))
+        if machine.lost_in_place():
+            steps_now.append((2 * losses, lambda: machine.comes_back_to_copy(rng)))
         if any(process.sender._attempts for process in machine.processes):
             steps_now.append((1, lambda: machine.withdraw(rng)))
         if len(machine.outcome) < len(machine.attempts):
@@ -577,6 +609,6 @@ def test_random_walks_keep_every_invariant(seed: int) -> None:
     for _ in range(60):
         machine = HandoffMachine()
         machine.build()
-        walk(machine, rng, 120)
+        walk(machine, rng, 120, rng.choice([1, 10]))
         ways |= set(machine.outcome.values())
     assert ways == {"ready", "failed", "cancelled", "preempted"}

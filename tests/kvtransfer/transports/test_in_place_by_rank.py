@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from diptych.engine.parallel.kv_routes import Holders
+from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import CPU, KVHolder, Locality, ReceiverHooks, host_id
@@ -166,6 +167,69 @@ async def test_a_rank_that_cannot_map_makes_the_worker_copy(
     assert ready.transport == "cuda_ipc"
     for place, block in enumerate(ready.block_ids):
         assert torch.equal(read_whole(pair.decode.memory.memory, block), pattern(1, place))
+
+
+async def copying_instead(pair: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Break the link of a writer in place, which cannot map memories once more and so comes back to copy."""
+
+    async def fails(*arguments: Any) -> None:
+        raise registry.TransportError("a rank does not answer")
+
+    peer = await pair.peer()
+    assert peer.in_place
+    monkeypatch.setattr(ThreadWriters, "map_pool", fails)
+    peer.unmap()
+    await break_link(pair)
+    await until(lambda: peer.linked and not peer.in_place)
+    return peer
+
+
+async def break_link(pair: Any) -> None:
+    """End the one link from the decode worker's side."""
+    lost = len(pair.prefill.lost)
+    (writer,) = pair.decode.server._writers._known.values()
+    writer.link.close()
+    await until(lambda: len(pair.prefill.lost) > lost)
+
+
+async def test_blocks_of_an_earlier_transport_wait_for_its_own_proof(
+    make_pair: Callable[..., Any], times: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a data socket says nothing of a step that still writes to the mapped memories."""
+    pair = await make_pair("2 ranks in place or by tcp", lease_times=LeaseTimes(relink_grace_s=60.0))
+    granted = await pair.grant("r", 10)
+    peer = await copying_instead(pair, monkeypatch)
+    assert pair.decode.pool.quarantined() == 3
+    copied = await pair.grant("q", 10)
+    await break_link(pair)  # and with it the data socket: the proof of what was copied
+    await until(lambda: pair.decode.pool.quarantined() <= 3 and pair.decode.server.stats().grants == 0)
+    await until(lambda: peer.linked)
+    assert pair.decode.pool.quarantined() == 3, "the step in place may still write"
+    await peer.stop(copied)
+    fill(granted, 10, 1)
+    in_place, _ = pair.decode.server._handshake.transports
+    in_place._writers._dead(WriterId("prefill", 11))
+    await until(pair.decode.settled)
+    assert peer.linked, "the proof of an earlier transport ends no link"
+
+
+async def test_a_fence_reaches_earlier_transports(
+    make_pair: Callable[..., Any], times: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that does not stop what it began in place is killed, and not only cut off from its socket."""
+    pair = await make_pair("2 ranks in place or by tcp")
+    await pair.grant("r", 10)
+    await copying_instead(pair, monkeypatch)
+    in_place, _ = pair.decode.server._handshake.transports
+    fenced: list[WriterId] = []
+    monkeypatch.setattr(in_place, "fence", fenced.append)  # the writer is this very process
+    writers = pair.decode.server._writers
+    writers.fence(WriterId("prefill", 11), "a test")
+    assert fenced == [WriterId("prefill", 11)]
+    assert pair.decode.pool.quarantined() == 3
+    assert writers.is_fenced(WriterId("prefill", 11))
+    in_place._writers._dead(WriterId("prefill", 11))
+    await until(pair.decode.settled)
 
 
 def test_a_domain_has_the_same_cards_and_shares() -> None:
