@@ -207,6 +207,11 @@ def test_published_configs_give_autoconfigs_shape(name: str, tmp_path: Path) -> 
     compare({**PUBLISHED, **PUBLISHED_SINCE, **OTHERS}[name], tmp_path)
 
 
+@pytest.mark.parametrize("name", published_recurrent.OTHER_NAMES)
+def test_second_names_of_fields_are_read(name: str, tmp_path: Path) -> None:
+    compare(published_recurrent.OTHER_NAMES[name], tmp_path)
+
+
 @pytest.mark.parametrize("family", LLAMAS)
 @pytest.mark.parametrize("fields", ROPE_SPELLINGS)
 def test_both_spellings_of_rope_give_autoconfigs_shape(
