@@ -7,6 +7,6 @@ def parse_address(text: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ValueError("must be HOST:PORT")
-    if host in ("0.0.0.0", "::"):  # noqa: S104: refused, not listened on
+    if host in ("0.0.0.0", "::"):  # refused, not listened on
         raise ValueError("must be an address that other hosts reach")
     return host, int(port)

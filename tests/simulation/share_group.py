@@ -106,7 +106,9 @@ class RankBackend:
     def __init__(self, rank: RankProcess) -> None:
         self._rank = rank
 
-    def follow(self, sequences: Sequence[SequenceStep], greedy: bytes = b"") -> bool:
+    def follow(
+        self, sequences: Sequence[SequenceStep], greedy: bytes = b"", taps: Sequence[int] | None = None
+    ) -> bool:
         """Compute its share of a step, of whose end rank 0 waits for a word."""
         self._rank.group.compute(self._rank.number, self._rank.cells, sequences)
         return True

@@ -124,7 +124,7 @@ def test_transports_of_groups_whose_ranks_have_memories_of_their_own(
         alone = settings(role, **{**two, "tensor_parallel": 1}, **drafting, transport="cuda_ipc")
         assert not alone.ranks_have_memories("cuda")
     device = torch.device(where["device"])
-    assert transports_of(settings(role, **two), device) == ("cuda_ipc", "tcp")
+    assert transports_of(settings(role, **two), device) == ("cuda_shared", "cuda_ipc", "tcp")
     assert transports_of(settings(role, **two, **drafting), device) == ("tcp",)
     for transport in ("nccl", "gloo"):
         with pytest.raises((ValueError, BadSettings), match=f"--transport {transport} does not go with"):
