@@ -239,7 +239,7 @@ def _layout(settings: WorkerSettings, model: Model, drafting: Drafting) -> KVLay
     second = drafting.kv_layout(settings.block_size)
     if second is not None:
         layout = replace(layout, draft=second)
-    if (states := describe_states(layout)) is not None:
+    if (states := describe_states(layout, model.device.type)) is not None:
         log.info("%s", states)
         return layout
     groups = _window_groups(settings, model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from diptych.engine.models.config_fields import llama_shape
+from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import LLAMA_LAYER, Config, Family, GgufFamily, GgufMetadata, Names, Stored
 from diptych.engine.models.llama import LLAMA_DEFAULTS
 from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_layer, mamba2_names
@@ -64,11 +64,14 @@ def granite_shape(config: Config, tied: bool, **switches: Any) -> ModelShape:
 
 
 def _resolve_hybrid(resolved: dict[str, Any]) -> None:
-    if resolved["layer_types"] is None:
+    """Give the layers' kinds, which older files name differently, their usual names."""
+    kinds = resolved["layer_types"]
+    kinds = resolved.get("layers_block_type") if kinds is None else kinds
+    if kinds is None:
         raise UnsupportedModel("layer_types: all layers are recurrent (linear_attention)")
-    resolved["layer_types"] = [
-        "linear_attention" if kind == "mamba" else kind for kind in resolved["layer_types"]
-    ]
+    if not isinstance(kinds, list):
+        raise unreadable(f"layers_block_type is {kinds!r}, not a list of layers")
+    resolved["layer_types"] = ["linear_attention" if kind == "mamba" else kind for kind in kinds]
 
 
 def _mamba2(config: Config) -> LayerShape:

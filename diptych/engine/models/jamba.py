@@ -69,6 +69,8 @@ def _every(config: Config, name: str) -> list[bool]:
 
 
 def _resolve(resolved: dict[str, Any]) -> None:
+    """Fill in the layers' kinds, and the number of experts by its other name."""
+    resolved["num_experts"] = resolved.get("num_local_experts", resolved["num_experts"])
     resolved["layer_types"] = [
         "full_attention" if attends else "linear_attention" for attends in _every(resolved, "attn")
     ]

@@ -53,6 +53,7 @@ _OLD_NAMES = {
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
+    "num_local_experts": "n_routed_experts",
 }
 _LAYER: Names = {
     "input_norm": Stored("norm.weight", float32=True),
@@ -75,12 +76,15 @@ def _resolve(resolved: dict[str, Any]) -> None:
         if old in resolved:
             resolved[name] = resolved[old]
     kinds, pattern = resolved["layers_block_type"], resolved.get("hybrid_override_pattern")
+    kinds = resolved.get("layer_types") if kinds is None else kinds
     if kinds is None and pattern is None:
         kinds = _USUAL
     if kinds is None:
         if not isinstance(pattern, str) or not set(pattern) <= set(_PATTERN):
             raise unreadable(f"hybrid_override_pattern is {pattern!r}, not a letter of M, *, - and E a layer")
         kinds = [_PATTERN[letter] for letter in pattern]
+    if not isinstance(kinds, list):
+        raise unreadable(f"layers_block_type is {kinds!r}, not a list of layers")
     kinds = [_OLD_KINDS.get(str(kind), str(kind)) for kind in kinds]
     if unknown := sorted(set(kinds) - _KINDS):
         raise UnsupportedModel(f"layers_block_type: {', '.join(unknown)}")

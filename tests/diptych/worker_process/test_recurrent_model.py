@@ -16,7 +16,7 @@ from diptych.engine.models.recurrent import ShortConvShape
 from diptych.engine.models.shape import LayerShape
 from diptych.engine.weights.checkpoint import shape_of
 from diptych.worker_process import engine_loader
-from diptych.worker_process.config import ImpossibleSettings
+from diptych.worker_process.config import LARGEST_GPU_BLOCK, ImpossibleSettings, why_not_together
 from diptych.worker_process.engine_loader import load_engine
 from diptych.worker_process.recurrent_model import check_recurrent_settings, describe_states
 from prefill_worker.config import PrefillSettings
@@ -66,10 +66,20 @@ def test_states_and_larger_blocks_are_described() -> None:
     assert describe_states(kv_layout(SHAPE, torch.float32, 16)) is None
     small = describe_states(kv_layout(RECURRENT, torch.float32, 16))
     assert small == (
-        "recurrent states of 4 layers take 0.00 MiB, 1 blocks of 16 tokens; a sequence keeps 2 such pages"
+        "recurrent states of 4 layers take 0.00 MiB, 1 block of 16 tokens; a sequence keeps 2 such pages"
     )
     wide = LayerShape(attention=False, recurrent=ShortConvShape(4000, 3))
     large = describe_states(kv_layout(replace(SHAPE, layers=(wide, LayerShape())), torch.float32, 16))
     assert large is not None
     assert large.startswith("recurrent states of 1 layers take 0.03 MiB, 32 blocks of 16 tokens;")
     assert large.endswith(". With --block-size 128 they take about 4 blocks")
+
+
+def test_no_block_is_advised_that_a_gpu_refuses() -> None:
+    wide = LayerShape(attention=False, recurrent=ShortConvShape(40_000, 3))
+    layout = kv_layout(replace(SHAPE, layers=(wide, LayerShape())), torch.float32, 16)
+    for device, advised in (("cpu", 1024), ("cuda", LARGEST_GPU_BLOCK)):
+        assert f". With --block-size {advised} they take about" in str(describe_states(layout, device))
+    settings = decode(block_size=2 * LARGEST_GPU_BLOCK)
+    assert "--block-size" in str(why_not_together(settings, "cuda"))
+    assert why_not_together(decode(block_size=LARGEST_GPU_BLOCK), "cuda") is None

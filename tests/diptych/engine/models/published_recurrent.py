@@ -107,3 +107,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.0, float("inf")],
     },
 }
+_HYBRID = {"model_type": "granitemoehybrid", "mamba_n_heads": 64, "num_local_experts": 0}
+OTHER_NAMES: dict[str, dict[str, Any]] = {
+    "layers of Nemotron-H": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*-",
+        "layer_types": ["linear_attention", "mlp", "full_attention", "mlp", "moe"],
+    },
+    "experts of Nemotron-H": {"model_type": "nemotron_h", "num_local_experts": 12},
+    "layers of Granite 4": {
+        **_HYBRID,
+        "layers_block_type": ["mamba", "attention", "mamba"],
+        "num_hidden_layers": 3,
+    },
+    "experts of Jamba": {"model_type": "jamba", "num_local_experts": 6},
+}
+"""Configs with fields by the second names that transformers has for them."""

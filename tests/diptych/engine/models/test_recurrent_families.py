@@ -239,6 +239,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layers_block_type": None, "hybrid_override_pattern": "MX*"},
         "hybrid_override_pattern is 'MX",
     ),
+    "a number for the layers": ("nemotron-h", {"layers_block_type": 4}, "layers_block_type is 4"),
+    "a text for the layers": (
+        "granite4-h",
+        {"layer_types": None, "layers_block_type": "mamba"},
+        "layers_block_type is 'mamba'",
+    ),
     "experts in a latent": ("nemotron-h-experts", {"moe_latent_size": 8}, "moe_latent_size 8"),
     "an offset beyond its period": ("jamba", {"attn_layer_offset": 2}, "attn_layer_offset 2 is no layer"),
     "layers of no kind": ("lfm2-experts", {"layer_types": None}, "layer_types is missing"),

@@ -16,7 +16,7 @@ from diptych.engine.models.registry import family_of
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights.hf_config import read_config, resolve_config, shape_from_config
 from diptych.model_families import MODEL_TYPES
-from tests.diptych.engine.models import published_experts, published_recurrent
+from tests.diptych.engine.models import published_experts, published_hybrids, published_recurrent
 from tests.diptych.engine.models.published_configs import PUBLISHED as PUBLISHED_SINCE
 
 LLAMA3_FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -131,7 +131,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-OTHERS = {**published_experts.PUBLISHED, **published_recurrent.PUBLISHED}
+OTHERS = {
+    **published_experts.PUBLISHED,
+    **published_recurrent.PUBLISHED,
+    **published_hybrids.PUBLISHED,
+}
 """Published configs of models with experts or recurrent layers."""
 ROPE_SPELLINGS: list[dict[str, Any]] = [
     {"rope_theta": 5e5},
@@ -205,6 +209,11 @@ def test_an_empty_config_gives_autoconfigs_shape(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_SINCE, *OTHERS])
 def test_published_configs_give_autoconfigs_shape(name: str, tmp_path: Path) -> None:
     compare({**PUBLISHED, **PUBLISHED_SINCE, **OTHERS}[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", published_recurrent.OTHER_NAMES)
+def test_second_names_of_fields_are_read(name: str, tmp_path: Path) -> None:
+    compare(published_recurrent.OTHER_NAMES[name], tmp_path)
 
 
 @pytest.mark.parametrize("family", LLAMAS)
