@@ -1,9 +1,9 @@
 """Runner of all tests (`python -m tests.suite`): three lanes at once, then the few that failed again, alone.
 
-The first lane starts systems of many processes, one system after the other. The second starts single
-programs and servers, and waits for them as often as it computes. The third stays in its own process and keeps
-one core busy. Each is a pytest of its own, and its lines carry its name. Where tests are named on the command
-line there is one lane.
+The first lane starts systems of many processes, one system after the other. The second starts single programs
+and servers, and waits for them as often as it computes, and runs what else keeps both lanes equally long. The
+third stays in its own process and keeps one core busy. Each is a pytest of its own, and its lines carry its
+name. Where tests are named on the command line there is one lane.
 
 Many tests run on real time, and a starved machine can fail one of them for no fault of the code. So up to
 `FEW` failures get a second run, with nothing beside them, and what fails there a third. What fails in all of
@@ -26,7 +26,10 @@ TIMES_ALONE = 2
 ROOT = Path(__file__).parents[1]
 LANES = {
     "systems": ("tests/end_to_end", "tests/faults"),
-    "programs": ("tests/diptych/cli", "tests/diptych/bench", "tests/gateway", "tests/deploy", "tests/lab"),
+    "programs": (
+        *("tests/diptych/cli", "tests/diptych/bench", "tests/gateway", "tests/deploy", "tests/lab"),
+        *("tests/kvtransfer", "tests/decode_worker", "tests/prefill_worker", "tests/simulation"),
+    ),
 }
 REST = "parts"
 FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
