@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.runtime.message_json import message_members
 from diptych.v1 import admin_pb2 as pb
 
-RANK = pb.WorkerRank(pid=7, state="running", weight_bytes=2**40)
+RANK = pb.WorkerRank(pid=7, state="running", weight_bytes=2**40, kv_bytes=2**34)
 WORKER = pb.WorkerInfo(
     worker_id="12",
     role=pb.WORKER_ROLE_DECODE,
@@ -16,7 +16,8 @@ WORKER = pb.WorkerInfo(
 
 def test_message_members_has_numbers_in_nested_messages() -> None:
     [worker] = message_members(pb.WatchLoadResponse(workers=[WORKER]))["workers"]
-    assert worker["load"]["ranks"] == [{"pid": 7, "state": "running", "weight_bytes": 2**40}]
+    [rank] = worker["load"]["ranks"]
+    assert (rank["weight_bytes"], rank["kv_bytes"], rank["other_bytes"]) == (2**40, 2**34, 0)
     assert (worker["load"]["free_blocks"], worker["load"]["waiting_tokens"]) == (2**33, 0)
 
 

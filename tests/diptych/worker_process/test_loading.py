@@ -40,12 +40,11 @@ async def test_weights_are_converted_on_the_configured_threads(
     torch.set_num_threads(before)
 
 
-def test_a_model_in_parts_names_them_where_it_takes_no_adapters(tmp_path: Path) -> None:
-    """The Triton step of a whole model computes adapters, and so do the other steps in parts."""
+def test_a_model_in_parts_takes_adapters_by_the_triton_step_too(tmp_path: Path) -> None:
     settings = DecodeSettings.from_argv(["--sum-parts=2", "--device=cpu", "--backend=triton"])
-    path = tiny_model.write(tmp_path)
-    model = load_in_parts(settings, path, "fp32", torch.device("cpu"), None)
-    assert Runner(model).allow_adapters(8, 64) == "adapters are not computed by the triton-parts step"
+    model = load_in_parts(settings, tiny_model.write(tmp_path), "fp32", torch.device("cpu"), None)
+    assert model.backend_name == "triton-parts"
+    assert Runner(model).allow_adapters(8, 64) is None
 
 
 @pytest.mark.parametrize("tokens", [48, 256])

@@ -151,20 +151,14 @@ async def test_transport_of_a_hosted_worker_is_refused_before_the_model_is_read(
         await engine_loader.load_engine(settings.model_copy(update={"hosted": True}))
 
 
-@pytest.mark.parametrize(
-    ("flag", "problem"),
-    [
-        ("--sum-parts=2", "--sum-parts 2 does not go with a model that reads images"),
-        ("--speculative-model=bundled", "--speculative-model does not go with a model that reads images"),
-    ],
-)
-async def test_images_are_refused_before_the_model_is_read(
-    flag: str, problem: str, monkeypatch: pytest.MonkeyPatch
+async def test_images_beside_a_draft_model_are_refused_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("load_whole", "load_in_parts"):
         monkeypatch.setattr(engine_loader, name, None)
     monkeypatch.setattr(engine_loader, "model_images", lambda path, mmproj: SimpleNamespace(spec=path))
-    settings = PrefillSettings.from_argv(["--device=cpu", flag])
+    settings = PrefillSettings.from_argv(["--device=cpu", "--speculative-model=bundled"])
+    problem = "--speculative-model does not go with a model that reads images"
     with pytest.raises(engine_loader.ImpossibleSettings, match=problem):
         await engine_loader.load_engine(settings)
 

@@ -31,6 +31,9 @@ PROMPT, TOKENS = [41, 7, 120, 3, 99, 30], 3
 
 def answer_of(group: Communicator, count: int, folder: Path) -> list[str]:
     """Compute the prompt, then tokens that rank 0 tells the others; return them, and the digest."""
+    from tests.kernels.gpu.interpreter import sum_all_rows_alike  # here: it needs Triton
+
+    sum_all_rows_alike()  # as the kernels' own tests have it, which share a process with some callers
     rank, ranks = group.rank, group.ranks
     opened = open_checkpoint(folder, "fp32")
     parts = deal_parts(opened.shape, count, whole_experts=True, all_to_all=True)
