@@ -126,7 +126,7 @@ def kv_bytes(shape: ModelShape, keys_and_values: str) -> float:
 def _state_bytes(shape: ModelShape) -> int:
     """Return the bytes of the recurrent states of one sequence."""
     kept = [layer.recurrent.states for layer in shape.layers if layer.recurrent is not None]
-    return page_bytes(iter(kept)) if kept else 0
+    return page_bytes(kept) if kept else 0
 
 
 def _pair_flops(shape: ModelShape) -> int:

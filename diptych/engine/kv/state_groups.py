@@ -22,16 +22,15 @@ LARGE_PAGE = 8
 class StateGroups(WindowGroups):
     """Groups of which the second is pages: `tables` blocks each. Layers that attend have their place."""
 
-    def ring_blocks(self, places: int, chunk: int, block_size: int, tail: int = 0) -> int:
-        """Return the blocks of the pages in which a prompt is computed, as `WindowGroups.ring_blocks` does.
+    def ring_places(self, chunk: int, block_size: int) -> tuple[int, int]:
+        """Return the places of the shortest ring of pages and of the longest, as `WindowGroups.ring_places`.
 
         Those of two places are enough, however long a chunk is: a step reads one page before it writes any.
-        More are taken for fewer places where pages are large.
+        The longest ring has fewer places where pages are large.
         """
-        ring = self.kept(block_size)
+        shortest = self.kept(block_size)
         chunks = self.span(chunk, block_size) // max(1, self.tables // LARGE_PAGE)
-        longest = MOST_RINGS * max(ring, chunks)
-        return self.tables * min(places, tail if ring < tail <= longest else ring)
+        return shortest, MOST_RINGS * max(shortest, chunks)
 
 
 def state_groups(attends: Sequence[bool], page_blocks: int) -> StateGroups:

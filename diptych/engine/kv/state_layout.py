@@ -14,7 +14,7 @@ tokens it is the state: one that is read in the wrong place, or after it was adv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,16 +47,16 @@ class StateLayout:
     def extents(self) -> dict[int, tuple[int, int]]:
         """Return the bytes of a page, from and to, that hold each layer's states."""
         sizes = [_state_bytes(shapes) for _, shapes in self.layers]
-        begins = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=ALIGNED)
+        begins = accumulate(map(_aligned, sizes), initial=ALIGNED)
         return {
             layer: (begin, begin + size)
             for (layer, _), size, begin in zip(self.layers, sizes, begins, strict=False)
         }
 
 
-def page_bytes(layers: Iterator[tuple[tuple[int, ...], ...]]) -> int:
+def page_bytes(layers: Iterable[tuple[tuple[int, ...], ...]]) -> int:
     """Return the bytes of a page with the states of layers that have these shapes."""
-    return ALIGNED + sum(-(-_state_bytes(shapes) // ALIGNED) * ALIGNED for shapes in layers)
+    return ALIGNED + sum(_aligned(_state_bytes(shapes)) for shapes in layers)
 
 
 def state_layout(layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]], block_bytes: int) -> StateLayout:
@@ -118,3 +118,7 @@ class StatePages:
 
 def _state_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
     return _FLOAT * sum(math.prod(shape) for shape in shapes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

@@ -60,12 +60,20 @@ class WindowGroups:
         return max(0, self.window + chunk - 2) // block_size + 2
 
     def ring_blocks(self, places: int, chunk: int, block_size: int, tail: int = 0) -> int:
-        """Return the windowed blocks in which a prompt's `places` are computed by chunks of that size.
+        """Return the blocks beside the full ones in which a prompt's `places` are computed by chunks of that
+        size.
 
-        The last `tail` places are to be there in the end, if that takes no more than `MOST_RINGS` as many.
+        The last `tail` places are to be there in the end, if that takes no more than the longest ring has.
         """
-        ring = self.span(chunk, block_size)
-        return self.tables * min(places, tail if ring < tail <= MOST_RINGS * ring else ring)
+        shortest, longest = self.ring_places(chunk, block_size)
+        return self.tables * min(places, tail if shortest < tail <= longest else shortest)
+
+    def ring_places(self, chunk: int, block_size: int) -> tuple[int, int]:
+        """Return the places of the shortest ring of a prompt that is computed by such chunks, and of the
+        longest.
+        """
+        shortest = self.span(chunk, block_size)
+        return shortest, MOST_RINGS * shortest
 
     def kept(self, block_size: int) -> int:
         """Return the most places whose windowed blocks are kept for a sequence: those before its last place
