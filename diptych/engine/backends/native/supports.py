@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diptych.engine.backends.torch_only import torch_only
 from diptych.engine.models.shape import ModelShape
 
 _MOST_GROUPS = 64
@@ -16,18 +17,7 @@ def supports(shape: ModelShape) -> str | None:
 
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
-    if shape.recurrent_layers:
-        yield "recurrent layers"
-    if not all(layer.attention and layer.feed_forward for layer in shape.layers):
-        yield "layers without attention or without a feed-forward"
-    if shape.experts is not None and not shape.experts.gated:
-        yield "experts without a gate"
-    if shape.attention_gate:
-        yield "attention with a gate"
-    if shape.latent is not None:
-        yield "attention over latents"
-    if shape.norm != "rms":
-        yield "LayerNorm"
+    yield from torch_only(shape)
     if shape.norm_bias:
         yield "norms with a bias"
     if shape.parallel_residual:
