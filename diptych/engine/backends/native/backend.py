@@ -208,7 +208,7 @@ class NativeBackend:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """See `FeatureBackend.embedding`: a copy where the packed weights hold it."""
+        """See `EmbeddingBackend.embedding`: a copy where the packed weights hold it."""
         if self._embedding is not None:
             return self._embedding
         return self.embedding_rows(range(self._shape.vocab_size)).to(self._dtype)

@@ -50,9 +50,9 @@ class ImageRows:
         of_tokens = array("i", [-1]) * tokens
         for row, place in enumerate(places.tolist()):
             of_tokens[place] = row
-        exact = rows.float().contiguous()
-        exact = exact.clone() if exact.data_ptr() == rows.data_ptr() else exact
-        exact[:, :hidden_size] = exact[:, :hidden_size].to(dtype).float()
+        exact = rows.float()
+        entering = exact[:, :hidden_size].to(dtype).float()
+        exact = torch.cat([entering, exact[:, hidden_size:]], dim=1)
         return cls(rows.shape[1] // hidden_size - 1, of_tokens, exact)
 
     @property

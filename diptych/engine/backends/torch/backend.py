@@ -74,7 +74,7 @@ class TorchBackend:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """See `FeatureBackend.embedding`."""
+        """See `EmbeddingBackend.embedding`."""
         return self._decoder.embedding
 
     def give_features(self, layers: Sequence[int]) -> HiddenRows:

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
+from diptych.engine.backend import Backend
 from diptych.engine.batch import AbortWords, SequenceStep, StepOutput
 from diptych.engine.sampling import SampleRow
 
 
-class WithFeatures(Protocol):
+class WithFeatures(Backend, Protocol):
     """A backend, of a whole model or of parts, that gives features of a step where they are asked for."""
-
-    def set_threads(self, threads: int) -> None:
-        """See `Backend.set_threads`."""
-        ...
-
-    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
-        """See `Backend.forward`."""
-        ...
 
     def forward_with_features(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, taps: Sequence[int] | None
