@@ -239,7 +239,7 @@ class NativeBackend:
         Raises NativeError, with nothing written, for a batch that would leave its memory.
         """
         rows = sum(step.logit_rows for step in sequences)
-        return self._step(sequences, bytes(rows), abort)[0]
+        return self.forward_stage(sequences, bytes(rows), abort)[0]
 
     def forward_and_sample(
         self,
@@ -253,7 +253,7 @@ class NativeBackend:
                 sequences, draws, lambda wide, rows: self.forward_and_sample(wide, rows, abort)
             )
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
-        logits, batch = self._step(sequences, greedy, abort)
+        logits, batch = self.forward_stage(sequences, greedy, abort)
         pairs = zip(batch.likeliest, greedy, strict=True)
         tokens = [_to_sampled(token) if drew else None for token, drew in pairs]
         return StepOutput(tokens, logits, batch.hidden, self._features(batch))
@@ -303,10 +303,16 @@ class NativeBackend:
             return None
 
     def forward_stage(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, passing: Passing, abort: AbortWords | None
+        self,
+        sequences: Sequence[SequenceStep],
+        greedy: bytes,
+        abort: AbortWords | None,
+        passing: Passing | None = None,
     ) -> tuple[torch.Tensor, NativeBatch]:
-        """Compute the layers of a stage; return the logits of rows that are not `greedy`, which those of the
-        last stage have, and the batch with what else came of it. Raises NativeError.
+        """Compute the layers that are here, those of a stage or all; return the logits of rows that are not
+        `greedy`, which those of the last stage have, and the batch with what else came of it.
+
+        `passing` are the rows between this stage and others. Raises NativeError.
         """
         with self._rotated(sequences) as turns:
             return self._run(self._batch(sequences, greedy, abort, turns, passing), greedy)
@@ -349,13 +355,6 @@ class NativeBackend:
     def _features(self, batch: NativeBatch) -> torch.Tensor | None:
         """Return the features of a step that has the rows for them."""
         return batch.hidden if self._every_row else batch.features
-
-    def _step(
-        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
-    ) -> tuple[torch.Tensor, NativeBatch]:
-        """Return the logits of rows that are not greedy, and the batch with what else came of it."""
-        with self._rotated(sequences) as turns:
-            return self._run(self._batch(sequences, greedy, abort, turns), greedy)
 
     @contextlib.contextmanager
     def _rotated(self, sequences: Sequence[SequenceStep]) -> Iterator[npt.NDArray[np.int64] | None]:

@@ -209,7 +209,7 @@ class NativePartsBackend:
         if passing.leaves is not None:
             sequences = [replace(step, wants_logits=False) for step in sequences]
         asked = greedy if self._stage.is_last else b""
-        logits, batch = self._step.forward_stage(sequences, asked, passing, abort)
+        logits, batch = self._step.forward_stage(sequences, asked, abort, passing)
         if taps and batch.features is not None:
             here = [tap for tap in taps if tap in own]
             features |= zip(here, batch.features.split(width, dim=1), strict=True)
