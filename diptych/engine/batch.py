@@ -172,16 +172,22 @@ def given_embeddings(
     return torch.cat(places), torch.cat([rows for _, rows in given])
 
 
-def rows_after(
-    given: tuple[torch.Tensor, torch.Tensor] | None, layer: int, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return places and rows `[rows, hidden]` of `given_embeddings` that the residual takes after a layer;
-    None if there are none.
+def put_rows(x_TH: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Write what `given_embeddings` returned into embeddings `[T, hidden]`, at its places."""
+    if given is not None:
+        places, rows = given
+        x_TH[places.to(x_TH.device)] = rows[:, : x_TH.shape[1]].to(x_TH)
+
+
+def add_rows_after(x_TH: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor] | None, layer: int) -> None:
+    """Add the rows of `given_embeddings` that the residual `[T, hidden]` takes after a layer, if there are
+    any, at their places.
     """
+    hidden = x_TH.shape[1]
     begin = (layer + 1) * hidden
-    if given is None or begin >= given[1].shape[1]:
-        return None
-    return given[0], given[1][:, begin : begin + hidden]
+    if given is not None and begin < given[1].shape[1]:
+        places, rows = given
+        x_TH[places.to(x_TH.device)] += rows[:, begin : begin + hidden].to(x_TH)
 
 
 def rotary_positions(sequences: Sequence[SequenceStep]) -> npt.NDArray[np.int64]:

@@ -200,6 +200,18 @@ def parts_of_rank(count: int, rank: int, ranks: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
+def experts_of_ranks(parts: Sequence[Part], ranks: int) -> list[range]:
+    """Return the numbers of the experts that each rank has, of parts whose experts are dealt whole."""
+    spans = []
+    for rank in range(ranks):
+        of = parts_of_rank(len(parts), rank, ranks)
+        first, last = parts[of[0]].experts, parts[of[-1]].experts
+        assert first is not None
+        assert last is not None
+        spans.append(range(first.start, last.stop))
+    return spans
+
+
 def repeats_keys(parts: Sequence[Part], number: int) -> bool:
     """Return whether the part before has the same KV head."""
     return number > 0 and parts[number - 1].kv_heads == parts[number].kv_heads

@@ -18,7 +18,7 @@ from diptych.engine.backends.torch.experts import ExpertFeedForward
 from diptych.engine.backends.torch.fused_layer import FusedLayer, dense, fuse
 from diptych.engine.backends.torch.latent_attention import LatentAttention
 from diptych.engine.backends.torch.recurrent.layer import RecurrentLayer, make_layer
-from diptych.engine.batch import rows_after
+from diptych.engine.batch import add_rows_after, put_rows
 from diptych.engine.models.rope import cos_sin
 from diptych.engine.models.shape import Activation, ModelShape
 from diptych.engine.weights import ExpertWeights, LayerWeights, Storage, Weights
@@ -96,16 +96,14 @@ class Decoder:
         angles = self.angles(positions)
         growth = self.growth(positions)
         x_TH = self.scaled(functional.embedding(tokens, self._embed))
-        if given is not None:
-            x_TH[given[0].to(x_TH.device)] = given[1][:, : x_TH.shape[1]].to(x_TH)
+        put_rows(x_TH, given)
         for index, layer in enumerate(self.layers):
             if not wanted():
                 return None
             if taps is not None and index in taps:
                 taps[index] = x_TH
             x_TH = self._layer(index, layer, x_TH, angles, growth, attend, adapters, recur)
-            if (deep := rows_after(given, index, x_TH.shape[1])) is not None:
-                x_TH[deep[0].to(x_TH.device)] += deep[1].to(x_TH)
+            add_rows_after(x_TH, given, index)
         if taps is not None and len(self.layers) in taps:
             taps[len(self.layers)] = self.norm(x_TH, self.final_norm, self.final_norm_bias)
         return self.norm(x_TH[last], self.final_norm, self.final_norm_bias)

@@ -24,9 +24,9 @@ from diptych.engine.backends.torch.decoder import Angles, Attend, Decoder, Proje
 from diptych.engine.backends.torch.expert_rows import ExpertRows
 from diptych.engine.backends.torch.fused_layer import FusedLayer
 from diptych.engine.backends.torch.part_sums import PartSums
-from diptych.engine.batch import rows_after
+from diptych.engine.batch import add_rows_after, put_rows
 from diptych.engine.models.shape import ModelShape
-from diptych.engine.parallel.parts import Part, parts_of_rank, repeats_keys
+from diptych.engine.parallel.parts import Part, experts_of_ranks, parts_of_rank, repeats_keys
 from diptych.engine.parallel.pipeline import Links, receive, receive_with, send, send_with
 from diptych.engine.parallel.stages import Stage
 from diptych.engine.parallel.vocab_shares import VocabShares
@@ -72,9 +72,7 @@ class PartsDecoder:
         """Take all parts of the model, and the weights that this rank's have in the layers of `stage`."""
         self._shape, self._stage = stage.shape_of(shape), stage
         self._links, self._communicator = links, links.ranks
-        ranks = self._communicator.ranks
-        dealt = [parts_of_rank(len(parts), rank, ranks) for rank in range(ranks)]
-        numbers = dealt[self._communicator.rank]
+        numbers = parts_of_rank(len(parts), self._communicator.rank, self._communicator.ranks)
         self.own = [parts[number] for number in numbers]
         self.decoders = [
             Decoder(part.shape_of(self._shape), own) for part, own in zip(self.own, weights, strict=True)
@@ -83,7 +81,7 @@ class PartsDecoder:
         self._device = weights[0].embed.device
         self._vocab = VocabShares(parts, self._communicator, self._device)
         self._sums = PartSums(self._communicator, len(parts))
-        self._experts = self._expert_rows(parts, dealt) if self.own[0].sends_rows else {}
+        self._experts = self._expert_rows(parts) if self.own[0].sends_rows else {}
         self._own_keys = torch.tensor(
             [not repeats_keys(parts, number) for number in numbers], device=self._device
         )
@@ -108,8 +106,7 @@ class PartsDecoder:
             if step.taps is not None and first + index in step.taps:
                 features[first + index] = x_TH
             x_TH = self._layer(index, x_TH, angles, growth, step.attends, step.changes)
-            if (deep := rows_after(step.given, index, x_TH.shape[1])) is not None:
-                x_TH = x_TH.index_add(0, deep[0].to(x_TH.device), deep[1].to(x_TH))
+            add_rows_after(x_TH, step.given, index)
         if self._links.after is not None:
             # Even if the step has ended: the next stage waits for it.
             kept = {tap: features.get(tap, x_TH) for tap in _taps_before(step, self._stage.layers.stop)}
@@ -171,14 +168,9 @@ class PartsDecoder:
         x_TH = x_TH + lead.added(fed, layer.feed_forward_out_norm)
         return self._sums.gather_rows(x_TH, shares)
 
-    def _expert_rows(self, parts: Sequence[Part], dealt: Sequence[range]) -> dict[int, ExpertRows]:
-        """Return the experts of each layer that has some; `dealt` are the parts of each rank."""
-        spans = []
-        for of in dealt:
-            first, last = parts[of[0]].experts, parts[of[-1]].experts
-            assert first is not None
-            assert last is not None
-            spans.append(range(first.start, last.stop))
+    def _expert_rows(self, parts: Sequence[Part]) -> dict[int, ExpertRows]:
+        """Return the experts of each layer that has some, of all parts of the model."""
+        spans = experts_of_ranks(parts, self._communicator.ranks)
         made = {}
         for index in range(len(self.decoders[0].layers)):
             own = [experts for one in self.decoders if (experts := one.experts_of(index)) is not None]
@@ -231,9 +223,7 @@ class PartsDecoder:
             like = torch.zeros((len(step.tokens), width), dtype=dtype, device=self._device)
             return receive_with(self._links.before, like, _taps_before(step, self._stage.layers.start))
         x_TH = self._embedded(step.tokens)
-        if step.given is not None:
-            places, rows = step.given
-            x_TH[places.to(x_TH.device)] = rows[:, : x_TH.shape[1]].to(x_TH)
+        put_rows(x_TH, step.given)
         return x_TH, {}
 
     def _ended(

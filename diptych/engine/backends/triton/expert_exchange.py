@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from diptych.engine.parallel.communicator import Communicator
-from diptych.engine.parallel.parts import Part, parts_of_rank
+from diptych.engine.parallel.parts import Part, experts_of_ranks
 from diptych.engine.parallel.row_exchange import gather_rows
 from diptych.engine.parallel.row_shares import RowShares
 
@@ -32,13 +32,7 @@ class ExpertRanks:
     def __init__(self, parts: Sequence[Part], communicator: Communicator, device: torch.device) -> None:
         """Take all parts of the model, whose experts are dealt whole."""
         self.communicator = communicator
-        self.spans = []
-        for rank in range(communicator.ranks):
-            of = parts_of_rank(len(parts), rank, communicator.ranks)
-            first, last = parts[of[0]].experts, parts[of[-1]].experts
-            assert first is not None
-            assert last is not None
-            self.spans.append(range(first.start, last.stop))
+        self.spans = experts_of_ranks(parts, communicator.ranks)
         # On the device: a recorded step copies nothing from the host.
         self._ends = torch.tensor([span.stop for span in self.spans], device=device)
 

@@ -23,7 +23,7 @@ from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedWeights
 from diptych.engine.backends.triton.rounded_inputs import Norms
-from diptych.engine.batch import rows_after
+from diptych.engine.batch import add_rows_after, put_rows
 from diptych.engine.models.shape import ModelShape
 
 
@@ -105,9 +105,7 @@ class Layers:
         torch.index_select(weights.embed, 0, step.tokens, out=buffers.residual)
         if self._embedding_scale != 1.0:
             buffers.residual.mul_(self._embedding_scale)
-        if given is not None:
-            rows = given[1][:, : buffers.residual.shape[1]]
-            buffers.residual[given[0].to(buffers.residual.device)] = rows.to(buffers.residual)
+        put_rows(buffers.residual, given)
         self.rotary.gather(step.positions, buffers.angles)
         whole = step.adapters is not None  # adapters multiply what is not rounded
         first, *others = [(one.input_norm, None if whole else one.qkv) for one in weights.layers]
@@ -120,8 +118,7 @@ class Layers:
             gate_up = None if whole else layer.gate_up
             x = self._norms.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
             self._halves.feed_forward(index, x, step, buffers)
-            if (deep := rows_after(given, index, buffers.residual.shape[1])) is not None:
-                buffers.added[deep[0].to(buffers.added.device)] += deep[1].to(buffers.added)
+            add_rows_after(buffers.added, given, index)
             x = self._norms.add(layer.feed_forward_out_norm, *next_half, buffers)
         assert isinstance(x, torch.Tensor)  # no product's alone
         return x

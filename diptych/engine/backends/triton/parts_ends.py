@@ -12,6 +12,7 @@ import torch
 from diptych.engine.backends.triton.layer_halves import LayerHalves
 from diptych.engine.backends.triton.layers import embedding_scale, finished_logits
 from diptych.engine.backends.triton.parts_activations import PartsActivations
+from diptych.engine.batch import put_rows
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part, parts_of_rank
 from diptych.engine.parallel.pipeline import Links, receive, send
@@ -59,9 +60,7 @@ class PartsEnds:
         residual.copy_(self._vocab.gather_embedded(tokens, own_TH))
         if self._scale != 1.0:
             residual.mul_(self._scale)
-        if given is not None:
-            places, rows = given
-            residual[places.to(residual.device)] = rows[:, : residual.shape[1]].to(residual)
+        put_rows(residual, given)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[rows, vocab]` of rows of `hidden` on the process that leads, None on the
@@ -86,10 +85,3 @@ class PartsEnds:
     def _of_part(self, half: LayerHalves, vocab: range, hidden: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(hidden), len(vocab)), dtype=torch.float32, device=hidden.device)
         return finished_logits(self._shape, half.products.head(hidden, out=out))
-
-
-def add_rows(residual: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    """Add rows of images to their places in the residual `[T, hidden]`, if there are any."""
-    if given is not None:
-        places, rows = given
-        residual[places.to(residual.device)] += rows.to(residual)

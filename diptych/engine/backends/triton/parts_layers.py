@@ -31,12 +31,12 @@ from diptych.engine.backends.triton.packed_step import PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
 from diptych.engine.backends.triton.parts_activations import PartsActivations
 from diptych.engine.backends.triton.parts_adapters import PartsAdapters
-from diptych.engine.backends.triton.parts_ends import PartsEnds, add_rows
+from diptych.engine.backends.triton.parts_ends import PartsEnds
 from diptych.engine.backends.triton.parts_experts import PartsExperts
 from diptych.engine.backends.triton.parts_sum import PartsSum
 from diptych.engine.backends.triton.parts_width_norm import PartsWidthNorm
 from diptych.engine.backends.triton.rounded_inputs import Matrix, Rows
-from diptych.engine.batch import rows_after
+from diptych.engine.batch import add_rows_after
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.kv_shares import KVShare
 from diptych.engine.parallel.parts import Part, parts_of_rank
@@ -155,8 +155,7 @@ class PartsLayers:
             if not self._goes_on(index, wanted, ahead):
                 break
             self._attention(index, x, steps, buffers, scratch, growth)
-            deep = rows_after(given, index, self.shape.hidden_size)
-            x = self._feed_forward(index, layer, next_half, step, buffers, deep)
+            x = self._feed_forward(index, layer, next_half, step, buffers, given)
         if self._links.after is not None:
             send(self._links.after, buffers.residual)  # even if the step has ended: the next stage waits
         if self._stop_word.stops(self._stage.of_layers - 1):
@@ -209,22 +208,22 @@ class PartsLayers:
         next_half: tuple[torch.Tensor | None, Matrix],
         step: PackedStep,
         buffers: PartsActivations,
-        deep: tuple[torch.Tensor, torch.Tensor] | None,
+        given: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Rows:
         """Add attention, in `buffers.outputs`, and the second half of a layer to the residual, and rows of
-        images behind it, `deep`.
+        images behind it, of `given`.
 
         Returns what the next layer reads, by its norm and its first matrix.
         """
         if self._experts is not None and layer.experts is not None:
             self._experts.add(index, layer, buffers, recorded=step.recorded)
-            add_rows(buffers.residual, deep)
+            add_rows_after(buffers.residual, given, index)
             return self._sum.first(*next_half, buffers)
         gate_up = self._alone(layer.gate_up, step)
         x = self._sum.add(layer.attention_out_norm, layer.post_norm, gate_up, buffers)
         for half, own in zip(self._halves, buffers.own, strict=True):
             half.feed_forward(index, x, step, own)
-        add_rows(buffers.residual, deep)  # before the sum, which norms all of it
+        add_rows_after(buffers.residual, given, index)  # before the sum, which norms all of it
         return self._sum.add(layer.feed_forward_out_norm, *next_half, buffers)
 
     def _alone(self, matrix: Matrix, step: PackedStep) -> Matrix:
