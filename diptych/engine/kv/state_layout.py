@@ -91,7 +91,7 @@ class StatePages:
             return ()
         flat = self._read(pages, *self._extents[layer]).view(torch.float32)
         parts = flat.split([math.prod(shape) for shape in shapes], dim=1)
-        return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
+        return tuple(part.reshape(len(pages), *shape) for part, shape in zip(parts, shapes, strict=True))
 
     def set_states(self, layer: int, pages: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """Write a layer's states, float32 `[pages, *shape]` each."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import LLAMA_LAYER, LLAMA_MODEL, Config, Family, Names
-from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_layer, mamba2_names
-from diptych.engine.models.shape import LayerShape, ModelShape
+from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_alone, mamba2_names
+from diptych.engine.models.shape import ModelShape
 
-_DEFAULTS = {
+HYBRID_DEFAULTS = {
     **MAMBA2_DEFAULTS,
     "vocab_size": 128000,
     "hidden_size": 4096,
@@ -19,14 +19,14 @@ _DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": None,
     "hidden_act": "silu",
-    "max_position_embeddings": 262_144,
     "rms_norm_eps": 1e-5,
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
-    "attn_layer_indices": None,
 }
+"""Defaults of Bamba and Falcon-H1."""
+_DEFAULTS = {**HYBRID_DEFAULTS, "max_position_embeddings": 262_144, "attn_layer_indices": None}
 HYBRID_LAYER: Names = {
     **{field: str(at).replace("mlp.", "feed_forward.") for field, at in LLAMA_LAYER.items()},
     "post_norm": "pre_ff_layernorm.weight",
@@ -48,11 +48,6 @@ def _resolve(resolved: dict[str, Any]) -> None:
     ]
 
 
-def _mamba2(config: Config) -> LayerShape:
-    width = config["mamba_expand"] * config["hidden_size"]
-    return LayerShape(attention=False, recurrent=mamba2_layer(config, width))
-
-
 def _shape(config: Config, tied: bool) -> ModelShape:
     return llama_shape(config, tied)
 
@@ -65,7 +60,7 @@ FAMILIES = (
         layer={**HYBRID_LAYER, **mamba2_names("mamba.")},
         model=HYBRID_MODEL,
         resolve=_resolve,
-        layer_kinds={"linear_attention": _mamba2},
+        layer_kinds={"linear_attention": mamba2_alone},
         neutral={"hidden_act": ("silu", "swish")},
         partial_rotary=True,
     ),

@@ -11,29 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from diptych.engine.models.bamba import HYBRID_LAYER, HYBRID_MODEL
+from diptych.engine.models.bamba import HYBRID_DEFAULTS, HYBRID_LAYER, HYBRID_MODEL
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import Config, Extent, Family, Names, Stored
-from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_layer, mamba2_names
+from diptych.engine.models.mamba2_fields import expanded_width, mamba2_layer, mamba2_names
 from diptych.engine.models.recurrent_shapes import SpaceShape
 from diptych.engine.models.shape import LayerShape, ModelShape
 
 _DEFAULTS = {
-    **MAMBA2_DEFAULTS,
-    "vocab_size": 128000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": None,
-    "hidden_act": "silu",
+    **HYBRID_DEFAULTS,
     "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
     "mamba_d_ssm": 1024,
     "mamba_norm_before_gate": True,
     "mamba_rms_norm": False,
@@ -70,9 +57,7 @@ def _mamba2(config: Config) -> SpaceShape:
     norm: Literal["after_gate", "before_gate", "none"] = "none"
     if config["mamba_rms_norm"]:
         norm = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
-    return mamba2_layer(
-        config, config["mamba_expand"] * config["hidden_size"] if width is None else width, norm=norm
-    )
+    return mamba2_layer(config, expanded_width(config) if width is None else width, norm=norm)
 
 
 def _factors(config: Config) -> dict[str, tuple[float, ...]]:

@@ -11,9 +11,9 @@ from typing import Any
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import LLAMA_LAYER, Config, Family, GgufFamily, GgufMetadata, Names, Stored
 from diptych.engine.models.llama import LLAMA_DEFAULTS
-from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_layer, mamba2_names
+from diptych.engine.models.mamba2_fields import MAMBA2_DEFAULTS, mamba2_alone, mamba2_names
 from diptych.engine.models.moe import with_experts
-from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape, UnsupportedModel
+from diptych.engine.models.shape import ExpertsShape, ModelShape, UnsupportedModel
 
 GRANITE_SCALES = {
     "embedding_multiplier": 1.0,
@@ -74,11 +74,6 @@ def _resolve_hybrid(resolved: dict[str, Any]) -> None:
     resolved["layer_types"] = ["linear_attention" if kind == "mamba" else kind for kind in kinds]
 
 
-def _mamba2(config: Config) -> LayerShape:
-    width = config["mamba_expand"] * config["hidden_size"]
-    return LayerShape(attention=False, recurrent=mamba2_layer(config, width))
-
-
 def _hybrid(config: Config, tied: bool) -> ModelShape:
     inner = config["shared_intermediate_size"]
     shape = granite_shape(config, tied, intermediate_size=inner)
@@ -108,7 +103,7 @@ FAMILIES = (
         _hybrid,
         layer=_HYBRID_LAYER,
         resolve=_resolve_hybrid,
-        layer_kinds={"linear_attention": _mamba2},
+        layer_kinds={"linear_attention": mamba2_alone},
         neutral={"hidden_act": ("silu", "swish")},
     ),
 )

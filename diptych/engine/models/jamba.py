@@ -8,6 +8,7 @@ from typing import Any
 from diptych.engine.models.bamba import HYBRID_LAYER, HYBRID_MODEL
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import Config, Family, Names, Stored
+from diptych.engine.models.mamba2_fields import expanded_width, mamba_names
 from diptych.engine.models.recurrent_shapes import ScanShape
 from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
 
@@ -43,20 +44,13 @@ _LAYER: Names = {
         f"experts.*.{field}": f"feed_forward.experts.{{}}.{field}_proj.weight"
         for field in ("gate", "up", "down")
     },
-    "recurrent.in_proj": "mamba.in_proj.weight",
-    "recurrent.in_proj_bias": "mamba.in_proj.bias",
-    "recurrent.conv": "mamba.conv1d.weight",
-    "recurrent.conv_bias": "mamba.conv1d.bias",
+    **mamba_names("mamba."),
     "recurrent.x_proj": "mamba.x_proj.weight",
     "recurrent.step_proj": "mamba.dt_proj.weight",
     "recurrent.step_bias": Stored("mamba.dt_proj.bias", float32=True),
     "recurrent.step_norm": "mamba.dt_layernorm.weight",
     "recurrent.b_norm": "mamba.b_layernorm.weight",
     "recurrent.c_norm": "mamba.c_layernorm.weight",
-    "recurrent.decay": Stored("mamba.A_log", float32=True),
-    "recurrent.skip": Stored("mamba.D", float32=True),
-    "recurrent.out_proj": "mamba.out_proj.weight",
-    "recurrent.out_proj_bias": "mamba.out_proj.bias",
 }
 
 
@@ -79,7 +73,7 @@ def _resolve(resolved: dict[str, Any]) -> None:
 def _mamba(config: Config) -> ScanShape:
     hidden, rank = config["hidden_size"], config.get("mamba_dt_rank", "auto")
     shape = ScanShape(
-        width=config["mamba_expand"] * hidden,
+        width=expanded_width(config),
         state=config["mamba_d_state"],
         taps=config["mamba_d_conv"],
         rank=math.ceil(hidden / 16) if rank == "auto" else rank,

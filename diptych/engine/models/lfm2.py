@@ -22,10 +22,8 @@ from diptych.engine.models.family import (
 from diptych.engine.models.recurrent import ShortConvShape
 from diptych.engine.models.shape import BadModelFile, LayerShape, ModelShape
 
-_DEFAULTS = {
+LFM2_DEFAULTS = {
     "vocab_size": 65536,
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -36,11 +34,17 @@ _DEFAULTS = {
     "eos_token_id": 2,
     "conv_bias": False,
     "conv_L_cache": 3,
+    "layer_types": None,
+}
+"""Defaults of LFM2 and LFM2-MoE."""
+_DEFAULTS = {
+    **LFM2_DEFAULTS,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": None,
-    "layer_types": None,
 }
 LFM2_LAYER: Names = {
     **LLAMA_ATTENTION,
@@ -62,12 +66,17 @@ LFM2_LAYER: Names = {
 LFM2_MODEL: Names = {**LLAMA_MODEL, "final_norm": "model.embedding_norm.weight"}
 
 
-def _resolve(resolved: dict[str, Any]) -> None:
-    """Fill in the layers' kinds and what older files name differently."""
+def resolve_names(resolved: dict[str, Any]) -> None:
+    """Give fields of LFM2 and LFM2-MoE the names that other families have."""
     resolved["hidden_act"] = "silu"
     resolved["rms_norm_eps"] = float(resolved["norm_eps"])
-    resolved["intermediate_size"] = resolved.get("block_ff_dim", resolved["intermediate_size"])
     resolved["tie_word_embeddings"] = resolved.get("tie_embedding", resolved["tie_word_embeddings"])
+
+
+def _resolve(resolved: dict[str, Any]) -> None:
+    """Fill in the layers' kinds and what older files name differently."""
+    resolve_names(resolved)
+    resolved["intermediate_size"] = resolved.get("block_ff_dim", resolved["intermediate_size"])
     if resolved["layer_types"] is None:
         layers = range(resolved["num_hidden_layers"])
         full = resolved["full_attn_idxs"]

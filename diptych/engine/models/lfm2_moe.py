@@ -6,25 +6,14 @@ from typing import Any
 
 from diptych.engine.models.config_fields import llama_shape, unreadable
 from diptych.engine.models.family import Config, Family, Names
-from diptych.engine.models.lfm2 import LAYER_KINDS, LFM2_LAYER, LFM2_MODEL
+from diptych.engine.models.lfm2 import LAYER_KINDS, LFM2_DEFAULTS, LFM2_LAYER, LFM2_MODEL, resolve_names
 from diptych.engine.models.moe import with_experts
 from diptych.engine.models.shape import ExpertsShape, ModelShape
 
 _DEFAULTS = {
-    "vocab_size": 65536,
+    **LFM2_DEFAULTS,
     "hidden_size": 2048,
     "intermediate_size": 7168,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": None,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "layer_types": None,
     "moe_intermediate_size": 1792,
     "num_dense_layers": 2,
     "num_experts": 32,
@@ -44,10 +33,7 @@ _LAYER: Names = {
 
 
 def _resolve(resolved: dict[str, Any]) -> None:
-    """Give fields the names that other families have."""
-    resolved["hidden_act"] = "silu"
-    resolved["rms_norm_eps"] = float(resolved["norm_eps"])
-    resolved["tie_word_embeddings"] = resolved.get("tie_embedding", resolved["tie_word_embeddings"])
+    resolve_names(resolved)
     if resolved["layer_types"] is None:
         raise unreadable("layer_types is missing: the config does not say which layers attend")
 

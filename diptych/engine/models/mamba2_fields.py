@@ -1,4 +1,4 @@
-"""Fields and tensor names of layers of Mamba-2 that several families share."""
+"""Fields and tensor names of layers of Mamba and Mamba-2 that several families share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from diptych.engine.models.config_fields import unreadable
 from diptych.engine.models.family import Config, Names, Stored
 from diptych.engine.models.recurrent_shapes import SpaceShape
+from diptych.engine.models.shape import LayerShape
 
 MAMBA2_DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
@@ -25,8 +26,8 @@ MAMBA2_DEFAULTS: Mapping[str, object] = MappingProxyType(
 """Defaults of Granite 4 H, Bamba and Falcon-H1; `mamba_d_head` is the share of a head where it is "auto"."""
 
 
-def mamba2_names(below: str) -> Names:
-    """Return the places of a layer's tensors `below` its own."""
+def mamba_names(below: str) -> Names:
+    """Return the places of tensors that layers of Mamba and Mamba-2 have, `below` a layer's own."""
     return MappingProxyType(
         {
             "recurrent.in_proj": f"{below}in_proj.weight",
@@ -34,13 +35,33 @@ def mamba2_names(below: str) -> Names:
             "recurrent.conv": f"{below}conv1d.weight",
             "recurrent.conv_bias": f"{below}conv1d.bias",
             "recurrent.decay": Stored(f"{below}A_log", float32=True),
-            "recurrent.step_bias": Stored(f"{below}dt_bias", float32=True),
             "recurrent.skip": Stored(f"{below}D", float32=True),
-            "recurrent.norm": f"{below}norm.weight",
             "recurrent.out_proj": f"{below}out_proj.weight",
             "recurrent.out_proj_bias": f"{below}out_proj.bias",
         }
     )
+
+
+def mamba2_names(below: str) -> Names:
+    """Return the places of the tensors of a layer of Mamba-2, `below` its own."""
+    return MappingProxyType(
+        {
+            **mamba_names(below),
+            "recurrent.step_bias": Stored(f"{below}dt_bias", float32=True),
+            "recurrent.norm": f"{below}norm.weight",
+        }
+    )
+
+
+def expanded_width(config: Config) -> int:
+    """Return the channels of a layer of Mamba or Mamba-2: a multiple of the residual's."""
+    width: int = config["mamba_expand"] * config["hidden_size"]
+    return width
+
+
+def mamba2_alone(config: Config) -> LayerShape:
+    """Return a layer of Mamba-2 in place of attention. Raises UnsupportedModel, naming the field."""
+    return LayerShape(attention=False, recurrent=mamba2_layer(config, expanded_width(config)))
 
 
 def mamba2_layer(config: Config, width: int, **switches: Any) -> SpaceShape:

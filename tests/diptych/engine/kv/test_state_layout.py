@@ -70,6 +70,18 @@ def test_a_page_keeps_each_layers_states_apart(
     assert extents[-1][1] <= layout.page_bytes <= layout.blocks * layout.block_bytes
 
 
+def test_a_state_without_numbers_lies_beside_others() -> None:
+    """A convolution of one tap keeps no inputs, and its layer may keep a matrix."""
+    layout = state_layout([(0, ((0, 5), (2, 3)))], 64)
+    pages = StatePages(layout, torch.zeros(2 * layout.blocks, 64, dtype=torch.uint8))
+    tables = torch.arange(2 * layout.blocks).view(2, -1)
+    matrix = torch.arange(12.0).view(2, 2, 3)
+    pages.set_states(0, tables, [torch.empty(2, 0, 5), matrix])
+    nothing, found = pages.states(0, tables)
+    assert nothing.shape == (2, 0, 5)
+    assert torch.equal(found, matrix)
+
+
 @pytest.mark.parametrize("block_bytes", [56, 132])
 def test_blocks_that_hold_no_states_are_refused(block_bytes: int) -> None:
     with pytest.raises(ValueError, match="choose another block size"):

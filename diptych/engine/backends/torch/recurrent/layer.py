@@ -56,7 +56,7 @@ def make_layer(
     """
     match shape:
         case ShortConvShape():
-            return ShortConv(shape, tensors, linear)
+            return ShortConv(tensors, linear)
         case DeltaShape():
             return GatedDelta(shape, tensors, linear, eps)
         case SpaceShape():

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from diptych.engine.backends.torch.recurrent.causal_conv import causal_conv
 from diptych.engine.backends.torch.recurrent.norms import group_norm
+from diptych.engine.backends.torch.recurrent.projections import Projections
 from diptych.engine.backends.torch.recurrent.selective_scan import selective_scan
 from diptych.engine.models.recurrent_shapes import ScanShape
 
 
-class Mamba:
+class Mamba(Projections):
     """See `RecurrentLayer`: X is the channels' inputs and their gates, Y the channels."""
 
     def __init__(
@@ -26,14 +27,10 @@ class Mamba:
         linear: Callable[..., torch.Tensor],
         eps: float,
     ) -> None:
-        self._shape, self._tensors, self._linear, self._eps = shape, tensors, linear, eps
-        self._filter = tensors["conv"].squeeze(1)
+        super().__init__(tensors, linear)
+        self._shape, self._eps = shape, eps
         self._a = -tensors["decay"].float().exp()
         self._skip = tensors["skip"].float()
-
-    def project(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentLayer.project`."""
-        return self._linear(x_TH, self._tensors["in_proj"], self._tensors.get("in_proj_bias"))
 
     def advance(
         self, mixed_BNX: torch.Tensor, states: tuple[torch.Tensor, ...]
@@ -60,7 +57,3 @@ class Mamba:
         """Return the rows' product with a matrix of the layer, float32 `[B, N, out]`."""
         rows = self._linear(x_BNI.flatten(0, 1), self._tensors[matrix])
         return rows.float().view(*x_BNI.shape[:2], rows.shape[-1])
-
-    def output(self, mixed_TY: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentLayer.output`."""
-        return self._linear(mixed_TY, self._tensors["out_proj"], self._tensors.get("out_proj_bias"))

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from diptych.engine.backends.torch.recurrent.causal_conv import causal_conv
 from diptych.engine.backends.torch.recurrent.norms import group_norm
+from diptych.engine.backends.torch.recurrent.projections import Projections
 from diptych.engine.backends.torch.recurrent.state_space import state_space
 from diptych.engine.models.recurrent_shapes import SpaceShape
 
 
-class Mamba2:
+class Mamba2(Projections):
     """See `RecurrentLayer`: X is what `SpaceShape.projected` lists, Y the channels of all heads.
 
     A token's bits depend on where its call begins: see `PIECE_ROWS`.
@@ -29,14 +30,10 @@ class Mamba2:
         linear: Callable[..., torch.Tensor],
         eps: float,
     ) -> None:
-        self._shape, self._tensors, self._linear, self._eps = shape, tensors, linear, eps
-        self._filter = tensors["conv"].squeeze(1)
+        super().__init__(tensors, linear)
+        self._shape, self._eps = shape, eps
         self._a = -tensors["decay"].float().exp()
         self._step_bias, self._skip = tensors["step_bias"].float(), tensors["skip"].float()
-
-    def project(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentLayer.project`."""
-        return self._linear(x_TH, self._tensors["in_proj"], self._tensors.get("in_proj_bias"))
 
     def advance(
         self, mixed_BNX: torch.Tensor, states: tuple[torch.Tensor, ...]
@@ -63,7 +60,3 @@ class Mamba2:
                 return group_norm(out, self._tensors["norm"], self._eps, self._shape.groups) * gate
             case "none":
                 return out * gate
-
-    def output(self, mixed_TY: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentLayer.output`."""
-        return self._linear(mixed_TY, self._tensors["out_proj"], self._tensors.get("out_proj_bias"))

@@ -121,7 +121,7 @@ def test_a_convolution_has_the_same_bits_however_it_is_cut(taps: int, dtype: tor
     torch.manual_seed(taps)
     shape = ShortConvShape(12, taps, bias=True)
     tensors = {name: torch.randn(size).to(dtype) for name, size in shape.tensors(12)}
-    layer = ShortConv(shape, tensors, torch.nn.functional.linear)
+    layer = ShortConv(tensors, torch.nn.functional.linear)
     mixed = torch.randn(3, 11, 36).to(dtype)
     start = tuple(torch.zeros(3, *size) for size in shape.states)
     expected, last = layer.advance(mixed, start)
