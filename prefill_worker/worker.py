@@ -72,8 +72,6 @@ class PrefillWorker:
         self._memory_domain = registry.memory_domain(transports, device, settings.worker_id, engine.group)
         device_type = device.type
         chunk = settings.chunk_tokens(device_type)
-        if engine.images is not None:  # a native step has at most as many embeddings of its own as ids
-            chunk = min(chunk, engine.model.shape.vocab_size)
         most = max(chunk, engine.unbroken_rows)
         self._scratch_plan = plan_scratch(
             settings.scratch_blocks,

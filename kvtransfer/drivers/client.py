@@ -12,7 +12,6 @@ import torch
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from diptych.engine.parallel.kv_routes import Holders
 from diptych.runtime.internal_tls import InternalTls
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client_link import INCOMPATIBLE
@@ -22,23 +21,21 @@ from kvtransfer.drivers.holder_codec import read_holder
 from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.peer import Copying, Peer
 from kvtransfer.drivers.puller import Puller
+from kvtransfer.drivers.reach import Reach
 from kvtransfer.drivers.scratch import Scratch, Tiers
 from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
 from kvtransfer.protocol.pull_rates import PullMode, PullRates
-from kvtransfer.transports import cuda_ipc, in_process, registry, shared_memory, tcp
+from kvtransfer.transports import in_process, registry
 from kvtransfer.transports.base import CPU, PushChannel, TransportError, Welcome, WriterRanks, gpu_uuid
-from kvtransfer.transports.tcp_by_rank import can_go_by_rank, one_holder
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 _RELINK_PAUSE_S = 0.2
 _UNMAP_AFTER_S = 1.0
 _RELINK_FOR_S = 120.0
-_BY_RANK = {shared_memory.ON_GPU: "in copies", cuda_ipc.NAME: "by tcp", tcp.NAME: "whole"}
-"""Transports between ranks with memories of their own, and how blocks go where some rank is not reached."""
 
 
 class RanksUnreachable(HandoffDenied):
@@ -107,7 +104,8 @@ class HandoffClient:
         self._writer_id = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
         self._layout = layout
-        self._transports = [t for t in transports if scratch is not None or t in registry.IN_PLACE]
+        usable = [t for t in transports if scratch is not None or t in registry.IN_PLACE]
+        self._reach = Reach(usable, layout, device, ranks)
         self._make_scratch, self._make_tiers = scratch, tiers
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
@@ -120,8 +118,6 @@ class HandoffClient:
         self._connecting: dict[str, asyncio.Lock] = {}
         self._last_denials: dict[str, _Denial] = {}
         """Last failed try to link to each address: all calls that waited for it fail with it."""
-        self._unreached: dict[str, set[tuple[str, int]]] = {name: set() for name in _BY_RANK}
-        """Decode processes some of whose ranks were not reached from some of this worker's, by transport."""
         self._opening: set[PeerLink] = set()
         """Links whose transport is being opened: they get heartbeats and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,64 +166,32 @@ class HandoffClient:
         self._peers.clear()
 
     async def _link(self, address: str, expected_incarnation: int) -> Peer:
-        """Return the linked Peer; memories that ranks do not map to compute in are copied to, what they do
-        not map at all goes by sockets, and what these do not reach goes whole, from rank 0 to rank 0.
-        """
-        process = (address, expected_incarnation)
-        for _ in _BY_RANK:
+        """Return the linked Peer, by the first way on which ranks reach one another."""
+        while True:
             try:
                 return await self._link_once(address, expected_incarnation)
             except RanksUnreachable as error:
-                avoided, instead = self._unreached[error.transport], _BY_RANK[error.transport]
-                avoided_before = process in avoided
-                avoided.add(process)
-                if avoided_before or not self._transports_to(process):
+                instead = self._reach.fall_back((address, expected_incarnation), error.transport)
+                if instead is None:
                     raise
                 why = error.failure.message
                 _log.warning("blocks for the decode worker at %s go %s: %s", address, instead, why)
-        return await self._link_once(address, expected_incarnation)
-
-    def _holders(self, process: tuple[str, int]) -> Holders:
-        """Return the processes that send shares of blocks to a decode process; empty: blocks go whole."""
-        if process in self._unreached[tcp.NAME] or not can_go_by_rank(self._layout):
-            return ()
-        own = None if self._ranks is None else self._ranks.holders
-        return own if own is not None else one_holder(self._layout)
-
-    @property
-    def _apart(self) -> bool:
-        """True if ranks of this worker have memories of their own."""
-        return self._ranks is not None and self._ranks.holders is not None
-
-    def _holder_devices(self) -> Sequence[str]:
-        """Return the UUID of the GPU of each process that holds shares of blocks."""
-        if self._ranks is None or self._ranks.holders is None:
-            return [gpu_uuid(self._device)]
-        return self._ranks.devices
-
-    def _transports_to(self, process: tuple[str, int]) -> list[str]:
-        """Return the transports to offer to a decode process.
-
-        Whole blocks of ranks with memories of their own go by tcp alone: no memory has them all.
-        """
-        if self._apart and not self._holders(process):
-            return [t for t in self._transports if t == tcp.NAME]
-        return [t for t in self._transports if t == tcp.NAME or process not in self._unreached.get(t, ())]
 
     async def _link_once(self, address: str, expected_incarnation: int) -> Peer:
         if self._closed:
             raise HandoffDenied(_PEER_LOST, "this worker is closing")
+        process = (address, expected_incarnation)
         link = await PeerLink.connect(
             address,
             self._writer_id,
             self._fingerprint,
-            self._transports_to((address, expected_incarnation)),
+            self._reach.transports_to(process),
             gpu_uuid(self._device),
             () if self._ranks is None else self._ranks.pids,
             self._tls,
             self._chunk_tokens,
-            self._holders((address, expected_incarnation)),
-            self._holder_devices(),
+            self._reach.holders_for(process),
+            self._reach.holder_devices,
         )
         # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
@@ -292,7 +256,8 @@ class HandoffClient:
                 channel = await registry.open_channel(hello.transport, welcome, sent)
                 copying = Copying(scratch, sent, channel, self._puller(welcome, channel, sent))
         except TransportError as error:
-            if welcome.holders or self._apart:  # decode workers of earlier versions take ranks for one memory
+            # Decode workers of earlier versions take ranks for one memory, and answer without holders.
+            if welcome.holders or self._reach.apart:
                 raise RanksUnreachable(hello.transport, str(error)) from error
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()

@@ -13,6 +13,7 @@ import torch
 from diptych.engine.backends.native import backend as native_backend
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.batch import EmbeddingRows
 from diptych.engine.models.shape import ModelShape, RopeScaling
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
@@ -80,6 +81,24 @@ def test_fp32_steps_equal_the_torch_backend(name: str, block_size: int) -> None:
     actual = mixed_batches(shape, native_backend, block_size, torch.float32)
     for want, got in zip(expected, actual, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_takes_more_rows_of_images_than_the_vocabulary_has_tokens() -> None:
+    shape = shape_of(vocab_size=7)
+    weights = weights_of(shape, torch.float32)
+    rows = torch.randn(40, shape.hidden_size, generator=torch.Generator().manual_seed(3))
+
+    def logits(backend: Any, given: torch.Tensor) -> torch.Tensor:
+        layout = layout_of(shape, 16, torch.float32)
+        step = Pool(layout, 20).sequence(50).step(tokens_of(50, shape.vocab_size), trailing=50)
+        found: torch.Tensor = backend.forward([replace(step, embeddings=[EmbeddingRows(6, given)])], None)
+        return found
+
+    backend = NativeBackend(shape, weights, torch.float32)
+    expected = logits(TorchBackend(shape, weights), rows)
+    torch.testing.assert_close(logits(backend, rows), expected, rtol=1e-4, atol=1e-4)
+    last = torch.cat([rows[:-1], -rows[-1:]])
+    assert (logits(backend, last)[45:] - expected[45:]).abs().max() > 1e-2, "the last row counts"
 
 
 @pytest.mark.parametrize("block_size", sampled([12, 16, 32], [12, 16]))
