@@ -1,4 +1,4 @@
-"""One thread for tests of tiny models."""
+"""Fixture of one thread, for tests of tiny models."""
 
 from __future__ import annotations
 

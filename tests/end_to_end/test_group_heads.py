@@ -108,7 +108,7 @@ def test_medusa_heads_at_any_degree(
 def test_an_eagle3_head_at_any_degree(
     prefill: Degrees, decode: Degrees, backend: str, tree: str, tmp_path: Path
 ) -> None:
-    """Its features are of layers of both stages."""
+    """Draft from features of layers of both stages."""
     model = tiny_model.write(tmp_path / "tiny")
     head = write_eagle3(tmp_path / "head", model)
     check(model, head, prefill, decode, backend, tree=tree)

@@ -84,7 +84,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, transport: str) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_a_stream_goes_on_after_its_decode_worker_died(tmp_path: Path, transport: str) -> None:
-    """Its states died with the worker: they are computed from the delivered tokens, with the same text."""
+    """Compute the states that died with the worker from the delivered tokens, with the same text."""
     folder = tmp_path / "lfm2"
     with serving(folder, "--transport", transport, "--decode-workers", "2") as served:
         prompt = PROMPTS[4]

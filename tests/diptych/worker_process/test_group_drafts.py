@@ -6,7 +6,7 @@ drafts are recorded. Ranks are threads, and a recording is the work done anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -33,15 +33,7 @@ from tests.diptych.engine.parallel.thread_ranks import go_on, memory_of
 from tests.diptych.worker_process.test_triton_group import MEMORY, TOKENS, Group
 
 DRAFTED, BLOCKS, LONGEST = 3, 8, 32
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread, as ranks that are threads would else compete."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class OwnMemories:

@@ -5,7 +5,7 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_group_heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,16 +32,10 @@ PARENTS = [-1, 0, 0, 1, 2, 4]
 LAYERS = {"hidden": (), "taps": (3, 0, 2), "all": (4,)}
 """Layers whose features are wanted, of four; the last number is behind the final norm."""
 Made = Callable[..., Any]
-pytestmark = pytest.mark.skipif(not library.library_path().exists(), reason="the native step was not built")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread, as ranks that are threads would else compete."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not library.library_path().exists(), reason="the native step was not built"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +132,7 @@ def test_other_ranks_need_the_tree_that_a_plan_has(
 
 
 def test_launched_steps_have_their_hidden_rows(opened: OpenCheckpoint) -> None:
-    """Of native groups: greedy steps that follow one another ahead."""
+    """Launch greedy steps of native groups that follow one another ahead."""
     memory, text = memory_of(opened.shape, 16), text_of(SHORT)
     steps = [
         SequenceStep(memory, range(8), SHORT - 1, text[-1:], wants_logits=True),

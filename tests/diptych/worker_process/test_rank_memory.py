@@ -1,4 +1,4 @@
-"""What a rank's memory is taken by: uses that add up to its GPU, a line of the log, a heartbeat's fields."""
+"""Uses of a rank's memory that add up to its GPU, in a line of the log and in a heartbeat's fields."""
 
 from __future__ import annotations
 

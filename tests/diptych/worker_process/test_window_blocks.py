@@ -5,10 +5,9 @@ The tokens are those of one block for all layers, and what lies behind the windo
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,59 +24,25 @@ from diptych.engine.kv.window_groups import WindowGroups, window_groups
 from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import LayerShape, ModelShape
 from diptych.engine.runner import Runner
-from diptych.runtime.block_hash import block_keys
-from diptych.runtime.discovery.prefix_index import PrefixIndex, PrefixSnapshot
-from diptych.runtime.discovery.records import Identity
 from diptych.worker.v1 import work_pb2
-from diptych.worker_process.attempt import Attempt
 from tests.diptych.worker_process import both_workers
-from tests.diptych.worker_process.both_workers import BLOCK, VOCABULARY, WINDOWED, House, greedy, house
-from tests.diptych.worker_process.complaints import complaints
-from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
-from tests.diptych.worker_process.test_random_interleavings import Plan, Walk
+from tests.diptych.worker_process.both_workers import BLOCK, VOCABULARY, WINDOWED, house
+from tests.diptych.worker_process.page_checks import (
+    BLOCKS,
+    PROMPT,
+    TRANSPORTS,
+    answer_of,
+    ask,
+    check_chat,
+    check_lost_hit,
+    check_lost_hit_shows,
+    check_random_order,
+    check_third_prompt,
+    check_third_prompt_misses,
+)
 from tests.kernels.cpu.tiny_models import weights_of
 
-PROMPT = tuple((7 * n + 3) % VOCABULARY for n in range(42))
-ANSWER = 14
-BLOCKS = 120
-TRANSPORTS = pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-
-
-def expected(prompt: Sequence[int], count: int = ANSWER) -> list[int]:
-    return list(greedy(tuple(prompt), count, shape=WINDOWED))
-
-
-async def ask(made: House, name: str, prompt: Sequence[int], count: int = ANSWER, **changes: Any) -> Heard:
-    gateway = Gateway(made)
-    message = work((name, 1), tuple(prompt), count, **changes)
-    if message.local_prefill:
-        heard = gateway.start_local(made.decodes[0], message)
-    else:
-        heard = gateway.start(made.decodes[0], made.prefills[0], message)
-    async with asyncio.timeout(30):
-        await heard.ended.wait()
-    await asyncio.sleep(0)
-    return heard
-
-
-def expected_hit(made: House, prompt: Sequence[int]) -> int:
-    """Return the cached tokens that a gateway expects of the decode worker, by the keys of its pool."""
-    index, life, layout = PrefixIndex(), Identity(1, 1), made.decodes[0].memory.layout
-    index.load(PrefixSnapshot("decode", life, 1, made.decodes[0].pool.cached_keys()))
-    assert layout.windows is not None
-    attempt = Attempt.from_work(work(("hit", 1), tuple(prompt), 1), max_context=256)
-    keys = block_keys(attempt.cache_namespace, prompt, BLOCK)[: (len(prompt) - 1) // BLOCK]
-    return index.usable_hits("decode", life, keys, layout.windows.kept(BLOCK) - 1) * BLOCK
-
-
-def cached_tokens(made: House) -> int:
-    return made.decodes[0].ended[-1].times.cached_tokens
-
-
-def drop_windowed(pool: BlockPool) -> int:
-    """Evict the windowed blocks of a pool, as others that need room may; return how many there were."""
-    keys = list(pool._unlisted)  # below them are the marks of their places
-    return sum(pool._uncache(pool._cache.discard(key)) for key in keys)
+expected = partial(answer_of, WINDOWED)
 
 
 # ---- the same tokens ---------------------------------------------------------------------------------------
@@ -87,28 +52,7 @@ def drop_windowed(pool: BlockPool) -> int:
 @pytest.mark.parametrize("backend", ["torch", "native", "device"])
 async def test_a_chat_goes_on_from_the_end_of_its_answer(transport: str, backend: str) -> None:
     async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED, backend=backend) as made:
-        first = await ask(made, "a", PROMPT)
-        assert first.tokens == expected(PROMPT)
-        turn = (*PROMPT, *first.tokens, 5, 6, 7)
-        assert (await ask(made, "b", turn)).tokens == expected(turn)
-        # Where blocks are copied the prefill worker has the first prompt of its own, and not the answer.
-        end = len(PROMPT) if transport == "tcp" else len(PROMPT) + ANSWER - 1
-        assert cached_tokens(made) == end // BLOCK * BLOCK
-        hit = expected_hit(made, turn)
-        assert (await ask(made, "c", turn)).tokens == expected(turn)
-        assert cached_tokens(made) == hit == (len(turn) - 1) // BLOCK * BLOCK
-        assert expected_hit(made, turn[:20]) == 0
-        assert (await ask(made, "d", turn[:20])).tokens == expected(turn[:20])
-        assert cached_tokens(made) == 0, "the windowed blocks in the middle of a prompt are gone"
-        assert await made.empty() == []
-
-
-SYSTEM = PROMPT[:30]
-"""Begin of all prompts, longer than the window."""
-
-
-def asking(number: int, tokens: int) -> tuple[int, ...]:
-    return (*SYSTEM, *((number * n + 5) % VOCABULARY for n in range(tokens)))
+        await check_chat(made, WINDOWED, transport)
 
 
 @TRANSPORTS
@@ -116,45 +60,27 @@ def asking(number: int, tokens: int) -> tuple[int, ...]:
 async def test_what_two_prompts_begin_with_is_a_hit_for_the_third(transport: str, tokens: int) -> None:
     """The longer prompts overwrite their rings, which have to be longer for it."""
     async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED) as made:
-        hits = []
-        for number in (11, 13, 17, 19):
-            heard = await ask(made, f"r{number}", asking(number, tokens))
-            assert heard.tokens == expected(asking(number, tokens))
-            hits.append(cached_tokens(made))
-        assert hits == [0, 0, *[len(SYSTEM) // BLOCK * BLOCK] * 2]
-        assert await made.empty() == []
+        await check_third_prompt(made, WINDOWED, tokens)
 
 
 async def test_a_short_ring_loses_what_prompts_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without a longer ring the third prompt finds nothing."""
     monkeypatch.setattr(window_groups_module, "MOST_RINGS", 1)
     async with house("shared_memory", blocks=BLOCKS, shape=WINDOWED) as made:
-        for number in (11, 13, 17):
-            await ask(made, f"r{number}", asking(number, 50))
-        assert cached_tokens(made) == 0
+        await check_third_prompt_misses(made)
 
 
 @TRANSPORTS
 async def test_a_hit_whose_windowed_blocks_are_gone_is_none(transport: str) -> None:
     async with house(transport, blocks=BLOCKS, scratch=BLOCKS, shape=WINDOWED) as made:
-        await ask(made, "a", PROMPT)
-        assert expected_hit(made, PROMPT) == (len(PROMPT) - 1) // BLOCK * BLOCK
-        assert drop_windowed(made.decodes[0].pool) > 0
-        drop_windowed(made.prefills[0].scratch)
-        assert made.decodes[0].pool.cached() > 0
-        assert expected_hit(made, PROMPT) == 0, "gateways expect what is granted"
-        assert (await ask(made, "b", PROMPT)).tokens == expected(PROMPT)
-        assert cached_tokens(made) == 0
+        await check_lost_hit(made, WINDOWED)
 
 
 async def test_to_take_such_a_hit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the test above."""
     monkeypatch.setattr(window_prefix, "usable_places", lambda keys, end, reach, holds: end)
     async with house("shared_memory", blocks=BLOCKS, shape=WINDOWED) as made:
-        await ask(made, "a", PROMPT)
-        drop_windowed(made.decodes[0].pool)
-        heard = await ask(made, "b", PROMPT)
-        assert heard.terminal_messages != ["decode finished"] or heard.tokens != expected(PROMPT)
+        await check_lost_hit_shows(made, WINDOWED)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
@@ -180,15 +106,6 @@ async def test_drafts_and_local_prompts(local: work_pb2.LocalPrefill) -> None:
         assert await made.empty() == []
 
 
-class WindowWalk(Walk):
-    """A walk over workers of a model with a window."""
-
-    requests = 90
-
-    def expected(self, planned: Plan) -> tuple[int, ...]:
-        return greedy(planned.prompt, planned.max_tokens, shape=WINDOWED)
-
-
 @pytest.mark.parametrize(
     ("transport", "seed", "blocks", "backend"),
     [
@@ -202,16 +119,7 @@ class WindowWalk(Walk):
 async def test_requests_in_random_order_leave_nothing_behind(
     transport: str, seed: int, blocks: int, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR)
-    async with house(
-        transport, decodes=2, prefills=2, blocks=blocks, scratch=90, shape=WINDOWED, backend=backend
-    ) as made:
-        walk = WindowWalk(made, seed)
-        await walk.run()
-        assert await made.empty() == []
-    assert complaints(caplog) == []
-    assert walk.outcomes["decode finished"] > 10, walk.outcomes
-    assert walk.outcomes["decode preempted"] > 0, walk.outcomes
+    await check_random_order(transport, WINDOWED, seed, blocks, caplog, backend)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

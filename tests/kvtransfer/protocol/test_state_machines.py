@@ -69,7 +69,7 @@ class Process:
     grants: dict[Key, GrantReceived] = field(default_factory=dict)
     held: dict[GrantRef, GrantReceived] = field(default_factory=dict)
     mapped: dict[GrantRef, bool] = field(default_factory=dict)
-    """Of all grants that it began to fill in place, whether it reads their prefix."""
+    """Whether it reads the prefix of each grant that it began to fill in place."""
     pushed: dict[GrantRef, int] = field(default_factory=dict)
     linked_there: bool = False
     """True while the decode side knows of a link."""

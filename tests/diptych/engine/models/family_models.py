@@ -262,6 +262,20 @@ class Stepper:
         return texts
 
 
+def check_greedy(oracle: Any, backend: Any, shape: ModelShape, tokens: int, texts: int) -> None:
+    """Compare a backend's greedy tokens of so many texts, alone and mixed, with transformers'.
+
+    By induction: each token is the likeliest after those before it, as transformers has them.
+    """
+    prompts = [text_of(40 + 3 * number, seed=number) for number in range(texts)]
+    [alone] = Stepper(backend, shape).greedy(prompts[:1], tokens)
+    mixed = Stepper(backend, shape).greedy(prompts, tokens)
+    assert mixed[0] == alone
+    for prompt, text in zip(prompts, mixed, strict=True):
+        likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
+        assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
+
+
 def spoiled(checkpoint: Checkpoint, **changes: Any) -> torch.Tensor:
     """Return the torch backend's logits of a text with some switches changed, `[tokens, vocab]`.
 

@@ -7,7 +7,9 @@ from typing import Any
 PUBLISHED: dict[str, dict[str, Any]] = {
     "LFM2-1.2B": {
         "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
         "block_auto_adjust_ff_dim": True,
+        "block_dim": 2048,
         "block_ff_dim": 12288,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
@@ -15,6 +17,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "block_use_swiglu": True,
         "conv_L_cache": 3,
         "conv_bias": False,
+        "conv_dim": 2048,
         "eos_token_id": 7,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "hidden_size": 2048,

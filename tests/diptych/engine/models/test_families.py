@@ -26,6 +26,7 @@ from tests.diptych.engine.models.family_models import (
     CASES,
     TEXT,
     Stepper,
+    check_greedy,
     config_of,
     oracle_logits,
     oracle_of,
@@ -97,16 +98,9 @@ def test_logits_equal_transformers(case: tuple[Any, Path]) -> None:
 def test_greedy_tokens_equal_transformers_alone_and_mixed(
     sample: tuple[Any, Path], tokens: int, texts: int
 ) -> None:
-    """By induction: each token is the likeliest after those before it, as transformers has them."""
     oracle, folder = sample
-    prompts = [text_of(40 + 3 * number, seed=number) for number in range(texts)]
     for backend, shape in backends_of(folder):
-        [alone] = Stepper(backend, shape).greedy(prompts[:1], tokens)
-        mixed = Stepper(backend, shape).greedy(prompts, tokens)
-        assert mixed[0] == alone
-        for prompt, text in zip(prompts, mixed, strict=True):
-            likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
-            assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
+        check_greedy(oracle, backend, shape, tokens, texts)
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(sample: tuple[Any, Path]) -> None:

@@ -23,6 +23,7 @@ from diptych.engine.weights.checkpoint import read_checkpoint, shape_of
 from diptych.engine.weights.hf_config import resolve_config, shape_from_config
 from diptych.planner.capacity import Worker, worker_of
 from diptych.planner.model_costs import model_costs
+from tests.diptych.engine.models.published_hybrids import PUBLISHED
 from tests.diptych.engine.weights.gguf_files import finish
 
 Case = tuple[Path, Lfm2ForCausalLM, torch.Tensor]
@@ -53,29 +54,6 @@ CASES: dict[str, dict[str, Any]] = {
     "one-tap": {"layer_types": [FULL, CONV], "conv_L_cache": 1, "block_ffn_dim_multiplier": 1.7},
 }
 TEXT = [(17 * n + 5) % 131 for n in range(70)]
-LFM2_1_2B: dict[str, Any] = {
-    "architectures": ["Lfm2ForCausalLM"],
-    "block_auto_adjust_ff_dim": True,
-    "block_dim": 2048,
-    "block_ff_dim": 12288,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256,
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "conv_dim": 2048,
-    "eos_token_id": 7,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    "hidden_size": 2048,
-    "max_position_embeddings": 128000,
-    "model_type": "lfm2",
-    "norm_eps": 1e-05,
-    "num_attention_heads": 32,
-    "num_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000.0,
-    "vocab_size": 65536,
-}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -204,7 +182,7 @@ def test_it_is_not_dealt_to_parts(case: Case) -> None:
 
 
 def shape(**changes: Any) -> ModelShape:
-    return shape_from_config(resolve_config({**LFM2_1_2B, **changes}), tied=True)
+    return shape_from_config(resolve_config({**PUBLISHED["LFM2-1.2B"], **changes}), tied=True)
 
 
 def test_published_sizes() -> None:

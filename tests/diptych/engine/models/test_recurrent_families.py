@@ -27,7 +27,15 @@ from diptych.engine.models.shape import LayerShape, UnsupportedModel
 from diptych.engine.weights import Checkpoint, safetensors_folder
 from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.engine.weights.hf_config import read_config
-from tests.diptych.engine.models.family_models import BLOCK, SIZES, TEXT, Stepper, oracle_logits, text_of
+from tests.diptych.engine.models.family_models import (
+    BLOCK,
+    SIZES,
+    TEXT,
+    Stepper,
+    check_greedy,
+    oracle_logits,
+    text_of,
+)
 from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
 
 EXACT = 1e-4
@@ -83,20 +91,13 @@ def test_logits_equal_transformers_however_the_text_is_cut(case: tuple[Any, Path
 def test_greedy_tokens_equal_transformers_alone_and_mixed(
     sample: tuple[Any, Path], tokens: int, texts: int
 ) -> None:
-    """By induction: each token is the likeliest after those before it, as transformers has them."""
     oracle, folder = sample
     model = load_model(folder, torch.float32, backend="torch")
-    prompts = [text_of(40 + 3 * number, seed=number) for number in range(texts)]
-    [alone] = Stepper(model.backend, model.shape).greedy(prompts[:1], tokens)
-    mixed = Stepper(model.backend, model.shape).greedy(prompts, tokens)
-    assert mixed[0] == alone
-    for prompt, text in zip(prompts, mixed, strict=True):
-        likeliest = oracle_logits(oracle, text).argmax(dim=-1).tolist()
-        assert likeliest[len(prompt) - 1 : -1] == text[len(prompt) :]
+    check_greedy(oracle, model.backend, model.shape, tokens, texts)
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(sample: tuple[Any, Path]) -> None:
-    """Of most tokens: where rounding turns a choice of experts, which it does in both, a token is far off."""
+    """Compare most tokens: one whose choice of experts rounding turns, which it does in both, is far off."""
     oracle, folder = sample
     model = load_model(folder, torch.bfloat16, backend="torch")
     exact = oracle_logits(oracle, text_of(TEXT))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.parallel.parts import Part
 from diptych.engine.weights.checkpoint import open_checkpoint
 from diptych.engine.weights.reader import OpenCheckpoint
 from tests.diptych.engine.models.family_models import config_of, oracle_of, save, text_of
-from tests.diptych.engine.parallel.thread_ranks import Ranks, go_on, whole
+from tests.diptych.engine.parallel.thread_ranks import Ranks, ThreadGroup, go_on, whole
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -105,6 +107,27 @@ def check_next_heads(made: Made, shifted: Ranks) -> None:
     found = go_on(shifted, pool, text, GREEDY)
     assert found[0] != expected[0]
     assert (found[1] - expected[1]).abs().max() > 1e-2
+
+
+def stopped(group: ThreadGroup) -> KVMemory:
+    """Compute a step that rank 0 alone knows to be aborted from its begin; return what it wrote in blocks.
+
+    Its logits have to be no numbers.
+    """
+    memory, words = group.memory(), AbortWords(1)
+    words.abort(0)
+    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
+    every: list[AbortWords | None] = [words, *[None] * (len(group.backends) - 1)]
+    with ThreadPoolExecutor(len(every)) as threads:
+        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, every))
+    assert logits[0].isnan().all()
+    return memory
+
+
+def check_layers(memory: KVMemory, written: int) -> None:
+    """Check that the first `written` layers were computed, and no other one."""
+    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
+    assert not memory.data[:, written:].any()
 
 
 def check_other_sums(first: Ranks, second: Ranks) -> None:

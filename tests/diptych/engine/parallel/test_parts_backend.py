@@ -5,7 +5,6 @@ Ranks are threads here. Real processes are in tests/end_to_end/test_tensor_paral
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +21,13 @@ from tests.diptych.engine.parallel.part_checks import (
     EXACT,
     TEXT,
     check_family,
+    check_layers,
     check_next_heads,
     check_other_degree,
     check_other_sums,
     check_own_heads,
     next_heads,
+    stopped,
 )
 from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, memory_of
 
@@ -123,15 +124,7 @@ def test_ranks_that_exchange_on_the_device_compute_a_step_to_its_end(
     llama: OpenCheckpoint, on_device: bool, written: int
 ) -> None:
     """Their hosts may be at any layer when rank 0 stops one: they would wait for one another for ever."""
-    group = ThreadGroup(llama, 2, 2, on_device=on_device)
-    memory, words = group.memory(), AbortWords(1)
-    words.abort(0)
-    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
-    with ThreadPoolExecutor(2) as threads:
-        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, (words, None)))
-    assert logits[0].isnan().all()
-    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
-    assert not memory.data[:, written:].any()
+    check_layers(stopped(ThreadGroup(llama, 2, 2, on_device=on_device)), written)
 
 
 def test_ranks_see_the_word_before_the_same_layer() -> None:

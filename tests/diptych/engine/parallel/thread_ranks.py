@@ -23,6 +23,7 @@ from diptych.engine.parallel.ways import links_of, own_ways, ways_of
 from diptych.engine.weights.part_weights import read_parts, weight_bytes
 from diptych.engine.weights.reader import OpenCheckpoint
 
+Found = TypeVar("Found")
 BLOCK = 16
 BY_TORCH = partial(PartsBackend, threads=1)
 """Maker of the torch backend of a rank."""
@@ -136,6 +137,20 @@ class ThreadGroup:
     ) -> torch.Tensor:
         """Compute a step whose other ranks have it as `planned`; return its logits."""
         return self._forward([sequences, *[planned] * (len(self.backends) - 1)])
+
+    def on_all(self, do: Callable[[Any], object]) -> None:
+        """Do something with the backend of every rank, of all at once."""
+        with ThreadPoolExecutor(len(self.backends)) as threads:
+            list(threads.map(do, self.backends))  # errors of all ranks are raised
+
+    def lead_and_follow(self, lead: Callable[[], Found], follow: Callable[[Any], None]) -> Found:
+        """Let rank 0 lead while each other rank follows with its backend; return what rank 0 found."""
+        with ThreadPoolExecutor(len(self.backends)) as threads:
+            others = [threads.submit(follow, backend) for backend in self.backends[1:]]
+            found = threads.submit(lead).result(60)
+            for other in others:
+                other.result(60)
+        return found
 
     def _forward(self, of_ranks: Sequence[Sequence[SequenceStep]]) -> torch.Tensor:
         self.stop_word.reset()

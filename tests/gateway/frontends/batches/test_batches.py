@@ -14,9 +14,11 @@ from openai.types import Batch
 
 from gateway.access.key_file import digest_of
 from gateway.frontends.batches.records import WINDOW_S
+from gateway.frontends.batches.runner import BatchRunner
 from gateway.frontends.batches.store import BatchStore, StoreLimits
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_routes import TEXT, gateway_api, ids_of, post
+from tests.gateway.running_gateway import until
 from tests.gateway.scripted_workers import ScriptedDecode, answering
 
 CHATS = "/v1/chat/completions"
@@ -135,9 +137,15 @@ async def test_bad_line_fails_the_batch(
 
 
 async def test_cancelled_batch_says_so_of_what_did_not_run(
-    bundled: ServedModel, redis_url: str, tmp_path: Path
+    bundled: ServedModel, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = asyncio.Event()
+    release, runs, watch = asyncio.Event(), list[Any](), BatchRunner._watch
+
+    async def watched(runner: BatchRunner, run: Any) -> None:
+        runs.append(run)
+        await watch(runner, run)
+
+    monkeypatch.setattr(BatchRunner, "_watch", watched)
 
     async def held(decode: ScriptedDecode, work: Any) -> None:
         await release.wait()
@@ -151,7 +159,7 @@ async def test_cancelled_batch_says_so_of_what_did_not_run(
         assert (await client.batches.cancel(begun.id)).status == "cancelling"
         with pytest.raises(openai.BadRequestError):
             await client.files.delete(begun.input_file_id)
-        await asyncio.sleep(1.5)  # until the runner has looked
+        await until(lambda: [run.ending for run in runs] == ["cancelled"])
         release.set()
         batch = await ended(client, begun)
         outputs, errors = (

@@ -7,7 +7,6 @@ tests/diptych/worker_process/test_triton_group.py the orders of a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,18 +228,15 @@ class Recorded:
     def __init__(self, case: Case, ranks: int) -> None:
         self.group = TritonRanks(case.opened, PARTS, ranks, on_device=True)
         self.memory = self.group.memory(16)
-        self.on_all(lambda backend: backend.plan_decode(4, self.memory.layout.block_size, EagerCapture()))
-        self.on_all(lambda backend: backend.prepare_decode(self.memory))
+        block_size = self.memory.layout.block_size
+        self.group.on_all(lambda backend: backend.plan_decode(4, block_size, EagerCapture()))
+        self.group.on_all(lambda backend: backend.prepare_decode(self.memory))
         adapted = AdaptedGroup(self.group)
         for backend in self.group.backends:
             assert backend.allow_adapters(2, 64) is None
         for slot, folder in enumerate(case.folders):
             adapter = read_adapter(folder, case.opened.shape, 64)
             adapted.set_adapter(slot, adapted.prepare_adapter(adapter))
-
-    def on_all(self, do: Callable[[Any], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(self.group.backends)) as threads:
-            return list(threads.map(do, self.group.backends))
 
     def prompts(self, texts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> list[int]:
         """Compute the texts, each in a step of its own; return the token after each."""
@@ -281,12 +277,7 @@ class Recorded:
             for number in range(count):
                 assert not backend.follow(rows(number, known=number == 0))
 
-        with ThreadPoolExecutor(len(self.group.backends)) as threads:
-            others = [threads.submit(follow, backend) for backend in self.group.backends[1:]]
-            found = threads.submit(lead).result(60)
-            for other in others:
-                other.result(60)
-        return found
+        return self.group.lead_and_follow(lead, follow)
 
 
 def test_recorded_steps_of_mixed_rows_follow_one_another(smollm: Case) -> None:

@@ -8,7 +8,6 @@ tests/gpu/test_parallel.py processes and devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +37,12 @@ from tests.diptych.engine.parallel.part_checks import (
     GREEDY,
     TEXT,
     check_family,
+    check_layers,
     check_next_heads,
     check_other_degree,
     check_other_sums,
     next_heads,
+    stopped,
 )
 from tests.diptych.engine.parallel.thread_ranks import (
     ThreadGroup,
@@ -171,7 +172,7 @@ def test_ranks_with_memories_of_their_own_hold_their_share_of_the_common_blocks(
 
 
 def test_rows_that_see_beyond_their_own_position_read_the_heads_of_their_part() -> None:
-    """As rows of decodes and chunks do; layers and heads of a share of a block."""
+    """Narrow them as rows of decodes and chunks: to the layers and heads of a share of a block."""
     blocks, none = torch.arange(2 * 3 * 2 * 3 * 4.0).view(2, 3, 2, 3, 4), torch.zeros(0)
     seeing = SeeingRows(slice(0, 2), blocks, none, 0, none)
     group = Group(blocks, slice(0, 2), None, ())
@@ -222,14 +223,7 @@ def test_an_aborted_step_ends_within_a_layer_and_the_next_is_computed(llama: Ope
 
 
 def test_ranks_stop_before_the_same_layer(llama: OpenCheckpoint) -> None:
-    group = TritonRanks(llama, 2, 2)
-    memory, words = group.memory(), AbortWords(1)
-    words.abort(0)
-    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
-    with ThreadPoolExecutor(2) as threads:
-        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, (words, None)))
-    assert logits[0].isnan().all()
-    assert not memory.data[:, 2:].any()
+    assert not stopped(TritonRanks(llama, 2, 2)).data[:, 2:].any()
 
 
 @pytest.mark.parametrize(("ahead", "written"), [(0, 1), (2, 3), (None, 4)])
@@ -239,16 +233,7 @@ def test_ranks_that_exchange_on_the_device_stop_before_a_layer_that_none_has_com
 ) -> None:
     """Without a bound of the layers that are launched ahead the step is computed to its end."""
     monkeypatch.setattr(parts_layers, "layers_ahead", lambda device, tokens: ahead)
-    group = TritonRanks(llama, 2, 2, stages=stages, on_device=True)
-    memory, words = group.memory(), AbortWords(1)
-    words.abort(0)
-    steps = [SequenceStep(memory, range(8), 0, text_of(20), True)]
-    every: list[AbortWords | None] = [words, *[None] * (2 * stages - 1)]
-    with ThreadPoolExecutor(len(every)) as threads:
-        logits = list(threads.map(lambda b, w: b.forward(steps, w), group.backends, every))
-    assert logits[0].isnan().all()
-    assert memory.data[:, :written].flatten(2).any(dim=2).any(dim=0).all()
-    assert not memory.data[:, written:].any()
+    check_layers(stopped(TritonRanks(llama, 2, 2, stages=stages, on_device=True)), written)
 
 
 class Recorded:
@@ -265,12 +250,9 @@ class Recorded:
         self.group = TritonRanks(opened, 2, ranks, stages=stages, on_device=True, **dealing)
         self.memory, self.text = self.group.memory(), text
         self.group.step(self.memory, 0, text[:-1])
-        self.on_all(lambda backend: backend.plan_decode(4, self.memory.layout.block_size, EagerCapture()))
-        self.on_all(lambda backend: backend.prepare_decode(self.memory))
-
-    def on_all(self, do: object) -> list[object]:
-        with ThreadPoolExecutor(len(self.group.backends)) as threads:
-            return list(threads.map(do, self.group.backends))  # type: ignore[arg-type]
+        block_size = self.memory.layout.block_size
+        self.group.on_all(lambda backend: backend.plan_decode(4, block_size, EagerCapture()))
+        self.group.on_all(lambda backend: backend.prepare_decode(self.memory))
 
     def steps(self) -> list[int]:
         """Go on with steps that follow one another: only rank 0 knows a token, and it none of the last."""
@@ -294,12 +276,7 @@ class Recorded:
             for number in range(GREEDY):
                 assert not backend.follow(step(number, self.text[-1] if number == 0 else 0))
 
-        with ThreadPoolExecutor(len(self.group.backends)) as threads:
-            others = [threads.submit(follow, backend) for backend in self.group.backends[1:]]
-            found = threads.submit(lead).result(60)
-            for other in others:
-                other.result(60)
-        return found
+        return self.group.lead_and_follow(lead, follow)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
