@@ -1,4 +1,4 @@
-"""What a prefill worker offers to each decode process: transports, and who holds which shares of its blocks.
+"""Offers of a prefill worker to each decode process: transports, and who holds which shares of its blocks.
 
 Ranks may not reach those of another group. So memories that they do not map to compute in are copied to, what
 they do not map at all goes by sockets, and what these do not reach goes whole, from rank 0 to rank 0.

@@ -1,4 +1,4 @@
-"""What the torch step alone computes of all three."""
+"""Features that the torch step alone computes, of all three."""
 
 from __future__ import annotations
 
