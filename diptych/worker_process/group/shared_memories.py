@@ -147,14 +147,18 @@ class SharedMemories:
     def _answers(self, order: Order, compute: Callable[[], _Own]) -> tuple[_Own, list[Any]]:
         """Send a question to all ranks; return what `compute` returns here meanwhile, and their answers.
 
-        Raises GroupBroken.
+        Raises GroupBroken, and what `compute` raises: answers are read even then, or a later order would be
+        answered by them.
         """
+        answers: list[Any] = []
         try:
             with self._lock:
                 for _, control in self._controls:
                     control.send(order)
-                own = compute()
-                answers = [control.recv() for _, control in self._controls]
+                try:
+                    own = compute()
+                finally:
+                    answers += [control.recv() for _, control in self._controls]
         except (OSError, EOFError) as error:
             raise GroupBroken(f"a rank is gone: {error!r}") from error
         finally:
