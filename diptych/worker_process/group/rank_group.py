@@ -47,6 +47,7 @@ from diptych.runtime.settings import StartupError
 from diptych.worker_process.group.orders import (
     CONNECTIONS,
     AdapterOrder,
+    DropRecording,
     Planned,
     RankFailed,
     RankReady,
@@ -259,7 +260,7 @@ class RankGroup:
         for rank in self._others:
             rank.send_plan(plan)
 
-    def send_order(self, order: AdapterOrder) -> None:
+    def send_order(self, order: AdapterOrder | DropRecording) -> None:
         """Have the other ranks do something between two steps. Raises OSError."""
         for rank in self._others:
             rank.send_plan(order)
@@ -268,6 +269,14 @@ class RankGroup:
         """Wait until every rank has written its share, which torch computes. Raises EOFError, OSError."""
         for rank in self._others:
             rank.plans.recv_bytes()
+
+    def end_recording(self) -> str | None:
+        """Wait until every rank has made a recording; return which one could not, and why.
+
+        Raises EOFError, OSError.
+        """
+        answers = [rank.plans.recv_bytes().decode() for rank in self._others]
+        return next((f"rank {number}: {why}" for number, why in enumerate(answers, start=1) if why), None)
 
     async def map_pool(self, memory: KVMemory, welcome: Welcome, tokens: Sequence[bytes]) -> None:
         """See `WriterRanks.map_pool`."""
