@@ -244,7 +244,8 @@ class RankGroup:
         Blocks, so not on the event loop of a worker that serves. Raises GroupBroken.
         """
         self.rank_memory = self.memories.measure(layout, num_blocks, self.weight_bytes[0])
-        _log.info("memory of rank 0 in %s", self.rank_memory[0].describe())
+        for number, memory in enumerate(self.rank_memory):
+            _log.info("memory of rank %d in %s", number, memory.describe())
 
     def sums_of(self, number: int) -> int:
         """Return the file in memory in which the ranks of a process' stage exchange sums in a native step;

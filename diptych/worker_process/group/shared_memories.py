@@ -32,7 +32,7 @@ from diptych.worker_process.group.orders import (
     RankFailed,
     RegisterPool,
 )
-from diptych.worker_process.group.rank_memory import RankMemory, measure_rank
+from diptych.worker_process.group.rank_memory import RankMemory, measure_rank, share_cards
 from kvtransfer.transports.base import CPU, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool, allocate_share
 
@@ -142,7 +142,7 @@ class SharedMemories:
             MeasureMemory(self.layout_of_ranks(layout), num_blocks),
             lambda: measure_rank(self._device, weights, size, min(size, allocated)),
         )
-        return [mine, *others]
+        return share_cards([mine, *others])
 
     def _answers(self, order: Order, compute: Callable[[], _Own]) -> tuple[_Own, list[Any]]:
         """Send a question to all ranks; return what `compute` returns here meanwhile, and their answers.
