@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from diptych.engine.backends.triton.activations import activation_bytes
-from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.worker_process.loaded_engine import LoadedEngine
+from diptych.worker_process.step_memory import chunk_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -15,10 +14,9 @@ def plan_steps(engine: LoadedEngine, chunk: int) -> int:
     """Plan the memory of steps of up to `chunk` tokens, recorded ones included, and return its bytes; on a
     CPU 0.
     """
-    model = engine.model
-    if model.device.type == "cpu":
+    if engine.model.device.type == "cpu":
         return 0
-    size = activation_bytes(model.shape, chunk, model.dtype) + gathered_bytes(model.shape, model.dtype)
+    size = chunk_bytes(engine, chunk)
     engine.memory.plan_graphs(engine.runner.recorded_prompts)
     engine.memory.plan("prompts", size)
     return size
