@@ -330,8 +330,9 @@ class AttemptBlocks:
             sequence.block_ids = []
 
     def release_parents(self, parents: Sequence[DecodeSequence]) -> None:
-        """Release sequences that their forks replace; where the attempt has a reserve, as many blocks as become
-        free return to it, since later forks need them.
+        """Release sequences that their forks replace.
+
+        Where the attempt has a reserve, as many blocks as become free return to it: later forks need them.
         """
         available = self._pool.available()
         self.release(parents)
