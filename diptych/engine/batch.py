@@ -313,7 +313,7 @@ class DecodeRecording(NamedTuple):
 
     rows: int
     adapted: bool
-    """Whether rows may have adapters."""
+    """True where rows may have adapters."""
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:
