@@ -89,7 +89,9 @@ def test_a_plan_of_recurrent_layers_says_what_a_stream_takes_and_whose_times_the
         assert words in text
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel", "--speculative-model"])
+@pytest.mark.parametrize(
+    "flag", ["--tensor-parallel", pytest.param("--speculative-model", marks=pytest.mark.full)]
+)
 def test_what_workers_refuse_beside_recurrent_layers_is_not_planned(hybrid: str, flag: str) -> None:
     done = plan("--model", hybrid, flag, hybrid if "model" in flag else "2")
     assert done.returncode == 2
