@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from diptych.engine.backends.triton.recurrent.step_states import (
-    StepStates,
+    PackedStates,
     block_floats,
     state_firsts,
     state_pool,
@@ -76,7 +76,7 @@ class PageBuffers:
         for name, held in vars(self._device).items():
             held[:rows].copy_(getattr(self._host[turn], name)[:rows], non_blocking=True)
 
-    def states(self, rows: int, memory: KVMemory) -> StepStates:
+    def states(self, rows: int, memory: KVMemory) -> PackedStates:
         """Return the states of a step of so many rows over `memory`."""
         layout, held = memory.layout.states, self._device
         assert layout is not None
@@ -89,4 +89,4 @@ class PageBuffers:
             held.starts[:rows],
             self._live[:rows],
         )
-        return StepStates((runs,), state_firsts(layout))
+        return PackedStates((runs,), state_firsts(layout))
