@@ -37,6 +37,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.loaded import Loaded
 from diptych.engine.kv.tiers.pinned import PinnedEntry
 from diptych.engine.kv.tiers.stack import StoredBlock, TierStack
+from diptych.runtime.failpoints import reach
 from diptych.worker_process.device_copies import DeviceCopies, Mark
 from diptych.worker_process.tier_loads import MOST_LOADS, TierLoads
 from diptych.worker_process.tier_writes import Fresh, TierWrites
@@ -163,6 +164,7 @@ class KvTiers:
 
     def _copy(self, block: int, computed: Mark | None) -> memoryview | PinnedEntry:
         """Return a copy of a block that nothing writes. Runs on the copier's thread."""
+        reach("tiers.copy")
         if self._device is not None and computed is not None:
             return self._device.read(block, computed)
         return _copy_of(self._memory, block)

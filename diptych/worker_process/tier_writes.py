@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from diptych.engine.kv.block_pool import BlockPool, OutOfBlocks
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.tiers.stack import StoredBlock
+from diptych.runtime.failpoints import reach
 from diptych.worker_process.device_copies import DeviceCopies
 from kvtransfer.transports.host_blocks import write_block
 
@@ -68,6 +69,7 @@ class TierWrites:
             except OutOfBlocks:
                 return False
             write_block(self._memory, block, one.payload)
+            reach("tiers.write")
             cached = pool.insert(block, one.key, one.parent)
             pool.release([block])
             return cached
