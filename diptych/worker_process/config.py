@@ -312,11 +312,6 @@ class ImpossibleSettings(StartupError):
 
 def why_not_together(settings: WorkerSettings, device_type: str) -> str | None:
     """Return why a worker with these settings cannot compute on a `cpu` or on `cuda`; None if it can."""
-    if settings.kv_tier and settings.ranks_have_memories(device_type):
-        return (
-            f"--kv-tier {settings.kv_tier} does not go with {settings.group_flags}, whose ranks have memories "
-            "of their own: whole blocks are stored"
-        )
     drafts = settings.ranks_have_memories(device_type) and settings.speculative_model is not None
     if drafts and settings.transport == "cuda_ipc":
         return (
@@ -371,8 +366,8 @@ def _faults_across_hosts(settings: WorkerSettings) -> Iterator[str]:
         yield f"--remote-ranks {count} needs --rendezvous and --rank-key-file"
     if settings.kv_tier:
         yield (
-            f"--kv-tier {settings.kv_tier} does not go with --remote-ranks {count}: every block that is stored "
-            "or loaded would pass the network between the hosts"
+            f"--kv-tier {settings.kv_tier} does not go with --remote-ranks {count}: every block that is "
+            "stored or loaded would pass the network between the hosts"
         )
     if settings.transport not in ("auto", "tcp"):
         yield f"--transport {settings.transport} does not reach the ranks of other hosts: tcp does"

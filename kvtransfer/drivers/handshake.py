@@ -70,7 +70,7 @@ class Fingerprint:
 
     @property
     def of_whole_blocks(self) -> Fingerprint:
-        """Properties of blocks that hold all heads and layers, whatever the number of ranks that wrote them."""
+        """Properties of whole blocks: the number of ranks that write them does not matter."""
         return replace(self, tensor_parallel=1)
 
     @property

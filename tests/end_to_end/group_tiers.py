@@ -29,9 +29,7 @@ def tiered(
 def completions(stack: Stack, prompts: Sequence[Sequence[int]], tokens: int) -> list[Completion]:
     """Return the greedy answers, asked one after the other."""
     with Client(stack.address, retries=0) as client:
-        return [
-            client.generate(list(one), max_tokens=tokens, timeout_s=300, **GREEDY) for one in prompts
-        ]
+        return [client.generate(list(one), max_tokens=tokens, timeout_s=300, **GREEDY) for one in prompts]
 
 
 def tokens_of(answers: Sequence[Completion]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from tests.end_to_end.group_tiers import (
     wait_stored,
 )
 from tests.end_to_end.rank_processes import Degrees, alone
+from tests.forms import sampled
 
 pytestmark = pytest.mark.timeout(900)
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
@@ -46,6 +47,50 @@ def test_groups_that_lost_a_rank_find_their_blocks_in_the_tier(tmp_path: Path) -
         assert min(tier_blocks(again)) > 0
         for role in ("prefill", "decode"):
             assert stack.metric(role, LOADED) > 0
+
+
+OWN: Degrees = {**TWO, "own-memories": True}
+"""Two ranks that hold their share of each block and no more, as on GPUs."""
+
+
+@pytest.mark.parametrize("transport", sampled(["auto", "tcp"], {"auto"}))
+def test_ranks_with_memories_of_their_own_find_their_blocks_in_the_tier(
+    tmp_path: Path, transport: str
+) -> None:
+    """Blocks of one process, which both workers' ranks share; in place the prefill worker reads what the decode
+    worker has loaded.
+    """
+    model, folder = tiny_model.write(tmp_path, **ODD), tmp_path / "kv"
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    with tiered(model, folder, OWN, OWN, transport, backend="torch") as stack:
+        assert tokens_of(completions(stack, PROMPTS, TOKENS)) == expected
+        wait_stored(folder, STORED)
+        for role in ("prefill", "decode"):
+            end_rank(stack, role)
+        again = completions(stack, PROMPTS, TOKENS)
+        assert tokens_of(again) == expected
+        assert min(tier_blocks(again)) > 0
+        assert stack.metric("decode", LOADED) > 0
+        if transport == "tcp":
+            assert stack.metric("prefill", LOADED) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_ranks_with_memories_of_their_own_and_others_share_blocks(tmp_path: Path, transport: str) -> None:
+    """Ranks that map one memory, one process, and stages find the same files; other parts do not."""
+    model, folder = tiny_model.write(tmp_path, **ODD), tmp_path / "kv"
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    stages: Degrees = {**ONE, "pipeline-parallel": 2, "own-memories": True}
+    pairs = ((OWN, OWN), (TWO, TWO), (OWN, ONE), (ONE, OWN), (stages, OWN), (OWN, stages))
+    for number, (prefill, decode) in enumerate(pairs):
+        either = "tcp" if {"own-memories"} & {*prefill, *decode} else transport
+        with tiered(model, folder, prefill, decode, either, backend="torch") as stack:
+            found = completions(stack, PROMPTS, TOKENS)
+            assert tokens_of(found) == expected
+            assert all(tier_blocks(found)) == (number > 0)
+            wait_stored(folder, STORED)
+    assert len(list(folder.rglob("*.kv"))) == STORED
 
 
 @pytest.mark.full

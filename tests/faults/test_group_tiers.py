@@ -1,4 +1,4 @@
-"""Ranks killed while their worker stores blocks in a tier or loads them: streams go on, nothing torn is a hit.
+"""Ranks killed while their worker stores blocks in a tier or loads them: streams go on, no hit is torn.
 
 Rank 0 is stopped by a failpoint in the middle of a copy. Then either rank is killed, and rank 0 goes on if it
 was the other one.
@@ -50,9 +50,7 @@ class Tiered:
 @pytest.fixture(
     scope="module", params=[("shared_memory", TENSOR, "native"), ("tcp", TENSOR, "torch")], ids=lambda p: p[0]
 )
-def tiered(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tiered]:
+def tiered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
     transport, degrees, backend = request.param
     folder = tmp_path_factory.mktemp("tier") / "kv"
     model = tiny_model.write(tmp_path_factory.mktemp("odd"), **ODD)
