@@ -1,4 +1,7 @@
-"""KV tiers beside workers of several processes: whole blocks, which any degree with the same parts finds."""
+"""KV tiers beside workers of several processes: whole blocks, which any degree with the same parts finds.
+
+Small forms are in test_tensor_parallel.py and test_own_memories.py: the next life of a group finds its blocks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,8 @@ from tests.end_to_end.group_tiers import (
     wait_stored,
 )
 from tests.end_to_end.rank_processes import Degrees, alone
-from tests.forms import sampled
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 """Heads that two ranks divide unevenly."""
 TOKENS = 24
@@ -53,13 +55,11 @@ OWN: Degrees = {**TWO, "own-memories": True}
 """Two ranks that hold their share of each block and no more, as on GPUs."""
 
 
-@pytest.mark.parametrize("transport", sampled(["auto", "tcp"], {"auto"}))
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_ranks_with_memories_of_their_own_find_their_blocks_in_the_tier(
     tmp_path: Path, transport: str
 ) -> None:
-    """Blocks of one process, which both workers' ranks share; in place the prefill worker reads what the decode
-    worker has loaded.
-    """
+    """In place the prefill worker's ranks read what the decode worker has loaded."""
     model, folder = tiny_model.write(tmp_path, **ODD), tmp_path / "kv"
     expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
     with tiered(model, folder, OWN, OWN, transport, backend="torch") as stack:
@@ -75,7 +75,6 @@ def test_ranks_with_memories_of_their_own_find_their_blocks_in_the_tier(
             assert stack.metric("prefill", LOADED) > 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_ranks_with_memories_of_their_own_and_others_share_blocks(tmp_path: Path, transport: str) -> None:
     """Ranks that map one memory, one process, and stages find the same files; other parts do not."""
@@ -93,7 +92,6 @@ def test_ranks_with_memories_of_their_own_and_others_share_blocks(tmp_path: Path
     assert len(list(folder.rglob("*.kv"))) == STORED
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_other_degrees_find_the_blocks_and_other_parts_do_not(
@@ -117,7 +115,6 @@ def test_other_degrees_find_the_blocks_and_other_parts_do_not(
         assert [one.usage.cached_prompt_tokens for one in strangers if one.usage is not None] == [0, 0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("degrees", [{"pipeline-parallel": 2}, {**TWO, "pipeline-parallel": 2}], ids=str)
 def test_stages_and_one_process_find_one_anothers_blocks(tmp_path: Path, degrees: dict[str, Any]) -> None:
     model, folder = tiny_model.write(tmp_path, **ODD), tmp_path / "kv"
@@ -132,7 +129,6 @@ def test_stages_and_one_process_find_one_anothers_blocks(tmp_path: Path, degrees
             wait_stored(folder, STORED)
 
 
-@pytest.mark.full
 def test_the_bundled_model_finds_blocks_of_another_degree(tmp_path: Path) -> None:
     """Nine query heads, three KV heads."""
     model, folder = reference.model_file(), tmp_path / "kv"
