@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Sequence
 
 from diptych.engine.kv.kv_memory import KVMemory, SpreadBlocks
+from diptych.runtime.failpoints import reach
 from diptych.runtime.task_cancellation import to_its_end
 from diptych.worker_process.block_copies import Mark
 from kvtransfer.transports.blocking import queued_work
@@ -57,4 +58,5 @@ class SpreadCopies:
     def _write(self, blocks: Sequence[int], payloads: Sequence[memoryview]) -> None:
         for block, payload in zip(blocks, payloads, strict=True):
             self._spread.scatter_block(block, payload)
+            reach("tiers.write")
         self._spread.await_writes()

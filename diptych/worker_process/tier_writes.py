@@ -92,7 +92,6 @@ class TierWrites:
             blocks = pool.allocate(min(len(new), pool.available()))
             new = new[: len(blocks)]
             await copies.write(blocks, [one.payload for one in new])
-            reach("tiers.write")
             for block, one in zip(blocks, new, strict=True):
                 if not fresh() or not (pool.match([one.key]) or pool.insert(block, one.key, one.parent)):
                     break

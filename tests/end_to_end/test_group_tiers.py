@@ -1,6 +1,6 @@
 """KV tiers beside workers of several processes: whole blocks, which any degree with the same parts finds.
 
-Small forms are in test_tensor_parallel.py and test_own_memories.py: the next life of a group finds its blocks.
+In test_tensor_parallel.py and test_own_memories.py the next life of a small group finds its blocks.
 """
 
 from __future__ import annotations
@@ -141,3 +141,38 @@ def test_the_bundled_model_finds_blocks_of_another_degree(tmp_path: Path) -> Non
             assert tokens_of(found) == expected
             assert any(tier_blocks(found)) == (number > 0)
             wait_stored(folder, stored)
+
+
+def test_a_draft_models_segment_comes_back_with_each_block(tmp_path: Path) -> None:
+    """It lies behind rank 0's share. The model drafts for itself: most drafts are right where it came."""
+    model, folder = tiny_model.write(tmp_path, **ODD), tmp_path / "kv"
+    expected = alone(model, 2, PROMPTS, TOKENS, backend="torch")
+    drafting: Degrees = {**OWN, "speculative-model": str(model)}
+    decode: Degrees = {**drafting, "speculative-tokens": 3}
+    with tiered(model, folder, drafting, decode, "auto", backend="torch") as stack:
+        assert tokens_of(completions(stack, PROMPTS, TOKENS)) == expected
+        wait_stored(folder, STORED)
+        for role in ("prefill", "decode"):
+            end_rank(stack, role)
+        again = completions(stack, PROMPTS, TOKENS)
+        assert tokens_of(again) == expected
+        assert min(tier_blocks(again)) > 0
+        drafted, accepted = (
+            stack.metric("decode", f"diptych_spec_decode_{name}_tokens_total")
+            for name in ("draft", "accepted")
+        )
+        assert drafted / 2 < accepted <= drafted
+
+
+def test_ranks_on_the_triton_step_find_their_blocks(tmp_path: Path) -> None:
+    """Ranks compute as on GPUs, with the kernels in Triton's interpreter."""
+    model, folder = tiny_model.write(tmp_path, max_position_embeddings=128), tmp_path / "kv"
+    prompts = [tiny_model.prompt(1, 60)]
+    expected = alone(model, 2, prompts, 8, backend="torch")
+    with tiered(model, folder, OWN, OWN, "tcp", backend="triton") as stack:
+        assert tokens_of(completions(stack, prompts, 8)) == expected
+        wait_stored(folder, 4)
+        end_rank(stack, "decode")
+        again = completions(stack, prompts, 8)
+        assert tokens_of(again) == expected
+        assert min(tier_blocks(again)) > 0

@@ -26,6 +26,14 @@ from tests.faults.system import alive, eventually, settle
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 TENSOR = ("--set", "prefill.tensor-parallel=2", "--set", "decode.tensor-parallel=2")
+MEMORIES = ("--set", "prefill.own-memories=true", "--set", "decode.own-memories=true")
+OWN = (*TENSOR, *MEMORIES)
+SYSTEMS = {
+    "shared_memory": ("shared_memory", TENSOR, "native"),
+    "tcp": ("tcp", TENSOR, "torch"),
+    "own-in-place": ("auto", OWN, "torch"),
+    "own-tcp": ("tcp", OWN, "torch"),
+}
 TOKENS = 24
 
 
@@ -47,9 +55,7 @@ class Tiered:
         return alone(self.model, 2, [prompt], TOKENS, backend=self.backend)
 
 
-@pytest.fixture(
-    scope="module", params=[("shared_memory", TENSOR, "native"), ("tcp", TENSOR, "torch")], ids=lambda p: p[0]
-)
+@pytest.fixture(scope="module", params=SYSTEMS.values(), ids=SYSTEMS)
 def tiered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
     transport, degrees, backend = request.param
     folder = tmp_path_factory.mktemp("tier") / "kv"
