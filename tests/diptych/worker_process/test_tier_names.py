@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from diptych.engine.kv.tiers.entry import DamagedEntry
 from diptych.engine.kv.tiers.stack import TierStack
 from diptych.runtime.kv_tier_specs import parse_tiers
-from diptych.worker_process import tier_stack
 from diptych.worker_process.tier_stack import make_stack
 from kvtransfer.drivers.handshake import Fingerprint
 from tests.kvtransfer.conftest import FINGERPRINT
@@ -85,6 +85,6 @@ def test_file_of_other_parts_under_the_right_name_is_damaged(tmp_path: Path) -> 
 
 def test_files_of_the_release_before_are_found(tmp_path: Path) -> None:
     """One process stored under its whole fingerprint, of degree 1: that name is the same today."""
-    before = tier_stack.hashlib.blake2b(repr(FINGERPRINT).encode(), digest_size=16).hexdigest()
+    before = hashlib.blake2b(repr(FINGERPRINT).encode(), digest_size=16).hexdigest()
     stored(tmp_path, FINGERPRINT)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [before]
