@@ -238,7 +238,7 @@ def _scan(case: Case, rows: torch.Tensor, before: torch.Tensor, to: torch.Tensor
 
 def _by_rows(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return products whose bits do not depend on the number of rows."""
-    return torch.stack([matrix @ row for row in x])
+    return torch.stack([matrix @ row.clone() for row in x])
 
 
 def softplus(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
