@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diptych.engine.backends.native.recurrent import lacks_recurrences
 from diptych.engine.backends.torch_only import torch_only
 from diptych.engine.models.shape import ModelShape
 
@@ -18,6 +19,7 @@ def supports(shape: ModelShape) -> str | None:
 
 def _lacks(shape: ModelShape) -> Iterator[str]:
     yield from torch_only(shape)
+    yield from lacks_recurrences(shape)
     if shape.norm_bias:
         yield "norms with a bias"
     if shape.parallel_residual:
