@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 30
+#define DIPTYCH_ABI_VERSION 31
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -97,6 +97,7 @@ struct DiptychShape {
     int32_t gated;               // 0: no gate, the feed-forward is down(activation(up x))
     int32_t norm_after_rotation;        // 1: queries and keys are normed after their rotation
     int32_t sinks;                      // 1: each head has a logit beside its scores
+    int32_t attention_gate;             // 1: what attention gives is multiplied by a sigmoid of a product of its input
     struct DiptychExperts experts;
 };
 
@@ -148,6 +149,7 @@ struct DiptychRecurrent {
     int32_t state;     // lanes of a key of the delta rule, numbers of a channel's state of the others
     int32_t width;     // lanes of a value of the delta rule, of a head of Mamba-2; all channels of Mamba
     int32_t rank;      // of Mamba: what steps are made of
+    int32_t apart;     // of the delta rule: 1: queries, keys and values have matrices of their own
     int32_t norm;      // of Mamba-2: 0 none, 1 after the gate, 2 before it
     float epsilon;     // of its norms
     float largest_rate;              // of the delta rule
@@ -166,7 +168,7 @@ struct DiptychLayer {
 
 // Which matrix of a layer. The parts of a fused one are given together, in this order.
 enum DiptychLinear : int32_t {
-    DIPTYCH_QKV = 0,      // q, k, v
+    DIPTYCH_QKV = 0,      // q, k, v, and the gate of what attention gives, where the model has one
     DIPTYCH_OUTPUT = 1,
     DIPTYCH_GATE_UP = 2,  // gate, up: their columns are interleaved so that one tile holds both; or up alone
     DIPTYCH_DOWN = 3,

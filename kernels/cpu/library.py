@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -63,6 +63,7 @@ class Shape(Structure):
         ("gated", c_int32),
         ("norm_after_rotation", c_int32),
         ("sinks", c_int32),
+        ("attention_gate", c_int32),
         ("experts", Experts),
     )
 
@@ -114,6 +115,7 @@ class Recurrent(Structure):
         ("state", c_int32),
         ("width", c_int32),
         ("rank", c_int32),
+        ("apart", c_int32),
         ("norm", c_int32),
         ("epsilon", c_float),
         ("largest_rate", c_float),

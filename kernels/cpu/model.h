@@ -137,5 +137,7 @@ struct DiptychModel {
     int32_t group(int32_t kv_head) const { return head_ends[static_cast<size_t>(kv_head)] - first_head(kv_head); }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+    // Of a row of queries, keys, values and gates.
+    int32_t qkv_width() const { return query_width() * (shape.attention_gate ? 2 : 1) + 2 * kv_width(); }
     bool has_experts() const { return shape.experts.count > 0; }
 };

@@ -49,7 +49,10 @@ Expected expected_parts(const DiptychModel &model, int32_t layer, int32_t which,
     const DiptychShape &shape = model.shape;
     int32_t inner = expert ? shape.experts.intermediate : shape.intermediate, shared = shape.experts.shared_intermediate;
     switch (which) {
-        case DIPTYCH_QKV: return {3, {model.query_width(), model.kv_width(), model.kv_width()}, shape.hidden};
+        case DIPTYCH_QKV: {
+            int32_t queries = model.query_width(), keys = model.kv_width();
+            return {shape.attention_gate ? 4 : 3, {queries, keys, keys, queries}, shape.hidden};
+        }
         case DIPTYCH_OUTPUT: return {1, {shape.hidden}, model.query_width()};
         case DIPTYCH_GATE_UP: return gate_up_parts(shape, inner);
         case DIPTYCH_DOWN: return {1, {shape.hidden}, inner};

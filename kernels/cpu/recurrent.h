@@ -6,6 +6,9 @@
 // StepState::recurrent, and leaves the input of the last product there.
 #pragma once
 
+#include "gated_delta.h"
+#include "mamba.h"
+#include "mamba2.h"
 #include "residual.h"
 #include "short_conv.h"
 
@@ -17,7 +20,8 @@ using RecurrentBody = void (*)(StepState &step, const Layer &layer);
 
 // By DiptychRecurrence.
 template <class Kind>
-constexpr RecurrentBody<Kind> kRecurrentBodies[] = {nullptr, run_short_conv<Kind>, nullptr, nullptr, nullptr};
+constexpr RecurrentBody<Kind> kRecurrentBodies[] = {nullptr, run_short_conv<Kind>, run_gated_delta<Kind>, run_mamba2<Kind>,
+                                                    run_mamba<Kind>};
 
 // What a layer's recurrence makes of normed rows.
 template <class Kind>

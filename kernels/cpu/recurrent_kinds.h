@@ -30,6 +30,17 @@ struct RecurrentSizes {
 // Tokens that a convolution sees, at most.
 constexpr int32_t kMostTaps = 16;
 
+// Numbers of a channel's state in a scan, at most.
+constexpr int32_t kMostScanNumbers = 256;
+
+// Where a layer of Mamba has its numbers in a row in which it works: the input of its first product comes first. Inputs of
+// products take up to four bytes a number.
+struct ScanScratch {
+    int64_t read, rank, steps, end;
+};
+
+ScanScratch scan_scratch(const DiptychRecurrent &own);
+
 // Those of a layer, which was not refused.
 RecurrentSizes recurrent_sizes(const DiptychRecurrent &own);
 

@@ -5,12 +5,11 @@
 // token's bits do not depend on how a text is cut.
 #pragma once
 
+#include "recurrent_kinds.h"
 #include "vector_math.h"
 
 namespace diptych {
 namespace {
-
-constexpr int kMostScanNumbers = 256;
 
 struct ScanWeights {
     const float *decay;             // [numbers, channels], negative: a step times it is the logarithm of what is left

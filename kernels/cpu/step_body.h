@@ -16,6 +16,7 @@
 // Within a phase ranks take rows, blocks of columns or attention tasks by tickets, their own ones first (row_groups.h).
 #pragma once
 
+#include "attention_gate.h"
 #include "attention_tasks.h"
 #include "embedding.h"
 #include "feed_forward.h"
@@ -222,6 +223,7 @@ Update run_mixers(StepState &step, const RowSet &set, const Layer &layer, int in
             write_kv<decltype(kept), Kind>(step, layer, index);
             run_attention<decltype(kept), Kind>(step, set, layer, index, rank);
         });
+        gate_attention<Kind>(step, set);
         update = Sums::add_attention(step, set, layer, index, rank);
     }
     return recurs ? add_recurrence<Kind>(step, set, layer, update) : update;

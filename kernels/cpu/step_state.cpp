@@ -176,7 +176,7 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     int64_t capacity = round_up(rows, kRowPadding), number = sizeof(float), value = value_bytes(model);
     step.row_capacity = 0;
     step.hidden_stride = round_up(shape.hidden, kDepth);
-    step.qkv_stride = round_up(model.query_width() + 2 * model.kv_width(), kColumns);
+    step.qkv_stride = round_up(model.qkv_width(), kColumns);
     step.mixed_stride = model.share ? model.share->mixed_begins.back() : round_up(model.query_width(), kDepth);
     step.inner_stride = model.share ? model.share->inner_begins.back() : round_up(shape.intermediate, kDepth);
     step.hidden = zeroed(capacity * step.hidden_stride * number);

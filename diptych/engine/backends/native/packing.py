@@ -80,6 +80,7 @@ def native_shape(shape: ModelShape, dtype: int) -> native.Shape:
         gated=shape.gated,
         norm_after_rotation=shape.qk_norm_after_rotation,
         sinks=shape.sinks,
+        attention_gate=shape.attention_gate,
         experts=native.Experts() if shape.experts is None else _native_experts(shape.experts),
     )
 
@@ -149,7 +150,7 @@ class Packer:
     def pack_layer(self, index: int, own: LayerShape, layer: LayerWeights) -> None:
         if own.attention:
             qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-            self.set_linear(index, native.QKV, *qkv)
+            self.set_linear(index, native.QKV, *qkv, (layer.q_gate, None))
             self.set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
         if own.recurrent is not None and layer.recurrent is not None:
             self.pack_recurrence(index, packed_recurrence(own.recurrent, layer.recurrent))

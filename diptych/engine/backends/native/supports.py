@@ -24,5 +24,7 @@ def _lacks(shape: ModelShape) -> Iterator[str]:
         yield "norms with a bias"
     if shape.parallel_residual:
         yield "parallel attention and feed-forward"
+    if shape.experts is not None and shape.experts.gated != shape.gated:
+        yield "experts with a gate beside a feed-forward without one, or the other way round"
     if shape.experts is not None and shape.experts.groups > _MOST_GROUPS:
         yield f"more than {_MOST_GROUPS} groups of experts"
