@@ -247,5 +247,3 @@ def softplus(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
     library.softplus_of.argtypes = (c_void_p, c_void_p, c_int32)
     library.softplus_of(x.data_ptr(), to.data_ptr(), len(x))
     return to
-
-

@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
     """A kind of recurrence that is computed; both functions get its shape."""
 
     sizes: Callable[[Any, float], native.Recurrent]
-    """Returns the sizes of a layer in a model whose norms have this epsilon, but for the place of its states."""
+    """Returns the sizes of a layer but for the place of its states; models' norms have this epsilon."""
     weights: Callable[[Any, Mapping[str, Any]], PackedRecurrence]
     """Sorts the tensors of a layer, given by the names of `RecurrentShape.tensors`."""
 

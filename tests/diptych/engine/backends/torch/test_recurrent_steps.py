@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.native import supports as native
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent import step_states
 from diptych.engine.backends.torch.recurrent.short_conv import ShortConv
-from diptych.engine.backends.lacks import lacks_adapters, lacks_trees
 from diptych.engine.backends.triton import supports as triton
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
