@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.native.supports import supports as native_supports
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.torch.recurrent.layer import make_layer
@@ -36,7 +37,7 @@ from tests.diptych.engine.models.family_models import (
     oracle_logits,
     text_of,
 )
-from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
+from tests.diptych.engine.models.recurrent_models import CASES, config_of, oracle_of, save
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -44,6 +45,8 @@ SHOWS = 1e-2
 """Least difference of some logit where something is left out."""
 OPEN = (0.0, math.inf)
 """Bounds of steps that bound none."""
+NATIVE = frozenset({"lfm2-experts"})
+"""Cases that the native step computes."""
 SAMPLE = frozenset({"qwen3-next", "granite4-h", "falcon-h1", "jamba"})
 """Cases of every kind of layer."""
 GREEDY = [pytest.param(16, 4, id="short"), pytest.param(64, 16, id="long", marks=pytest.mark.full)]
@@ -85,6 +88,51 @@ def test_logits_equal_transformers_however_the_text_is_cut(case: tuple[Any, Path
     checkpoint = read_checkpoint(folder, "fp32")
     for chunk in (TEXT, 16, 23):
         torch.testing.assert_close(logits_of(checkpoint, chunk), expected, atol=EXACT, rtol=0)
+
+
+@pytest.fixture(scope="module", params=sorted(NATIVE))
+def native_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model as `case` is, of those that the native step computes."""
+    return _saved(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_the_native_step_has_transformers_logits_and_tokens(native_case: tuple[Any, Path]) -> None:
+    oracle, folder = native_case
+    model = load_model(folder, torch.float32)
+    assert model.backend_name == "native"
+    expected = oracle_logits(oracle, text_of(TEXT))
+    for chunk in (TEXT, 16, 23):
+        found = Stepper(model.backend, model.shape).logits(text_of(TEXT), chunk)
+        torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
+    check_greedy(oracle, model.backend, model.shape, 16, 4)
+
+
+def test_the_native_step_feels_each_tensor_of_a_recurrence(native_case: tuple[Any, Path]) -> None:
+    checkpoint = read_checkpoint(native_case[1], "fp32")
+    number = checkpoint.shape.recurrent_layers[0]
+    layers = checkpoint.weights.layers
+    given = layers[number].recurrent
+    assert given is not None
+    exact = logits_of(checkpoint)
+    for name, tensor in given.items():
+        assert isinstance(tensor, torch.Tensor)
+        other = replace(layers[number], recurrent={**given, name: tensor.flip(-1) * 1.5})
+        changed = replace(checkpoint.weights, layers=(*layers[:number], other, *layers[number + 1 :]))
+        backend = NativeBackend(checkpoint.shape, changed, torch.float32)
+        found = Stepper(backend, checkpoint.shape).logits(text_of(TEXT), TEXT)
+        assert (found - exact).abs().max() > SHOWS, name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_the_native_step_rounds_no_more_than_torch(native_case: tuple[Any, Path], precision: Any) -> None:
+    oracle, folder = native_case
+    exact = oracle_logits(oracle, text_of(TEXT))
+    errors = []
+    for backend in ("native", "torch"):
+        model = load_model(folder, precision, backend=backend)  # type: ignore[arg-type]
+        got = Stepper(model.backend, model.shape, torch.bfloat16).logits(text_of(TEXT), TEXT)
+        errors.append((got - exact).norm(dim=1).median())
+    assert errors[0] < 1.25 * errors[1]
 
 
 @pytest.mark.parametrize(("tokens", "texts"), GREEDY)
@@ -296,12 +344,18 @@ def _stacked(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.
     return made
 
 
-def test_recurrent_layers_are_left_to_torch(case: tuple[Any, Path]) -> None:
-    model = load_model(case[1], torch.float32)
+@pytest.mark.parametrize("name", CASES)
+def test_what_other_steps_lack_is_left_to_torch(name: str) -> None:
+    shape = shape_from_config(resolve_config(config_of(name).to_dict()), tied=False)
+    assert triton_supports(shape) == "recurrent layers"
+    assert (native_supports(shape) is None) == (name in NATIVE)
+
+
+def test_torch_computes_what_the_native_step_lacks(tmp_path: Path) -> None:
+    save(oracle_of("qwen3.5"), tmp_path)
+    model = load_model(tmp_path, torch.float32)
     assert model.backend_name == "torch"
-    assert "recurrent layers" in str(model.why_torch)
-    for supports in (native_supports, triton_supports):
-        assert supports(model.shape) == "recurrent layers"
+    assert model.why_torch == f"the native step does not compute {native_supports(model.shape)}"
 
 
 @pytest.mark.parametrize("switch", ["attention_gate", "experts"])
