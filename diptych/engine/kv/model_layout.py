@@ -28,7 +28,7 @@ def kv_layout(shape: ModelShape, dtype: torch.dtype, block_size: int) -> KVLayou
 
 
 def kept_states(shape: ModelShape) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """Return the numbers of the recurrent layers of a model of `shape`, with the shapes of each one's states."""
+    """Return the numbers of the recurrent layers of `shape`, with the shapes of each one's states."""
     return [(number, one.recurrent.states) for number, one in enumerate(shape.layers) if one.recurrent]
 
 

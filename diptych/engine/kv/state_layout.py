@@ -50,7 +50,7 @@ class StateLayout:
 
 
 def state_extents(layers: Sequence[tuple[int, tuple[tuple[int, ...], ...]]]) -> dict[int, tuple[int, int]]:
-    """Return the bytes of a page, from and to, that hold each layer's states: `layers` as in `StateLayout`."""
+    """Return the bytes of a page, from and to, that hold the states of each of `StateLayout.layers`."""
     sizes = [_state_bytes(shapes) for _, shapes in layers]
     begins = accumulate(map(_aligned, sizes), initial=ALIGNED)
     return {

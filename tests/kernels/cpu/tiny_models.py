@@ -115,8 +115,13 @@ def with_matrices(weights: Weights, make: Callable[[int, Any], Any]) -> Weights:
         matrices = {
             name: make(10 * index + number, getattr(layer, name))
             for number, name in enumerate(names)
-            if getattr(layer, name) is not None
+            if getattr(layer, name) is not None and getattr(layer, name).shape[0]
         }
+        if layer.recurrent is not None:
+            matrices["recurrent"] = {
+                name: make(10 * index + 8 + name.startswith("out"), one) if name.endswith("_proj") else one
+                for name, one in layer.recurrent.items()
+            }
         experts = None if layer.experts is None else of_experts(layer.experts, 100 + 2000 * index)
         return replace(layer, **matrices, experts=experts)
 

@@ -29,14 +29,13 @@ from diptych.engine.weights.checkpoint import read_checkpoint
 from diptych.engine.weights.hf_config import read_config
 from tests.diptych.engine.models.family_models import (
     BLOCK,
-    SIZES,
     TEXT,
     Stepper,
     check_greedy,
     oracle_logits,
     text_of,
 )
-from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
+from tests.diptych.engine.models.recurrent_models import CASES, config_of, oracle_of, save
 
 EXACT = 1e-4
 """Largest difference of a logit in float32."""
@@ -296,11 +295,11 @@ def _stacked(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.
     return made
 
 
-def test_recurrent_layers_are_computed_natively_and_left_to_torch_on_gpus(case: tuple[Any, Path]) -> None:
-    model = load_model(case[1], torch.float32)
-    assert model.backend_name == "native"
-    assert native_supports(model.shape) is None
-    assert triton_supports(model.shape) == "recurrent layers"
+@pytest.mark.parametrize("name", CASES)
+def test_recurrent_layers_are_computed_natively_and_left_to_torch_on_gpus(name: str) -> None:
+    shape = _shape_of(name)
+    assert native_supports(shape) is None
+    assert triton_supports(shape) == "recurrent layers"
 
 
 def test_what_the_native_step_lacks_is_named() -> None:
@@ -313,14 +312,12 @@ def test_what_the_native_step_lacks_is_named() -> None:
 
 
 def _shape_of(name: str) -> ModelShape:
-    model_type, fields = CASES[name]
-    return shape_from_config(resolve_config({**SIZES, **fields, "model_type": model_type}), tied=False)
+    return shape_from_config(resolve_config(config_of(name).to_dict()), tied=False)
 
 
 @pytest.mark.parametrize("switch", ["attention_gate", "experts"])
 def test_new_switches_are_left_to_torch_by_themselves_on_gpus(switch: str) -> None:
-    _, fields = CASES["qwen3-next"]
-    plain = shape_from_config(resolve_config({**SIZES, **fields, "model_type": "qwen3_next"}), tied=False)
+    plain = _shape_of("qwen3-next")
     layers = tuple(LayerShape(experts=layer.experts) for layer in plain.layers)
     shape = replace(plain, layers=layers, attention_gate=False)
     assert native_supports(shape) is None
