@@ -16,7 +16,8 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
 from diptych.engine.kv.own_tables import own_blocks, own_tables
-from diptych.engine.models.recurrent import ShortConvShape
+from diptych.engine.models.recurrent import RecurrentShape, ShortConvShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, ScanShape, SpaceShape
 from diptych.engine.models.shape import ExpertsShape, LayerShape, ModelShape
 from diptych.engine.sampling import SampleRow, SamplingParams
 from kernels import int8_cache
@@ -32,7 +33,12 @@ def conv(taps: int = 3, bias: bool = False, **switches: Any) -> LayerShape:
     return LayerShape(**{"attention": False, **switches}, recurrent=ShortConvShape(HIDDEN, taps, bias))
 
 
+def recurrent(shape: RecurrentShape, **switches: Any) -> LayerShape:
+    return LayerShape(**{"attention": False, **switches}, recurrent=shape)
+
+
 BOTH = conv(3, attention=True)
+DELTA = DeltaShape(2, 6, 24, 10, 4)
 SHAPES: dict[str, ModelShape] = {
     "convolutions": shape_of(layers=(conv(), LayerShape(), conv(4, bias=True), conv(1))),
     "a convolution last": shape_of(layers=(LayerShape(), conv(16))),
@@ -52,8 +58,35 @@ SHAPES: dict[str, ModelShape] = {
         layers=(conv(3, experts=True), LayerShape(experts=True), LayerShape(attention=False, experts=True)),
         experts=ExpertsShape(num_experts=4, experts_per_token=2, intermediate_size=72),
     ),
+    "every kind": shape_of(
+        layers=(
+            recurrent(DELTA),
+            recurrent(SpaceShape(4, 11, 2, 19, 3), attention=True),
+            recurrent(ScanShape(70, 9, 4, 13)),
+            LayerShape(),
+        ),
+    ),
+    "a delta rule last": shape_of(
+        layers=(LayerShape(), recurrent(replace(DELTA, apart=True, norm_eps=1e-3, largest_rate=2.0))),
+        attention_gate=True,
+    ),
+    "states of spaces": shape_of(
+        layers=(
+            LayerShape(),
+            recurrent(SpaceShape(3, 8, 1, 33, 4, norm="none", conv_bias=False, out_bias=True), experts=True),
+            recurrent(
+                SpaceShape(3, 8, 3, 5, 1, norm="before_gate", step_bounds=(0.2, 0.7), in_bias=True),
+                feed_forward=False,
+            ),
+        ),
+        gated=False,
+        activation="relu2",
+        experts=ExpertsShape(4, 2, 40, gated=False, shared_size=24),
+    ),
+    "a scan last": shape_of(layers=(LayerShape(), recurrent(ScanShape(96, 16, 2, 7, bias=True)))),
     "windows": shape_of(layers=(conv(3), LayerShape(7), conv(3))),
 }
+SAMPLE = ["convolutions", "parts of layers", "experts", "every kind"]
 PLAIN = SHAPES["convolutions"]
 TEXT = tokens_of(60)
 
@@ -114,7 +147,7 @@ def test_fp32_steps_equal_the_torch_backend(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "instructions"), EVERY_SET, ids=str)
-@pytest.mark.parametrize("name", sampled(SHAPES, ["convolutions", "parts of layers", "experts"]))
+@pytest.mark.parametrize("name", sampled(SHAPES, SAMPLE))
 def test_every_instruction_set_and_kind_of_matrix_equals_the_torch_backend(
     name: str, kind: str, instructions: str
 ) -> None:
@@ -143,8 +176,11 @@ def bits(
 
 
 @pytest.mark.parametrize(("kind", "instructions"), EVERY_SET, ids=str)
-def test_bits_depend_neither_on_cuts_nor_on_neighbours_nor_on_threads(kind: str, instructions: str) -> None:
-    shape, dtype = SHAPES["both in a layer"], KINDS[kind][1]
+@pytest.mark.parametrize("name", ["both in a layer", "every kind"])
+def test_bits_depend_neither_on_cuts_nor_on_neighbours_nor_on_threads(
+    name: str, kind: str, instructions: str
+) -> None:
+    shape, dtype = SHAPES[name], KINDS[kind][1]
     backend = backend_of(shape, kind, instructions)
     expected = bits(backend, shape, dtype)
     for threads, cut, beside in ((2, 60, 0), (3, 7, 0), (1, 1, 0), (2, 60, 3), (2, 7, 2)):

@@ -96,7 +96,7 @@ def random_blocks(rows: int, columns: int, format: BlockFormat, seed: int = 5) -
 
 def with_matrices(weights: Weights, make: Callable[[int, Any], Any]) -> Weights:
     """Return the weights with `make(number, matrix)` in place of each matrix but the head and routers."""
-    names = ("q", "k", "v", "o", "gate", "up", "down")
+    names = ("q", "k", "v", "o", "gate", "up", "down", "q_gate")
     shared = ("shared_gate", "shared_up", "shared_down")
 
     def of_experts(experts: ExpertWeights, first: int) -> ExpertWeights:
