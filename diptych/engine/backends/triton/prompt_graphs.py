@@ -30,6 +30,7 @@ from diptych.engine.backends.triton.device_wait import LONG_TOKENS
 from diptych.engine.backends.triton.forward_pass import ForwardPass
 from diptych.engine.backends.triton.packed_step import NO_BLOCK, ChunkRows, Group, PackedStep, TableRows
 from diptych.engine.backends.triton.prompt_buffers import STARTS, TABLES, PromptFields
+from diptych.engine.backends.triton.recurrent.step_states import PackedStates
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 
@@ -71,6 +72,8 @@ class PromptStep:
     """int64 on the device: rows of `hidden` after which logits are wanted, in the order of the batch."""
     logit_owners: tuple[int, ...]
     """The sequence of each."""
+    states: PackedStates | None
+    """Recurrent states of the step, if there are any."""
     watch: Callable[[], None] | None
     """Waits for all that is queued and brings aborts to the device meanwhile; None: wait as for any step."""
 
@@ -173,7 +176,13 @@ class PromptGraphs:
         watch = None
         if abort is not None and uploaded is not None:
             watch = partial(self._watch, abort, known, spans, uploaded)
-        return PromptStep(recorded.hidden[:tokens], self._fields["logit_rows"][: len(owners)], owners, watch)
+        return PromptStep(
+            recorded.hidden[:tokens],
+            self._fields["logit_rows"][: len(owners)],
+            owners,
+            self._fields.states(tokens, len(sequences)),
+            watch,
+        )
 
     def _key(self, sequences: Sequence[SequenceStep]) -> tuple[int, int]:
         """Return tokens and sequences of the recording that holds a batch; zeros if there cannot be one."""
@@ -186,14 +195,15 @@ class PromptGraphs:
 
     def _record(self, tokens: int, sequences: int) -> _Recorded:
         fields, buffers, layers = self._fields, self._buffers.rows(tokens), self._layers
-        windows = self._layout.windows
-        tables = 1 if windows is None else 1 + windows.tables
+        windows, states = self._layout.windows, fields.states(tokens, sequences)
+        tables = 1 if windows is None or states is not None else 1 + windows.tables
         step = PackedStep(
             tokens=fields["tokens"][:tokens],
             positions=fields["positions"][:tokens],
             lanes=fields["lanes"][:tokens],
             tables=tuple(self._table_rows(table, tokens, sequences) for table in range(tables)),
             places=() if windows is None else windows.places,
+            states=states,
             recorded=True,
         )
         found: list[torch.Tensor] = []
@@ -235,11 +245,14 @@ class PromptGraphs:
         current, done = torch.cuda.current_stream(), torch.cuda.Event()
         done.record()
         self._side.wait_event(uploaded)
+        states = self._fields.states(self._buckets[-1], _SEVERAL)
         while not done.query():
             for number in set(np.flatnonzero(abort.words).tolist()) - known:
                 known.add(number)
                 with torch.cuda.stream(self._side):
                     for block_ids in self._fields.written:
                         block_ids[spans[number]].fill_(NO_BLOCK)
+                    if states is not None:
+                        states.abort_rows(spans[number])
                 current.wait_stream(self._side)  # the next upload comes after it
             time.sleep(_WATCH_S)
