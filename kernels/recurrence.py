@@ -1,65 +1,15 @@
-"""Constants of recurrent layers, and where their states lie: what the operators of a GPU's step are given.
+"""Constants of recurrent layers, as the operators of a GPU's step take them (kernels/gpu/delta_rule.py,
+state_space.py, selective_scan.py).
 
-What the operators mean is in diptych/engine/backends/torch/recurrent. States are float32; a layer's states of
-one sequence lie in a page of whole blocks that need not follow one another, so that float number f of a page
-is number `f % block_floats` of block `table[f // block_floats]`.
+What the operators mean is in diptych/engine/backends/torch/recurrent; states lie in pages (state_pages.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-NO_PAGE = -1
-"""First block of a page that is not there: before the first token there are zeros, and nothing is written."""
-
-
-@dataclass(frozen=True)
-class StatePages:
-    """States of one kind of one layer within all pages of a memory."""
-
-    memory: torch.Tensor
-    """float32 `[blocks, floats]`; blocks may lie apart."""
-    block_floats: int
-    """Floats of a block that pages use."""
-    begin: int = 0
-    """First float of the states in a page."""
-
-    def behind(self, floats: int) -> StatePages:
-        """Return the states that begin so many floats later."""
-        return replace(self, begin=self.begin + floats)
-
-
-@dataclass(frozen=True)
-class RowPages:
-    """Pages of rows that are one token each of B sequences."""
-
-    read: torch.Tensor
-    """int32 `[B, n]`: blocks of the pages with the states before; NO_PAGE first where there are none."""
-    written: torch.Tensor
-    """int32 `[B, n]`: blocks of the pages for the states behind; NO_PAGE first where none are kept. A row may
-    write the page that it reads.
-    """
-
-
-@dataclass(frozen=True)
-class PieceRows:
-    """Several tokens each of S sequences, whose rows follow one another, cut where states are kept."""
-
-    read: torch.Tensor
-    """int32 `[S, n]`, as that of RowPages."""
-    firsts: torch.Tensor
-    """int32 `[S + 1]`: number of each sequence's first piece, and the number of pieces; an equal one follows
-    where a sequence is padding.
-    """
-    offsets: torch.Tensor
-    """int32 `[P + 1]`: first row of each piece, and the end; the first one is 0."""
-    written: torch.Tensor
-    """int32 `[P, n]`: blocks of the pages for the states behind each piece, as those of RowPages."""
-    max_rows: int
-    """Rows of the longest sequence, or more."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +28,13 @@ class DeltaRule:
     """`[value_dim]`: weight of the output's norm."""
     eps: float
     largest_rate: float = 1.0
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """Numbers of a row of what is made of a token at which gates, rates and steps begin."""
+        values = self.value_heads * self.value_dim
+        gate = 2 * self.key_heads * self.key_dim + values
+        return gate, gate + values, gate + values + self.value_heads
 
 
 @dataclass(frozen=True)
@@ -99,6 +56,11 @@ class SpaceRule:
     norm: torch.Tensor | None
     """`[heads * head_dim]`."""
     order: Literal["after_gate", "before_gate", "none"] = "after_gate"
+
+    @property
+    def step_column(self) -> int:
+        """Number of a row of what is made of a token at which steps begin."""
+        return 2 * self.heads * self.head_dim + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,29 @@ The meaning is diptych/engine/backends/torch/recurrent/delta_rule.py. Two launch
 
 - **Each chunk by itself**, all chunks and heads at once: how its rows read one another. The correction of a
   row needs those of the rows before it, a triangular system whose inverse T is found row after row in
-  registers (the WY form of Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). T times
-  values and T times keys go to scratch, and so do the products of queries and keys.
-- **Chunk after chunk**, a program a head and some of its values' lanes, with that part of the matrix in
+  registers (the WY form of Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over
+  Sequence Length"). T times values takes the place of values in `conv`; T times keys, and the products of
+  queries and keys, go to rooms of their own.
+- **Chunk after chunk**, a program a head and some lanes of its values, with that part of the matrix in
   registers: the system's right side is known once the state before the chunk is.
 
-Chunks begin where pieces do, as in torch. A row's bits depend on where its piece begins, and on no other
-sequence. Sums are float32; operands are as `operand_precision` says. Outputs take the place of values in
-`conv`, whose norm and gate follow in group_norm.py.
+Chunks begin where cuts of the rows do, as in torch. A row's bits depend on where its cut begins, and on no
+other sequence. Sums are float32; operands are as `operand_precision` says. Outputs take the place of values,
+too; their norm and gate follow in group_norm.py.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.delta_step import delta_columns, delta_sizes
+from kernels.gpu.delta_step import delta_sizes
 from kernels.gpu.group_norm import group_norm
 from kernels.gpu.launch import power_of_two
-from kernels.gpu.state_pages import in_units, load_tile, softplus, store_tile, table_width
-from kernels.recurrence import DeltaRule, PieceRows, StatePages
+from kernels.gpu.state_tiles import in_cuts, in_pages, load_tile, softplus, store_tile
+from kernels.recurrence import DeltaRule
+from kernels.state_pages import StateRuns
 
 CHUNK = 64
 """Rows of a chunk."""
@@ -36,58 +36,26 @@ _LANES = 32
 
 def operand_precision(dtype: torch.dtype) -> str:
     """Return how float32 operands are multiplied in a model of `dtype`: as they are in one of float32, else
-    as the sum of two TF32 each, three products in place of one, on the card's matrix units.
-
-    The third product's error is that of 21 bits (tests/kernels/gpu/test_delta_chunks.py measures it).
+    each as the sum of two TF32, three products in place of one, on the card's matrix units.
     """
     return "ieee" if dtype == torch.float32 else "tf32x3"
 
 
-@dataclass(frozen=True)
-class DeltaScratch:
-    """What the first launch leaves to the second, for chunks of up to so many rows and pieces."""
-
-    values: torch.Tensor
-    """float32 `[slots, value heads, CHUNK, V]`."""
-    keys: torch.Tensor
-    """float32 `[slots, value heads, CHUNK, D]`."""
-    within: torch.Tensor
-    """float32 `[slots, value heads, CHUNK, CHUNK]`."""
-
-    @classmethod
-    def make(
-        cls, rows: int, pieces: int, rule: DeltaRule, device: torch.device, chunk: int = CHUNK
-    ) -> DeltaScratch:
-        """Allocate scratch for steps of up to so many rows and pieces."""
-        slots = chunk_slots(rows, pieces, chunk)
-
-        def empty(width: int) -> torch.Tensor:
-            return torch.empty((slots, rule.value_heads, chunk, width), device=device)
-
-        return cls(empty(rule.value_dim), empty(rule.key_dim), empty(chunk))
-
-
-def chunk_slots(rows: int, pieces: int, chunk: int = CHUNK) -> int:
-    """Return the most chunks that so many rows make in so many pieces."""
-    return min(rows, rows // chunk + pieces)
+@triton.jit
+def chunks_before(ends, cut, CUTS_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the chunks of all cuts before number `cut`, whose rows end at `ends`."""
+    numbers = tl.arange(0, CUTS_PAD)
+    begins = tl.load(ends + numbers - 1, mask=(numbers < cut) & (numbers > 0), other=0)
+    found = tl.load(ends + numbers, mask=numbers < cut, other=0)
+    return tl.sum(tl.where(numbers < cut, (found - begins + CHUNK - 1) // CHUNK, 0), axis=0)
 
 
 @triton.jit
-def chunks_before(offsets, piece, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the chunks of all pieces before number `piece`."""
-    numbers = tl.arange(0, PIECES_PAD)
-    before = numbers < tl.minimum(piece, PIECES)
-    starts = tl.load(offsets + numbers, mask=before, other=0)
-    ends = tl.load(offsets + numbers + 1, mask=before, other=0)
-    return tl.sum((ends - starts + CHUNK - 1) // CHUNK, axis=0)
-
-
-@triton.jit
-def decays(mixed, step_at, row_at, mask, speed, bias):
-    """Return the logarithms of the decays up to each row of a chunk, float32 `[CHUNK]`; rows outside of
-    `mask` do not decay.
+def decays(steps_at, mask, speed, bias):
+    """Return the logarithms of the decays up to each row of a chunk, float32 `[CHUNK]`, of the steps at
+    `steps_at`; rows outside of `mask` do not decay.
     """
-    step = tl.load(mixed + row_at + step_at, mask=mask, other=0.0).to(tl.float32)
+    step = tl.load(steps_at, mask=mask, other=0.0).to(tl.float32)
     return tl.cumsum(tl.where(mask, -speed * softplus(step + bias), 0.0), axis=0)
 
 
@@ -98,168 +66,204 @@ def unit_rows(x, scale):
 
 
 @triton.jit
+def across(column, CHUNK: tl.constexpr):
+    """Return `column [CHUNK]` along the other axis of a square: the same numbers as a row."""
+    at = tl.arange(0, CHUNK)
+    same = at[:, None] == tl.arange(0, CHUNK)[None, :]
+    return tl.sum(tl.where(same, column[:, None], 0.0), axis=0)[None, :]
+
+
+@triton.jit
+def inverse_of(system, CHUNK: tl.constexpr):
+    """Return the inverse of `1 - system`, a strictly lower triangle float32 `[CHUNK, CHUNK]`.
+
+    Row i is that of the system with the rows before it put in: no power of the system is taken, which may be
+    large where the inverse is not.
+    """
+    at = tl.arange(0, CHUNK)
+    same = at[:, None] == tl.arange(0, CHUNK)[None, :]
+    inverse = system
+    for i in range(1, CHUNK):
+        row = tl.sum(tl.where(at[:, None] == i, system, 0.0), axis=0)
+        column = tl.sum(tl.where(same, row[None, :], 0.0), axis=1)
+        solved = row + tl.sum(column[:, None] * inverse, axis=0)
+        inverse = tl.where(at[:, None] == i, solved[None, :], inverse)
+    return inverse + same.to(tl.float32)
+
+
+@triton.jit
 def _prepare(
-    conv, mixed, speed, step_bias, offsets, values, keys, within, conv_stride, mixed_stride, rate_at,
-    step_at, largest_rate, query_scale, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    conv, mixed, speed, step_bias, cuts, ends, keys, within, conv_stride, mixed_stride, keys_stride,
+    within_stride, rate_at, step_at, largest_rate, query_scale, sequences, CUTS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Solve one chunk of one value head; arguments as those of `_delta_step`, scratch as DeltaScratch."""
-    slot = tl.program_id(1)
+    """Solve one chunk of one value head.
+
+    Arguments as those of `_delta_step`, `cuts [sequences + 1]` and `ends` as StateRuns has them. `keys` is
+    float32 `[T, value heads * D]`, `within [T, value heads * CHUNK]`.
+    """
     head = tl.program_id(0)
-    numbers = tl.arange(0, PIECES_PAD)
-    starts = tl.load(offsets + numbers, mask=numbers < PIECES, other=0)
-    lengths = tl.load(offsets + numbers + 1, mask=numbers < PIECES, other=0) - starts
-    ends = tl.cumsum((tl.where(numbers < PIECES, lengths, 0) + CHUNK - 1) // CHUNK, axis=0)
-    piece = tl.sum((ends <= slot).to(tl.int32), axis=0)
-    if piece < PIECES:
-        begin = tl.load(offsets + piece)
-        begin += (slot - chunks_before(offsets, piece, PIECES, PIECES_PAD, CHUNK)) * CHUNK
+    slot = tl.program_id(1)
+    numbers = tl.arange(0, CUTS_PAD)
+    used = tl.load(cuts + sequences)
+    begins = tl.load(ends + numbers - 1, mask=(numbers < used) & (numbers > 0), other=0)
+    lengths = tl.load(ends + numbers, mask=numbers < used, other=0) - begins
+    chunks = tl.cumsum(tl.where(numbers < used, (lengths + CHUNK - 1) // CHUNK, 0), axis=0)
+    cut = tl.sum((chunks <= slot).to(tl.int32), axis=0)
+    if cut < used:
+        begin = tl.sum(tl.where(numbers == cut, begins, 0), axis=0)
+        begin += (slot - chunks_before(ends, cut, CUTS_PAD, CHUNK)) * CHUNK
         at = tl.arange(0, CHUNK)
         other = tl.arange(0, CHUNK)
         rows = (begin + at).to(tl.int64)
-        mask = rows < tl.load(offsets + piece + 1)
+        mask = rows < tl.load(ends + cut)
         dims = tl.arange(0, D_PAD)
+        lanes = tl.arange(0, V_PAD)
         key = conv + rows[:, None] * conv_stride + (head // SHARE) * D + dims[None, :]
         key_mask = mask[:, None] & (dims < D)[None, :]
         k = unit_rows(tl.load(key + KEY_HEADS * D, mask=key_mask, other=0.0), 1.0)
-        total = decays(mixed, step_at + head, rows * mixed_stride, mask, tl.load(speed + head), tl.load(step_bias + head))
-        raw = tl.load(mixed + rows * mixed_stride + rate_at + head, mask=mask, other=0.0).to(tl.float32)
+        given = mixed + rows * mixed_stride + head
+        total = decays(given + step_at, mask, tl.load(speed + head), tl.load(step_bias + head))
+        raw = tl.load(given + rate_at, mask=mask, other=0.0).to(tl.float32)
         rate = tl.where(mask, largest_rate / (1.0 + tl.exp(-raw)), 0.0)
+        apart = total[:, None] - across(total, CHUNK)
         earlier = at[:, None] > other[None, :]
-        apart = total[:, None] - tl.sum(tl.where(at[:, None] == other[None, :], total[:, None], 0.0), axis=0)[None, :]
         k_T = tl.trans(k)
         system = tl.dot(k * rate[:, None], k_T, input_precision=PRECISION)
         system = tl.where(earlier, -system * tl.exp(tl.where(earlier, apart, 0.0)), 0.0)
-        # Row i of the inverse is that of the system with the rows before it put in.
-        inverse = system
-        for i in range(1, CHUNK):
-            row = tl.sum(tl.where(at[:, None] == i, system, 0.0), axis=0)
-            column = tl.sum(tl.where(at[:, None] == other[None, :], row[None, :], 0.0), axis=1)
-            solved = row + tl.sum(column[:, None] * inverse, axis=0)
-            inverse = tl.where(at[:, None] == i, solved[None, :], inverse)
-        inverse += (at[:, None] == other[None, :]).to(tl.float32)
+        inverse = inverse_of(system, CHUNK)
 
-        place = (slot * HEADS + head).to(tl.int64) * CHUNK
         read = tl.dot(inverse, k * (rate * tl.exp(total))[:, None], input_precision=PRECISION)
-        tl.store(keys + (place + at)[:, None] * D + dims[None, :], read, mask=(dims < D)[None, :])
+        tl.store(keys + rows[:, None] * keys_stride + head * D + dims[None, :], read, mask=key_mask)
         q = unit_rows(tl.load(key, mask=key_mask, other=0.0), query_scale)
-        met = tl.dot(q, k_T, input_precision=PRECISION)
         seen = at[:, None] >= other[None, :]
-        met = tl.where(seen, met * tl.exp(tl.where(seen, apart, 0.0)), 0.0)
-        tl.store(within + (place + at)[:, None] * CHUNK + other[None, :], met)
-        lanes = tl.arange(0, V_PAD)
+        met = tl.dot(q, k_T, input_precision=PRECISION) * tl.exp(tl.where(seen, apart, 0.0))
+        place = within + rows[:, None] * within_stride + head * CHUNK + other[None, :]
+        tl.store(place, tl.where(seen, met, 0.0), mask=mask[:, None])
         value = conv + rows[:, None] * conv_stride + 2 * KEY_HEADS * D + head * V + lanes[None, :]
-        v = tl.load(value, mask=mask[:, None] & (lanes < V)[None, :], other=0.0)
-        corrected = tl.dot(inverse, v * rate[:, None], input_precision=PRECISION)
-        tl.store(values + (place + at)[:, None] * V + lanes[None, :], corrected, mask=(lanes < V)[None, :])
+        value_mask = mask[:, None] & (lanes < V)[None, :]
+        v = tl.load(value, mask=value_mask, other=0.0)
+        tl.store(value, tl.dot(inverse, v * rate[:, None], input_precision=PRECISION), mask=value_mask)
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["page_blocks"])
 def _advance(
-    conv, mixed, speed, step_bias, firsts, offsets, values, keys, within, memory, read, written, begin,
-    stride, table_width, conv_stride, mixed_stride, step_at, query_scale, PIECES: tl.constexpr,
-    PIECES_PAD: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
-    SHARE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    conv, mixed, speed, step_bias, keys, within, offsets, cuts, ends, memory, base, read, written, starts,
+    live, begin, stride, page_blocks, conv_stride, mixed_stride, keys_stride, within_stride, step_at,
+    query_scale, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, BASED: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of one sequence, for one head and LANES of its values."""
+    """Go through the chunks of one sequence, for one head and LANES of its values; arguments as those of
+    `_prepare` and `_delta_step`.
+    """
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    first = tl.load(firsts + sequence)
-    last = tl.load(firsts + sequence + 1)
-    if first < last:
-        at = tl.arange(0, CHUNK)
-        other = tl.arange(0, CHUNK)
-        dims = tl.arange(0, D_PAD)
-        in_key = dims < D
-        lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
-        in_value = lanes < V
+    first = tl.load(cuts + sequence)
+    last = tl.load(cuts + sequence + 1)
+    start = tl.load(offsets + sequence)
+    at = tl.arange(0, CHUNK)
+    other = tl.arange(0, CHUNK)
+    dims = tl.arange(0, D_PAD)
+    in_key = dims < D
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    in_value = lanes < V
+    values = conv + 2 * KEY_HEADS * D + head * V + lanes
+    if tl.load(live + sequence) == 0:
+        for chunk in range(start, tl.load(offsets + sequence + 1), CHUNK):
+            rows = (chunk + at).to(tl.int64)
+            mask = (rows < tl.load(offsets + sequence + 1))[:, None] & in_value[None, :]
+            place = values[None, :] + rows[:, None] * conv_stride
+            tl.store(place, tl.zeros([CHUNK, LANES], tl.float32), mask=mask)
+    else:
+        if BASED:
+            memory += tl.load(base)
         units = tl.program_id(0) * (LANES // UNIT) + tl.arange(0, LANES // UNIT)
-        of_head_speed = tl.load(speed + head)
-        of_head_bias = tl.load(step_bias + head)
+        of_speed = tl.load(speed + head)
+        of_bias = tl.load(step_bias + head)
         state = load_tile(
-            memory, read + sequence * table_width, begin, head * D + dims, in_key, units,
-            units < V // UNIT, V // UNIT, stride, BLOCK_UNITS, UNIT, D_PAD, LANES,
+            memory, read + sequence * page_blocks, tl.load(starts + sequence), begin, head * D + dims, in_key,
+            units, units < V // UNIT, V // UNIT, stride, BLOCK_UNITS, UNIT, D_PAD, LANES,
         )  # fmt: skip
-        slot = chunks_before(offsets, first, PIECES, PIECES_PAD, CHUNK)
-        for piece in range(first, last):
-            start = tl.load(offsets + piece)
-            end = tl.load(offsets + piece + 1)
+        for cut in range(first, last):
+            end = tl.load(ends + cut)
             for chunk in range(start, end, CHUNK):
                 rows = (chunk + at).to(tl.int64)
                 mask = rows < end
-                place = (slot * HEADS + head).to(tl.int64) * CHUNK
-                slot += 1
-                total = decays(mixed, step_at + head, rows * mixed_stride, mask, of_head_speed, of_head_bias)
+                total = decays(mixed + rows * mixed_stride + head + step_at, mask, of_speed, of_bias)
                 whole = tl.sum(tl.where(at == CHUNK - 1, total, 0.0), axis=0)
                 key = conv + rows[:, None] * conv_stride + (head // SHARE) * D + dims[None, :]
                 key_mask = mask[:, None] & in_key[None, :]
-                solved = tl.load(keys + (place + at)[:, None] * D + dims[None, :], mask=in_key[None, :], other=0.0)
-                right = tl.load(values + (place + at)[:, None] * V + lanes[None, :], mask=in_value[None, :], other=0.0)
-                corrected = right - tl.dot(solved, state, input_precision=PRECISION)
+                solved = tl.load(
+                    keys + rows[:, None] * keys_stride + head * D + dims[None, :], mask=key_mask, other=0.0
+                )
+                place = values[None, :] + rows[:, None] * conv_stride
+                value_mask = mask[:, None] & in_value[None, :]
+                corrected = tl.load(place, mask=value_mask, other=0.0)
+                corrected -= tl.dot(solved, state, input_precision=PRECISION)
                 q = unit_rows(tl.load(key, mask=key_mask, other=0.0), query_scale)
                 answer = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
-                met = tl.load(within + (place + at)[:, None] * CHUNK + other[None, :])
-                answer += tl.dot(met, corrected, input_precision=PRECISION)
-                value = conv + rows[:, None] * conv_stride + 2 * KEY_HEADS * D + head * V + lanes[None, :]
-                tl.store(value, answer, mask=mask[:, None] & in_value[None, :])
-                k = unit_rows(tl.load(key + KEY_HEADS * D, mask=key_mask, other=0.0), 1.0)
-                faded = k * tl.where(mask, tl.exp(whole - total), 0.0)[:, None]
-                state = state * tl.exp(whole) + tl.dot(tl.trans(faded), corrected, input_precision=PRECISION)
-            if end > start:
-                store_tile(
-                    state, memory, written + piece * table_width, begin, head * D + dims, in_key, units,
-                    units < V // UNIT, V // UNIT, stride, BLOCK_UNITS, UNIT, D_PAD, LANES,
+                met = tl.load(
+                    within + rows[:, None] * within_stride + head * CHUNK + other[None, :],
+                    mask=mask[:, None], other=0.0,
                 )  # fmt: skip
+                answer += tl.dot(met, corrected, input_precision=PRECISION)
+                tl.store(place, answer, mask=value_mask)
+                k = unit_rows(tl.load(key + KEY_HEADS * D, mask=key_mask, other=0.0), 1.0)
+                faded = tl.trans(k * tl.exp(whole - total)[:, None])
+                state = state * tl.exp(whole) + tl.dot(faded, corrected, input_precision=PRECISION)
+            start = end
+            store_tile(
+                state, memory, written + cut * page_blocks, begin, head * D + dims, in_key, units,
+                units < V // UNIT, V // UNIT, stride, BLOCK_UNITS, UNIT, D_PAD, LANES,
+            )  # fmt: skip
 
 
 def delta_chunks(
     conv: torch.Tensor,
     mixed: torch.Tensor,
     rule: DeltaRule,
-    pages: StatePages,
-    rows: PieceRows,
+    runs: StateRuns,
+    first: int,
     *,
-    scratch: DeltaScratch,
+    rooms: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Advance several sequences by their tokens and return the gated outputs in `out [T, value heads * V]`.
+    """Advance the sequences of `runs` by their rows and return the gated outputs in `out [T, value heads *
+    V]`.
 
-    Arguments as those of `delta_step`; the values in `conv [T, channels]` are overwritten. States are written
-    behind each piece. Rows that belong to no piece are no numbers.
+    Arguments as those of `delta_step`; the values in `conv [T, channels]` are overwritten. `rooms` are float32
+    `[T, value heads * D]` and `[T, value heads * CHUNK]`. States are written behind each cut. Rows of no
+    sequence are no numbers.
     """
-    sequences, pieces = len(rows.read), len(rows.written)
-    if sequences == 0 or pieces == 0 or rows.max_rows == 0:
-        return out
-    chunk = scratch.within.shape[2]
-    slots = chunk_slots(len(conv), pieces, chunk)
-    if len(scratch.within) < slots:
-        raise ValueError(f"scratch for {len(scratch.within)} chunks, {slots} are to be computed")
-    gate_at, rate_at, step_at = delta_columns(rule)
+    assert runs.ends is not None, "the run is of chunks"
+    keys, within = rooms
+    gate_at, rate_at, step_at = rule.columns
+    rows_of = in_cuts(runs)
     given = {
         **delta_sizes(rule),
-        "HEADS": rule.value_heads,
-        "CHUNK": chunk,
-        "PIECES": pieces,
-        "PIECES_PAD": power_of_two(pieces),
+        "conv_stride": conv.stride(0),
+        "mixed_stride": mixed.stride(0),
+        "keys_stride": keys.stride(0),
+        "within_stride": within.stride(0),
+        "step_at": step_at,
+        "CHUNK": CHUNK,
         "PRECISION": operand_precision(mixed.dtype),
     }
-    room = (scratch.values, scratch.keys, scratch.within)
-    strides = conv.stride(0), mixed.stride(0)
-    _prepare[(rule.value_heads, slots)](
-        conv, mixed, rule.speed, rule.step_bias, rows.offsets, *room, *strides, rate_at, step_at,
-        rule.largest_rate, rule.key_dim**-0.5, **given, num_warps=8,
+    most_chunks = min(len(conv), len(conv) // CHUNK + len(runs.ends))
+    _prepare[(rule.value_heads, most_chunks)](
+        conv, mixed, rule.speed, rule.step_bias, rows_of["cuts"], rows_of["ends"], keys, within,
+        rate_at=rate_at, largest_rate=rule.largest_rate, sequences=runs.sequences,
+        CUTS_PAD=power_of_two(len(runs.ends)), **given, num_warps=8,
     )  # fmt: skip
-    units = in_units(pages, rule.value_dim)
     lanes = min(_LANES, power_of_two(rule.value_dim, 16))
-    _advance[(triton.cdiv(rule.value_dim, lanes), rule.value_heads, sequences)](
-        conv, mixed, rule.speed, rule.step_bias, rows.firsts, rows.offsets, *room, pages.memory, rows.read,
-        rows.written, units.pop("begin"), units.pop("stride"), table_width(rows.read, rows.written),
-        *strides, step_at, rule.key_dim**-0.5, **given, LANES=lanes, **units, num_warps=4,
+    _advance[(triton.cdiv(rule.value_dim, lanes), rule.value_heads, runs.sequences)](
+        conv, mixed, rule.speed, rule.step_bias, keys, within, **rows_of,
+        **in_pages(runs, first, rule.value_dim), **given, LANES=lanes, num_warps=4,
     )  # fmt: skip
     width = rule.value_heads * rule.value_dim
-    answers, gate = conv[:, -width:], mixed[:, gate_at : gate_at + width]
+    answers, gate = conv[:, gate_at - width : gate_at], mixed[:, gate_at : gate_at + width]
     return group_norm(
         answers, gate, rule.norm, rule.eps, groups=rule.value_heads, order="before_gate", out=out
     )

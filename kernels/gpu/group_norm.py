@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.gpu.launch import power_of_two
 from kernels.gpu.rms_norm import row_warps
-from kernels.gpu.state_pages import silu
+from kernels.gpu.state_tiles import silu
 
 _ORDERS = {"none": 0, "after_gate": 1, "before_gate": 2}
 _AFTER_GATE, _BEFORE_GATE = tl.constexpr(1), tl.constexpr(2)

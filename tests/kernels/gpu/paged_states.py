@@ -1,4 +1,4 @@
-"""Random pages of recurrent states, and rows and pieces over them, for tests of kernels."""
+"""Random pages of recurrent states, and runs of rows and chunks over them, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -7,66 +7,81 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.recurrence import PieceRows, RowPages, StatePages
+from kernels.state_pages import StateRuns
 
 
 @dataclass
 class Pages:
     """A memory whose blocks are dealt to pages out of order, with NaN wherever no state is."""
 
-    pages: StatePages
+    memory: torch.Tensor
+    block_floats: int
+    first: int
     tables: torch.Tensor
     """int32 `[pages, n]`."""
 
     @classmethod
     def make(
-        cls, count: int, floats: int, begin: int, block_floats: int, device: torch.device, seed: int = 0
+        cls, count: int, floats: int, first: int, block_floats: int, device: torch.device, seed: int = 0
     ) -> Pages:
-        """Lay `count` pages with random states of `floats` floats, which begin at float `begin`."""
+        """Lay `count` pages with random states of `floats` floats, which begin at float `first`."""
         generator = torch.Generator().manual_seed(seed)
-        blocks = -(-(begin + floats) // block_floats)
-        apart = block_floats + 16
-        memory = torch.full((count * blocks, apart), torch.nan)
+        blocks = -(-(first + floats) // block_floats)
+        memory = torch.full((count * blocks, block_floats + 16), torch.nan)
         tables = torch.randperm(count * blocks, generator=generator).view(count, blocks)
-        at = begin + torch.arange(floats)
+        at = first + torch.arange(floats)
         for table in tables:
             memory[table[at // block_floats], at % block_floats] = torch.randn(floats, generator=generator)
-        made = StatePages(memory.to(device), block_floats, begin)
-        return cls(made, tables.int().to(device))
+        return cls(memory.to(device), block_floats, first, tables.int().to(device))
 
-    def twin(self) -> Pages:
-        """Return pages on the CPU with the same content."""
-        memory = self.pages.memory.cpu().clone()
-        return Pages(replace(self.pages, memory=memory), self.tables.cpu())
+    def page(self, number: int, floats: int) -> torch.Tensor:
+        """Return the state in a page."""
+        at = self.first + torch.arange(floats, device=self.memory.device)
+        return self.memory[self.tables[number].long()[at // self.block_floats], at % self.block_floats]
 
-    def table(self, pages: Sequence[int]) -> torch.Tensor:
+    def _table(self, pages: Sequence[int]) -> torch.Tensor:
         """Return the rows of tables of these pages; -1 is none."""
-        chosen = self.tables[torch.tensor(pages, device=self.tables.device).clamp(min=0)].clone()
-        chosen[torch.tensor(pages) < 0] = -1
-        return chosen
+        chosen = torch.tensor(pages, device=self.tables.device)
+        return torch.where((chosen < 0)[:, None], -1, self.tables[chosen.clamp(min=0)])
 
-    def rows(self, read: Sequence[int], written: Sequence[int]) -> RowPages:
-        """Return rows that read and write these pages."""
-        return RowPages(self.table(read), self.table(written))
+    def _ints(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.tables.device)
 
-    def pieces(self, sequences: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> PieceRows:
-        """Return sequences (page read, pieces of (rows, page written))."""
-        device = self.tables.device
-        firsts, offsets, written, longest = [0], [0], [], 0
+    def rows(self, read: Sequence[int], written: Sequence[int]) -> StateRuns:
+        """Return rows that read and write these pages: -1 is none, and who writes none is not computed."""
+        return StateRuns(
+            self.memory, self.block_floats, slice(0, len(read)), self._table([max(p, 0) for p in read]),
+            self._table(written), self._ints([0 if page < 0 else 5 for page in read]),
+            self._ints([int(page >= 0) for page in written]),
+        )  # fmt: skip
+
+    def chunks(self, sequences: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> StateRuns:
+        """Return sequences (page read, cuts of (rows, page written)), with a cut more than is used."""
+        cuts, offsets, ends, written, live = [0], [0], [], [], []
         for _, pieces in sequences:
-            firsts.append(firsts[-1] + len(pieces))
-            longest = max(longest, sum(rows for rows, _ in pieces))
+            cuts.append(cuts[-1] + len(pieces))
             for rows, page in pieces:
-                offsets.append(offsets[-1] + rows)
+                ends.append(rows + (ends[-1] if ends else 0))
                 written.append(page)
-        read = self.table([page for page, _ in sequences])
-        ints = {"dtype": torch.int32, "device": device}
-        return PieceRows(
-            read, torch.tensor(firsts, **ints), torch.tensor(offsets, **ints), self.table(written), longest
-        )
+            offsets.append(ends[-1] if ends else 0)
+            live.append(int(bool(pieces) and pieces[-1][1] >= 0))
+        longest = max(sum(rows for rows, _ in pieces) for _, pieces in sequences)
+        read = [page for page, _ in sequences]
+        return StateRuns(
+            self.memory, self.block_floats, slice(0, offsets[-1]), self._table([max(p, 0) for p in read]),
+            self._table([*written, -1]), self._ints([0 if page < 0 else 5 for page in read]),
+            self._ints(live), self._ints(offsets), self._ints(cuts), self._ints([*ends, 0]), longest,
+        )  # fmt: skip
 
 
-def on_cpu(rows: RowPages | PieceRows) -> RowPages | PieceRows:
-    """Return the same rows with their tensors on the CPU."""
-    moved = {name: value.cpu() for name, value in vars(rows).items() if isinstance(value, torch.Tensor)}
-    return replace(rows, **moved)
+def on_cpu(runs: StateRuns) -> StateRuns:
+    """Return the same runs over a copy of their memory on the CPU."""
+    moved = {name: one.cpu() for name, one in vars(runs).items() if isinstance(one, torch.Tensor)}
+    return replace(runs, **{**moved, "pool": moved["pool"].clone()})
+
+
+def based(runs: StateRuns) -> StateRuns:
+    """Return the same runs over a memory that is found by its distance from another one."""
+    anchor = torch.zeros(1, runs.pool.shape[1], device=runs.pool.device)
+    base = torch.tensor([(runs.pool.data_ptr() - anchor.data_ptr()) // 4], device=runs.pool.device)
+    return replace(runs, pool=anchor, base=base)

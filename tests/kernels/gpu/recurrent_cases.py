@@ -8,19 +8,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from kernels.recurrence import DeltaRule, PieceRows, RowPages, SpaceRule
-from tests.kernels.gpu.paged_states import Pages, on_cpu
+from kernels.recurrence import DeltaRule, ScanRule, SpaceRule
+from kernels.state_pages import StateRuns
+from tests.kernels.gpu.paged_states import Pages, based, on_cpu
 
-_Rule = TypeVar("_Rule", DeltaRule, SpaceRule)
-PIECES = [(0, [(1, 0), (16, 1)]), (-1, [(70, 2)]), (3, []), (4, [(0, 6), (64, -1), (5, 5)])]
-"""Goes on in its page and crosses its end; begins, with more than a chunk; padding; an empty piece first."""
-ROWS = 160
-"""Rows of the pieces, 156, and some that belong to none."""
+_Rule = TypeVar("_Rule", DeltaRule, ScanRule, SpaceRule)
+CHUNKS = [(0, [(1, 0), (16, 1)]), (-1, [(70, 2)]), (3, []), (3, [(9, -1)]), (4, [(64, -1), (5, 5)])]
+"""Goes on in its page and crosses its end; begins, with more than a chunk; padding; aborted; a chunk whose
+states are not kept, and some rows.
+"""
+ROWS = 170
+"""Rows of the sequences, 165, and some that belong to none."""
 ONE_TOKEN = ([0, 1, -1, 4], [2, 1, 3, -1])
-"""Pages read and written: the second row goes on in its page, the third begins, the fourth keeps nothing."""
+"""Pages read and written: the second row goes on in its page, the third begins, the fourth is padding."""
 
 
-def delta_rule(
+def delta_constants(
     key_heads: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device, **more: Any
 ) -> DeltaRule:
     """Return random constants of a layer."""
@@ -47,7 +50,7 @@ def delta_inputs(
     return conv.to(device), mixed.to(device)
 
 
-def space_rule(
+def space_constants(
     heads: int, head_dim: int, groups: int, state: int, device: torch.device, **more: Any
 ) -> SpaceRule:
     """Return random constants of a layer."""
@@ -90,24 +93,21 @@ def compare(
     given: tuple[torch.Tensor, torch.Tensor],
     rule: Any,
     width: int,
-    ours: Pages,
-    rows: RowPages | PieceRows,
-    computed: int,
+    pages: Pages,
+    runs: StateRuns,
     *,
     tolerance: float,
     **more: Any,
-) -> torch.Tensor:
-    """Compare outputs of the first `computed` rows, and all of the pages' memory; return the outputs."""
+) -> None:
+    """Compare outputs of the rows of `runs`, and all of the pages' memory."""
     conv, mixed = given
-    theirs = ours.twin()
+    theirs = on_cpu(runs)
     out = torch.full((len(conv), width), torch.nan, device=conv.device, dtype=mixed.dtype)
     expected = out.cpu().clone()
-    meaning(conv.cpu().clone(), mixed.cpu(), of_cpu(rule), theirs.pages, on_cpu(rows), out=expected)
-    kernel(conv.clone(), mixed, rule, ours.pages, rows, out=out, **more)
-    how = {"atol": tolerance, "rtol": tolerance}
-    torch.testing.assert_close(
-        ours.pages.memory.cpu(), theirs.pages.memory, atol=2e-5, rtol=2e-5, equal_nan=True
-    )
-    torch.testing.assert_close(out[:computed].cpu(), expected[:computed], **how)
-    assert not expected[:computed].isnan().any()
-    return out
+    meaning(conv.cpu().clone(), mixed.cpu(), of_cpu(rule), theirs, pages.first, out=expected)
+    ours = based(runs) if runs.offsets is not None else runs
+    kernel(conv.clone(), mixed, rule, ours, pages.first, out=out, **more)
+    torch.testing.assert_close(pages.memory.cpu(), theirs.pool, atol=2e-5, rtol=2e-5, equal_nan=True)
+    rows = runs.rows
+    torch.testing.assert_close(out[rows].cpu(), expected[rows], atol=tolerance, rtol=tolerance)
+    assert not expected[rows].isnan().any()

@@ -1,7 +1,7 @@
 """Places of recurrent states in the blocks of pages, for kernels that read and write them where they lie.
 
 Floats are found in units of UNIT that lie in one block together, so that a thread's loads are as wide as the
-card has them: a unit's block is looked up once. `kernels/recurrence.py` has the layout.
+card has them: a unit's block is looked up once. kernels/state_pages.py has the layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.recurrence import StatePages
+from kernels.state_pages import StateRuns
 
 _WIDEST = 4
 """Floats of a unit: 16 bytes, the widest load of a thread."""
@@ -30,22 +30,16 @@ def unit_places(pages, numbers, mask, stride, BLOCK_UNITS: tl.constexpr, UNIT: t
 
 
 @triton.jit
-def where_page(pages, mask):
-    """Return `mask [...]`, or nothing where there is no page at `pages`."""
-    return mask & (tl.zeros(mask.shape, tl.int32) + tl.load(pages) >= 0)
-
-
-@triton.jit
 def load_tile(
-    memory, pages, begin, rows, row_mask, columns, column_mask, row_units, stride, BLOCK_UNITS: tl.constexpr,
-    UNIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    memory, pages, there, begin, rows, row_mask, columns, column_mask, row_units, stride,
+    BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return the tile float32 `[HEIGHT, WIDTH]` of a state that begins at unit `begin` of the page and has
     `row_units` units a row: its rows `rows [HEIGHT]` and units `columns [WIDTH / UNIT]`; zeros outside of the
-    masks, and all where there is no page.
+    masks, and all where `there` is 0.
     """
     numbers = begin + rows[:, None] * row_units + columns[None, :]
-    mask = where_page(pages, row_mask[:, None] & column_mask[None, :])
+    mask = row_mask[:, None] & column_mask[None, :] & (tl.zeros_like(numbers) + there > 0)
     places = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
     lanes = tl.arange(0, UNIT)
     found = tl.load(memory + places[:, :, None] + lanes[None, None, :], mask=mask[:, :, None], other=0.0)
@@ -57,39 +51,40 @@ def store_tile(
     tile, memory, pages, begin, rows, row_mask, columns, column_mask, row_units, stride,
     BLOCK_UNITS: tl.constexpr, UNIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store what `load_tile` returns; nothing where there is no page."""
+    """Store what `load_tile` returns; nothing where there is no page, whose first block is negative."""
     numbers = begin + rows[:, None] * row_units + columns[None, :]
-    mask = where_page(pages, row_mask[:, None] & column_mask[None, :])
+    mask = row_mask[:, None] & column_mask[None, :] & (tl.zeros_like(numbers) + tl.load(pages) >= 0)
     places = unit_places(pages, numbers, mask, stride, BLOCK_UNITS, UNIT)
     lanes = tl.arange(0, UNIT)
     units = tl.reshape(tile, [HEIGHT, WIDTH // UNIT, UNIT])
     tl.store(memory + places[:, :, None] + lanes[None, None, :], units, mask=mask[:, :, None])
 
 
-def in_units(pages: StatePages, row_floats: int) -> dict[str, Any]:
-    """Return the arguments of kernels by which they find states whose rows have `row_floats` floats."""
-    memory = pages.memory
-    if memory.dtype != torch.float32 or memory.stride(1) != 1:
-        raise ValueError(f"states are float32 rows, not {memory.dtype} {tuple(memory.stride())}")
-    unit = gcd(_WIDEST, pages.block_floats, pages.begin, memory.stride(0), row_floats)
+def in_pages(runs: StateRuns, first: int, row_floats: int) -> dict[str, Any]:
+    """Return the arguments of kernels by which they find states that begin at float `first` of a page, and
+    whose rows have `row_floats` floats, and what a run is made of.
+    """
+    unit = gcd(_WIDEST, runs.block_floats, first, runs.pool.stride(0), row_floats)
     return {
-        "begin": pages.begin // unit,
-        "stride": memory.stride(0) // unit,
-        "BLOCK_UNITS": pages.block_floats // unit,
+        "memory": runs.pool,
+        "base": runs.live if runs.base is None else runs.base,
+        "read": runs.read,
+        "written": runs.written,
+        "starts": runs.starts,
+        "live": runs.live,
+        "begin": first // unit,
+        "stride": runs.pool.stride(0) // unit,
+        "page_blocks": runs.page_blocks,
+        "BASED": runs.base is not None,
+        "BLOCK_UNITS": runs.block_floats // unit,
         "UNIT": unit,
     }
 
 
-def table_width(read: torch.Tensor, written: torch.Tensor) -> int:
-    """Return the numbers from one row of the tables of pages to the next, int32 `[rows, n]` both. Raises
-    ValueError for others.
-    """
-    for table in (read, written):
-        if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
-            raise ValueError(f"{table.dtype} {tuple(table.shape)} is no table of pages")
-    if read.stride(0) != written.stride(0):
-        raise ValueError("tables of pages read and written have rows of different lengths")
-    return read.stride(0)
+def in_cuts(runs: StateRuns) -> dict[str, Any]:
+    """Return the arguments of kernels by which they find the rows of a run of chunks."""
+    assert runs.offsets is not None, "the run is of chunks"
+    return {"offsets": runs.offsets, "cuts": runs.cuts, "ends": runs.ends}
 
 
 @triton.jit
