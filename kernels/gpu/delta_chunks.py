@@ -11,7 +11,7 @@ The meaning is diptych/engine/backends/torch/recurrent/delta_rule.py. Two launch
   registers: the system's right side is known once the state before the chunk is.
 
 Chunks begin where cuts of the rows do, as in torch. A row's bits depend on where its cut begins, and on no
-other sequence. Sums are float32; operands are as `operand_precision` says. Outputs take the place of values,
+other sequence. Sums are float32; operands are as wide_product.py says. Outputs take the place of values,
 too; their norm and gate follow in group_norm.py.
 """
 
@@ -25,20 +25,14 @@ from kernels.gpu.delta_step import delta_sizes
 from kernels.gpu.group_norm import group_norm
 from kernels.gpu.launch import power_of_two
 from kernels.gpu.state_tiles import in_cuts, in_pages, load_tile, softplus, store_tile
-from kernels.recurrence import DeltaRule
+from kernels.gpu.wide_product import operand_precision, product
+from kernels.recurrence import DELTA_CHUNK, DeltaRule
 from kernels.state_pages import StateRuns
 
-CHUNK = 64
+CHUNK = DELTA_CHUNK
 """Rows of a chunk."""
 _LANES = 32
 """Lanes of values of a program that goes from chunk to chunk."""
-
-
-def operand_precision(dtype: torch.dtype) -> str:
-    """Return how float32 operands are multiplied in a model of `dtype`: as they are in one of float32, else
-    each as the sum of two TF32, three products in place of one, on the card's matrix units.
-    """
-    return "ieee" if dtype == torch.float32 else "tf32x3"
 
 
 @triton.jit
@@ -130,21 +124,21 @@ def _prepare(
         apart = total[:, None] - across(total, CHUNK)
         earlier = at[:, None] > other[None, :]
         k_T = tl.trans(k)
-        system = tl.dot(k * rate[:, None], k_T, input_precision=PRECISION)
+        system = product(k * rate[:, None], k_T, PRECISION)
         system = tl.where(earlier, -system * tl.exp(tl.where(earlier, apart, 0.0)), 0.0)
         inverse = inverse_of(system, CHUNK)
 
-        read = tl.dot(inverse, k * (rate * tl.exp(total))[:, None], input_precision=PRECISION)
+        read = product(inverse, k * (rate * tl.exp(total))[:, None], PRECISION)
         tl.store(keys + rows[:, None] * keys_stride + head * D + dims[None, :], read, mask=key_mask)
         q = unit_rows(tl.load(key, mask=key_mask, other=0.0), query_scale)
         seen = at[:, None] >= other[None, :]
-        met = tl.dot(q, k_T, input_precision=PRECISION) * tl.exp(tl.where(seen, apart, 0.0))
+        met = product(q, k_T, PRECISION) * tl.exp(tl.where(seen, apart, 0.0))
         place = within + rows[:, None] * within_stride + head * CHUNK + other[None, :]
         tl.store(place, tl.where(seen, met, 0.0), mask=mask[:, None])
         value = conv + rows[:, None] * conv_stride + 2 * KEY_HEADS * D + head * V + lanes[None, :]
         value_mask = mask[:, None] & (lanes < V)[None, :]
         v = tl.load(value, mask=value_mask, other=0.0)
-        tl.store(value, tl.dot(inverse, v * rate[:, None], input_precision=PRECISION), mask=value_mask)
+        tl.store(value, product(inverse, v * rate[:, None], PRECISION), mask=value_mask)
 
 
 @triton.jit(do_not_specialize=["page_blocks"])
@@ -178,7 +172,7 @@ def _advance(
             tl.store(place, tl.zeros([CHUNK, LANES], tl.float32), mask=mask)
     else:
         if BASED:
-            memory += tl.load(base)
+            memory += tl.multiple_of(tl.load(base), UNIT)
         units = tl.program_id(0) * (LANES // UNIT) + tl.arange(0, LANES // UNIT)
         of_speed = tl.load(speed + head)
         of_bias = tl.load(step_bias + head)
@@ -201,18 +195,18 @@ def _advance(
                 place = values[None, :] + rows[:, None] * conv_stride
                 value_mask = mask[:, None] & in_value[None, :]
                 corrected = tl.load(place, mask=value_mask, other=0.0)
-                corrected -= tl.dot(solved, state, input_precision=PRECISION)
+                corrected -= product(solved, state, PRECISION)
                 q = unit_rows(tl.load(key, mask=key_mask, other=0.0), query_scale)
-                answer = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
+                answer = product(q * tl.exp(total)[:, None], state, PRECISION)
                 met = tl.load(
                     within + rows[:, None] * within_stride + head * CHUNK + other[None, :],
                     mask=mask[:, None], other=0.0,
                 )  # fmt: skip
-                answer += tl.dot(met, corrected, input_precision=PRECISION)
+                answer += product(met, corrected, PRECISION)
                 tl.store(place, answer, mask=value_mask)
                 k = unit_rows(tl.load(key + KEY_HEADS * D, mask=key_mask, other=0.0), 1.0)
                 faded = tl.trans(k * tl.exp(whole - total)[:, None])
-                state = state * tl.exp(whole) + tl.dot(faded, corrected, input_precision=PRECISION)
+                state = state * tl.exp(whole) + product(faded, corrected, PRECISION)
             start = end
             store_tile(
                 state, memory, written + cut * page_blocks, begin, head * D + dims, in_key, units,
@@ -255,12 +249,12 @@ def delta_chunks(
     _prepare[(rule.value_heads, most_chunks)](
         conv, mixed, rule.speed, rule.step_bias, rows_of["cuts"], rows_of["ends"], keys, within,
         rate_at=rate_at, largest_rate=rule.largest_rate, sequences=runs.sequences,
-        CUTS_PAD=power_of_two(len(runs.ends)), **given, num_warps=8,
+        CUTS_PAD=power_of_two(len(runs.ends)), **given, num_warps=8, num_stages=1,
     )  # fmt: skip
     lanes = min(_LANES, power_of_two(rule.value_dim, 16))
     _advance[(triton.cdiv(rule.value_dim, lanes), rule.value_heads, runs.sequences)](
         conv, mixed, rule.speed, rule.step_bias, keys, within, **rows_of,
-        **in_pages(runs, first, rule.value_dim), **given, LANES=lanes, num_warps=4,
+        **in_pages(runs, first, rule.value_dim), **given, LANES=lanes, num_warps=4, num_stages=1,
     )  # fmt: skip
     width = rule.value_heads * rule.value_dim
     answers, gate = conv[:, gate_at - width : gate_at], mixed[:, gate_at : gate_at + width]

@@ -54,7 +54,7 @@ def _delta_step(
         tl.store(place, tl.zeros([V_PAD], out.dtype.element_ty), mask=in_value)
     else:
         if BASED:
-            memory += tl.load(base)
+            memory += tl.multiple_of(tl.load(base), UNIT)
         of_row = conv + row.to(tl.int64) * conv_stride
         given = mixed + row.to(tl.int64) * mixed_stride
         key = of_row + (head // SHARE) * D + dims

@@ -54,7 +54,7 @@ def _scan(
             tl.store(out + row * out_stride + channels, nothing, mask=inside)
     else:
         if BASED:
-            memory += tl.load(base)
+            memory += tl.multiple_of(tl.load(base), UNIT)
         units = tl.arange(0, M_PAD // UNIT)
         a = tl.load(
             decay + channels[:, None] * M + lanes[None, :], mask=inside[:, None] & in_state[None, :], other=0.0

@@ -54,7 +54,7 @@ def _space_step(
         tl.store(place, tl.zeros([P_PAD], tl.float32), mask=in_head)
     else:
         if BASED:
-            memory += tl.load(base)
+            memory += tl.multiple_of(tl.load(base), UNIT)
         x = tl.load(place, mask=in_head, other=0.0)
         shared = of_row + HEADS * P + (head // (HEADS // GROUPS)) * M + lanes
         b = tl.load(shared, mask=in_state, other=0.0)

@@ -17,6 +17,7 @@ from tests.kernels.gpu.recurrent_cases import (
     ONE_TOKEN,
     ROWS,
     compare,
+    near,
     space_constants,
     space_inputs,
 )
@@ -59,7 +60,7 @@ def test_chunks_of_several_sequences(
     pages = Pages.make(8, heads * channels * numbers, first, block, device)
     compare(
         state_space, recurrent_meanings.space, space_inputs(rule, ROWS, device, dtype), rule,
-        heads * channels, pages, pages.chunks(CHUNKS), tolerance=1e-4 if dtype == torch.float32 else 2e-2,
+        heads * channels, pages, pages.chunks(CHUNKS), **near(dtype),
     )  # fmt: skip
 
 
