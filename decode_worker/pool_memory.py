@@ -11,6 +11,7 @@ from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.runtime.settings import StartupError
 from diptych.worker_process.loaded_engine import LoadedEngine
+from diptych.worker_process.recurrent_model import held_state_bytes
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import total_memory
 
@@ -75,11 +76,12 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
         if engine.group is not None:
             return engine.group.memories.allocate_pool(layout, blocks)
         return allocate_pool(layout, blocks)
-    chunks = _chunk_bytes(settings, engine)
+    chunks, states = _chunk_bytes(settings, engine), _state_bytes(settings, engine)
     engine.memory.plan_graphs(graphs)
     engine.memory.plan("chunks of prompts", chunks)
+    engine.memory.plan("recurrent states of a step", states)
     if not settings.pool_chosen:
-        blocks = _blocks_with_room(settings, engine, graphs, chunks)
+        blocks = _blocks_with_room(settings, engine, graphs, chunks + states)
     gib = blocks * layout.bytes_per_block / 2**30
     if engine.group is not None:
         _log.info("the KV pool has %d blocks, %.1f GiB on the GPUs of all ranks", blocks, gib)
@@ -88,14 +90,14 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> Po
     return allocate_device_pool(layout, blocks, device)
 
 
-def _blocks_with_room(settings: DecodeSettings, engine: LoadedEngine, graphs: int, chunks: int) -> int:
+def _blocks_with_room(settings: DecodeSettings, engine: LoadedEngine, graphs: int, temporaries: int) -> int:
     """Return the blocks that the GPU has room for, or the GPUs of all ranks. Raises DeviceUnavailable."""
     utilization, layout, device = settings.gpu_memory_utilization, engine.layout, engine.model.device
     if engine.group is not None:
-        blocks = engine.group.memories.count_blocks(layout, utilization, graphs, chunks)
+        blocks = engine.group.memories.count_blocks(layout, utilization, graphs, temporaries)
         why = "the GPU of a rank has no room for its share"
     else:
-        room = free_pool_bytes(device, utilization, graphs, chunks)
+        room = free_pool_bytes(device, utilization, graphs, temporaries)
         blocks = room // layout.bytes_per_block
         why = f"{-room / 2**20:.0f} MiB are missing"
     if blocks < 1:
@@ -109,9 +111,20 @@ def _chunk_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:
     """Return the bytes that steps with chunks, which are not recorded, take when they come: those of drafts,
     which make chunks of a step's rows, and those of prompts that are computed here.
     """
-    model, bounds = engine.model, settings.local_bounds(engine.model.device.type)
-    prompts = bounds.idle_chunk if bounds.short or bounds.fallback else 0
+    model, prompts = engine.model, _prompt_tokens(settings, engine)
     tokens = max(prompts, settings.max_batch * (1 + settings.draft_tokens) if settings.draft_tokens else 0)
     if not tokens:
         return 0
     return gathered_bytes(model.shape, model.dtype) + activation_bytes(model.shape, tokens, model.dtype)
+
+
+def _prompt_tokens(settings: DecodeSettings, engine: LoadedEngine) -> int:
+    """Return the most tokens of prompts that a step computes here."""
+    bounds = settings.local_bounds(engine.model.device.type)
+    return bounds.idle_chunk if bounds.short or bounds.fallback else 0
+
+
+def _state_bytes(settings: DecodeSettings, engine: LoadedEngine) -> int:
+    """Return the bytes of recurrent states that the largest step holds beside its blocks."""
+    rows, tokens = settings.max_batch, _prompt_tokens(settings, engine)
+    return held_state_bytes(engine.model, engine.layout, rows=rows, prompts=rows, tokens=tokens)

@@ -38,8 +38,8 @@ class StateRuns:
     read: torch.Tensor
     """int32 `[S, n]`: blocks of the page with the states before; not looked at where `starts` is 0."""
     written: torch.Tensor
-    """int32 `[G, n]`: the page that gets the states behind each cut; NO_PAGE: none does. A sequence whose last
-    one has none is not computed: it is padding, or was aborted.
+    """int32 `[G, n]`: the page that gets the states behind each cut; NO_PAGE: none does. A sequence without
+    one behind its last cut is not computed: it is padding, or was aborted.
     """
     starts: torch.Tensor
     """int32 `[S]`: tokens before the step; where that is 0, states before are zeros."""
@@ -87,9 +87,9 @@ class StatePool:
         self._memory = runs.pool if runs.base is None else _memory_at(runs)
 
     def before(self, sequence: int, first: int, size: int) -> torch.Tensor:
-        """Return a copy of `size` floats of the states before a sequence, from float `first` of its page on."""
+        """Return a copy of `size` floats of the states before a sequence, from a page's float `first` on."""
         runs = self._runs
-        if int(runs.starts[sequence]) == 0:
+        if size == 0 or int(runs.starts[sequence]) == 0:
             return torch.zeros(size)
         return self._places(runs.read[sequence].tolist(), first, size)
 

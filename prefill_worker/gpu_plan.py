@@ -7,21 +7,24 @@ import logging
 from diptych.engine.backends.triton.activations import activation_bytes
 from diptych.engine.backends.triton.step_plan import gathered_bytes
 from diptych.worker_process.loaded_engine import LoadedEngine
+from diptych.worker_process.recurrent_model import held_state_bytes
 
 _log = logging.getLogger(__name__)
 
 
-def plan_steps(engine: LoadedEngine, chunk: int) -> int:
-    """Plan the memory of steps of up to `chunk` tokens, recorded ones included, and return its bytes; on a
-    CPU 0.
+def plan_steps(engine: LoadedEngine, chunk: int, prompts: int) -> int:
+    """Plan the memory of steps of up to `chunk` tokens of `prompts` prompts, recorded ones included, and
+    return its bytes; on a CPU 0.
     """
     model = engine.model
     if model.device.type == "cpu":
         return 0
     size = activation_bytes(model.shape, chunk, model.dtype) + gathered_bytes(model.shape, model.dtype)
     engine.memory.plan_graphs(engine.runner.recorded_prompts)
+    states = held_state_bytes(model, engine.layout, prompts=prompts, tokens=chunk)
     engine.memory.plan("prompts", size)
-    return size
+    engine.memory.plan("recurrent states of a step", states)
+    return size + states
 
 
 def log_plan(engine: LoadedEngine, blocks: int) -> None:

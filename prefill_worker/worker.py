@@ -81,7 +81,7 @@ class PrefillWorker:
             Memory.of(
                 device,
                 engine.runner.recorded_prompts,
-                plan_steps(engine, chunk),
+                plan_steps(engine, chunk, settings.max_batch_requests),
                 None if engine.group is None else partial(engine.group.memories.room_for, engine.layout),
             ),
             most,

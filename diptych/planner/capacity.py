@@ -64,7 +64,7 @@ class Worker:
     kv_bytes: float
     """Bytes of a token's keys and values."""
     stream_bytes: float = 0.0
-    """Bytes of a stream whatever its length: its recurrent states."""
+    """Bytes of a stream whatever its length: its recurrent states, and those that a step holds of it."""
 
     @property
     def free_bytes(self) -> float:
@@ -126,7 +126,7 @@ def worker_of(costs: ModelCosts, memory: float, draft: ModelCosts | None = None)
         memory,
         sum(one.weight_bytes for one in models),
         sum(one.kv_bytes for one in models),
-        sum(PAGES * one.state_bytes for one in models),
+        sum(PAGES * one.state_bytes + one.held_bytes for one in models),
     )
 
 

@@ -3,7 +3,8 @@
 weights             the sum of all tensors' elements by the bytes of each
 keys and values     2 x layers that attend x KV heads x head width x bytes, a token (Shazeer 2019 for fewer KV
                     heads); in int8 four bytes more a head (kernels/int8_cache.py)
-recurrent states    float32, of each sequence once for the place that it is in and once for the one before
+recurrent states    float32, of each sequence once for the place that it is in and once for the one before; a
+                    step in torch holds them once more (worker_process/recurrent_model.py)
 latents             layers x width of a latent x bytes, a token, in their place (DeepSeek-V2 report, 2024)
 products            2 x the parameters that a token is multiplied with (Kaplan et al. 2020, section 2.1)
 attention           4 x heads x head width, a layer that attends, a pair of query and key: scores and the
@@ -16,6 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from diptych.engine.backends.triton.supports import supports
 from diptych.engine.kv.state_layout import page_bytes
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights.canonical import layer_shapes
@@ -50,6 +52,10 @@ class ModelCosts:
     """Bytes of keys and values of one token, over all layers."""
     state_bytes: float
     """Bytes of the recurrent states of one sequence, over all layers; 0 without recurrent ones."""
+    held_bytes: float
+    """Bytes of them that a step holds for each of its sequences beside the blocks: all where torch computes,
+    none where the Triton step does.
+    """
     pair_flops: float
     """Operations of attention for one query and one key, over all layers."""
     windows: tuple[int | None, ...]
@@ -96,6 +102,7 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
     count = shape.experts.num_experts if shape.experts is not None else 0
     picked = shape.experts.experts_per_token if shape.experts is not None else 0
     head_bytes = embedding * (bytes_of if head else _KEPT_BYTES)
+    states = _state_bytes(shape)
     dense_bytes = matrices * bytes_of + kept * _KEPT_BYTES + head_bytes
     return ModelCosts(
         parameters=matrices + experts + kept + embedding + head,
@@ -106,7 +113,8 @@ def model_costs(shape: ModelShape, weights: str = "bf16", keys_and_values: str =
         num_experts=count,
         experts_per_token=picked,
         kv_bytes=kv_bytes(shape, keys_and_values),
-        state_bytes=float(_state_bytes(shape)),
+        state_bytes=float(states),
+        held_bytes=0.0 if supports(shape) is None else float(states),
         pair_flops=float(shape.num_heads * len(shape.attention_layers) * _pair_flops(shape)),
         windows=tuple(shape.window(layer) for layer in shape.attention_layers),
         operands=OPERANDS[weights],

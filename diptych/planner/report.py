@@ -51,6 +51,8 @@ def _model(plan: Plan) -> Iterator[Row]:
             _bytes(PAGES * costs.state_bytes),
             f"{PAGES} × those of {len(shape.recurrent_layers)} layers, float32",
         )
+    if costs.held_bytes:
+        yield "beside them in a step", _bytes(costs.held_bytes), "a stream: torch computes such layers"
     if (draft := plan.draft) is not None:
         yield (
             "draft model",

@@ -6,6 +6,8 @@ import logging
 
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.kv.state_groups import LARGE_PAGE
+from diptych.engine.kv.state_layout import page_bytes
+from diptych.engine.loaded_model import Model
 from diptych.engine.models.shape import ModelShape
 from diptych.worker_process.config import LARGEST_GPU_BLOCK, ImpossibleSettings, WorkerSettings
 
@@ -13,6 +15,8 @@ log = logging.getLogger(__name__)
 
 _LARGEST_CPU_BLOCK = 1024
 """Most tokens of a block on a CPU."""
+_WORKING = 3
+"""Copies of one layer's states that a step in torch has at once: those read, decayed ones, new ones."""
 
 
 def check_recurrent_settings(settings: WorkerSettings, shape: ModelShape) -> None:
@@ -52,3 +56,21 @@ def describe_states(layout: KVLayout, device_type: str = "cpu") -> str | None:
         larger = min(2 * larger, largest)
         blocks = -(-pages * size // larger)
     return words if larger == size else f"{words}. With --block-size {larger} they take about {blocks} blocks"
+
+
+def held_state_bytes(
+    model: Model, layout: KVLayout, *, rows: int = 0, prompts: int = 0, tokens: int = 0
+) -> int:
+    """Return the bytes of recurrent states that a step holds beside its blocks, at most.
+
+    torch keeps all pages that a step writes until it is whole: one of each of `rows` that are decoded, and of
+    a chunk one for each place that it reaches and whose page is its own. The larger one counts of such rows
+    and of a step with `tokens` of `prompts` prompts. The Triton step changes pages where they lie.
+    """
+    if layout.states is None or layout.windows is None or model.backend_name != "torch":
+        return 0
+    size, prompts = layout.block_size, min(prompts, tokens)
+    _, longest = layout.windows.ring_places(tokens, size)
+    chunks = min(prompts * longest, 2 * prompts + tokens // size)
+    largest = max(page_bytes([shapes]) for _, shapes in layout.states.layers)
+    return max(rows, chunks) * layout.states.page_bytes + _WORKING * max(rows, prompts) * largest

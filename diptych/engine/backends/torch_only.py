@@ -1,4 +1,4 @@
-"""Features that the torch step alone computes, of all three."""
+"""Features that the torch step alone computes, and what no step computes of recurrent layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from diptych.engine.models.shape import ModelShape
 
+NO_RECURRENT_ADAPTERS = "adapters of recurrent layers"
+NO_RECURRENT_TREES = "a recurrent layer knows no trees of tokens"
+
 
 def torch_only(shape: ModelShape) -> Iterator[str]:
     """Yield what of a model of `shape` neither the native nor the Triton step computes, in words."""
-    if shape.recurrent_layers:
-        yield "recurrent layers"
-    if not all(layer.attention and layer.feed_forward for layer in shape.layers):
-        yield "layers without attention or without a feed-forward"
     if shape.experts is not None and not shape.experts.gated:
         yield "experts without a gate"
     if shape.attention_gate:

@@ -24,6 +24,7 @@ from diptych.planner.money import ApiPrice, price_fleet
 from diptych.planner.plan import Question, make_plan
 from diptych.planner.rates import Roofline
 from tests.diptych.planner.shapes import LLAMA_3_8B, LLAMA_3_70B, write_config
+from tests.diptych.worker_process.both_workers import RECURRENT, SHAPE
 
 
 def test_wait_of_one_worker_is_pollaczek_and_khinchines() -> None:
@@ -62,6 +63,16 @@ def fleet_of(tmp_path: Path) -> Callable[[Demand], Fleet]:
         return size_fleet(demand, worker_of(costs, card.memory), Roofline(costs, card))
 
     return size
+
+
+def test_streams_have_room_for_the_states_that_a_step_in_torch_holds() -> None:
+    costs = model_costs(replace(RECURRENT, norm="layer"))
+    assert costs.held_bytes == costs.state_bytes > 0
+    assert worker_of(costs, 80e9).stream_bytes == 3 * costs.state_bytes
+    changed_in_place = model_costs(RECURRENT)
+    assert changed_in_place.held_bytes == 0
+    assert worker_of(changed_in_place, 80e9).stream_bytes == 2 * costs.state_bytes
+    assert model_costs(SHAPE).held_bytes == worker_of(model_costs(SHAPE), 80e9).stream_bytes == 0
 
 
 @settings(max_examples=60, deadline=None)

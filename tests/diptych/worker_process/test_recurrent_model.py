@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import Lfm2Config
 
+from decode_worker import pool_memory as decode_pool
 from decode_worker.config import DecodeSettings
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.backends.torch.recurrent.step_states import StepStates
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.gpu_memory import GpuMemory
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.kv.model_layout import kv_layout
+from diptych.engine.kv.own_tables import own_blocks, own_tables
 from diptych.engine.models.recurrent import ShortConvShape
 from diptych.engine.models.shape import LayerShape
 from diptych.engine.weights.checkpoint import shape_of
 from diptych.worker_process import engine_loader
 from diptych.worker_process.config import LARGEST_GPU_BLOCK, ImpossibleSettings, why_not_together
 from diptych.worker_process.engine_loader import load_engine
-from diptych.worker_process.recurrent_model import check_recurrent_settings, describe_states
+from diptych.worker_process.recurrent_model import (
+    check_recurrent_settings,
+    describe_states,
+    held_state_bytes,
+)
 from prefill_worker.config import PrefillSettings
+from prefill_worker.gpu_plan import plan_steps
 from tests.diptych.worker_process.both_workers import RECURRENT, SHAPE
 from tests.end_to_end import tiny_model
+from tests.kernels.cpu.tiny_models import weights_of
+
+STEP_LAYOUT = kv_layout(RECURRENT, torch.float32, 4)
+PLAIN_LAYOUT = kv_layout(SHAPE, torch.float32, 4)
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_blocks": "off"}, "--window-blocks off"),
@@ -83,3 +100,74 @@ def test_no_block_is_advised_that_a_gpu_refuses() -> None:
     settings = decode(block_size=2 * LARGEST_GPU_BLOCK)
     assert "--block-size" in str(why_not_together(settings, "cuda"))
     assert why_not_together(decode(block_size=LARGEST_GPU_BLOCK), "cuda") is None
+
+
+def held(rows: int = 0, prompts: int = 0, tokens: int = 0, backend: str = "torch") -> int:
+    model: Any = SimpleNamespace(backend_name=backend)
+    return held_state_bytes(model, STEP_LAYOUT, rows=rows, prompts=prompts, tokens=tokens)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(6, 0), (3, 9)], ids=["decode", "prompts"])
+def test_a_step_in_torch_holds_no_more_states_than_planned(
+    rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one token after a first one, or prompts of several tokens, whose places have pages each."""
+    kept: list[int] = []
+    finish = StepStates.finish
+
+    def count(states: StepStates, abort: AbortWords | None) -> list[int]:
+        runs = [run.kept for run in states._runs]
+        kept.append(sum(one.nbytes for run in runs for _, _, parts in run for one in parts))
+        return finish(states, abort)
+
+    monkeypatch.setattr(StepStates, "finish", count)
+    blocks = own_blocks(STEP_LAYOUT, 12)
+    memory = KVMemory(STEP_LAYOUT, rows * blocks)
+    tables = [own_tables(STEP_LAYOUT, range(row * blocks, (row + 1) * blocks)) for row in range(rows)]
+    computes = TorchBackend(RECURRENT, weights_of(RECURRENT, torch.float32))
+    for start, count_ in ((0, tokens),) if tokens else ((0, 1), (1, 1)):
+        text = list(range(start, start + count_))
+        steps = [
+            SequenceStep(memory, table, start, text, True, window_tables=pages) for table, pages in tables
+        ]
+        computes.forward(steps, None)
+    planned, too_little = (
+        held(prompts=count, tokens=count * tokens) if tokens else held(count) for count in (rows, rows // 3)
+    )
+    assert too_little < kept[-1] <= planned
+
+
+def test_other_steps_hold_no_states() -> None:
+    assert held(64, backend="triton") == 0
+    assert held_state_bytes(cast(Any, SimpleNamespace(backend_name="torch")), PLAIN_LAYOUT, rows=64) == 0
+
+
+def engine_on(card: int) -> Any:
+    model = SimpleNamespace(
+        shape=RECURRENT, dtype=torch.float32, device=torch.device("cuda"), backend_name="torch"
+    )
+    memory = GpuMemory("cuda:0", card, lambda: 0)
+    return SimpleNamespace(
+        model=model, memory=memory, layout=STEP_LAYOUT, group=None, runner=SimpleNamespace(recorded_prompts=0)
+    )
+
+
+def test_plans_of_both_workers_count_the_states_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(decode_pool, "allocate_device_pool", lambda layout, blocks, device: blocks)
+
+    def room(device: torch.device, utilization: float, recordings: int, temporaries: int) -> int:
+        found.append(temporaries)
+        return 1 << 20
+
+    monkeypatch.setattr(decode_pool, "free_pool_bytes", room)
+    engine = engine_on(8 << 30)
+    decode_pool._allocate(decode(max_batch=1024, max_local_prefill_tokens=0), engine, 0)
+    states = held(1024, 1024, 1024)
+    assert engine.memory.uses["recurrent states of a step"] == states > 0
+    assert found == [engine.memory.uses["chunks of prompts"] + states]
+    engine = engine_on(8 << 30)
+    whole = plan_steps(engine, 2048, 32)
+    assert whole == engine.memory.uses["prompts"] + held(prompts=32, tokens=2048)
+    engine.model.backend_name = "triton"
+    assert plan_steps(engine, 2048, 32) == engine.memory.uses["prompts"], "the control"

@@ -120,6 +120,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.packed_stack import stack
     from kernels.quantised_linear import BlockMatrix
     from kernels.scaled_matrix import ScaledMatrix
+    from tests.kernels.gpu.recurrent_cases import recurrent_cases
 
     made: list[tuple[str, Callable[[], object]]] = []
 
@@ -484,6 +485,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
                 ),
             )
         )
+    made.extend(recurrent_cases())
     return made
 
 

@@ -13,7 +13,7 @@ from kernels.recurrence import DeltaRule
 from tests.forms import FULL
 from tests.kernels import recurrent_meanings
 from tests.kernels.gpu.paged_states import Pages
-from tests.kernels.gpu.recurrent_cases import (
+from tests.kernels.gpu.recurrence_inputs import (
     CHUNKS,
     ONE_TOKEN,
     ROWS,

@@ -12,7 +12,7 @@ from kernels.recurrence import ScanRule
 from kernels.state_pages import StateRuns
 from tests.kernels import recurrent_meanings
 from tests.kernels.gpu.paged_states import Pages, based, on_cpu
-from tests.kernels.gpu.recurrent_cases import ONE_TOKEN, of_cpu
+from tests.kernels.gpu.recurrence_inputs import ONE_TOKEN, of_cpu
 
 CHUNKS = [(0, [(1, 0), (9, 1)]), (-1, [(19, 2)]), (3, []), (3, [(4, -1)]), (4, [(8, -1), (5, 5)])]
 SIZES = [(24, 16, 0, 48), (9, 5, 3, 7), (40, 12, 16, 32)]

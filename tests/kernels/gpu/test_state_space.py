@@ -12,7 +12,7 @@ from kernels.gpu.state_space import state_space
 from tests.forms import FULL
 from tests.kernels import recurrent_meanings
 from tests.kernels.gpu.paged_states import Pages
-from tests.kernels.gpu.recurrent_cases import (
+from tests.kernels.gpu.recurrence_inputs import (
     CHUNKS,
     ONE_TOKEN,
     ROWS,

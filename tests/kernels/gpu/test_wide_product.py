@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.gpu.state_space import state_space
 from kernels.gpu.wide_product import operand_precision, to_tf32
 from tests.kernels.gpu.paged_states import Pages
-from tests.kernels.gpu.recurrent_cases import space_constants, space_inputs
+from tests.kernels.gpu.recurrence_inputs import space_constants, space_inputs
 
 
 @triton.jit

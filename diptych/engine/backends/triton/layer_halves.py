@@ -17,6 +17,8 @@ from diptych.engine.backends.triton.expert_layers import ExpertLayers
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep, SeeingRows, TableRows
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
+from diptych.engine.backends.triton.recurrent.mixer import Mixer
+from diptych.engine.backends.triton.recurrent.mixers import mixer_kind
 from diptych.engine.backends.triton.rounded_inputs import Rows
 from diptych.engine.models.shape import ModelShape
 from kernels.paged_attention import paged_attention
@@ -41,6 +43,7 @@ class LayerHalves:
         """Adapters that rows may have; None: none may (`allow_adapters`)."""
         self._scales = kv_scales
         self.experts = ExpertLayers(shape, self.products, operators)
+        self._mixers = [self._mixer_of(index) for index in range(len(weights.layers))]
 
     def allow_adapters(self, slots: int, max_rank: int) -> DeviceAdapters:
         """Let rows have adapters of rank up to `max_rank` in so many slots, and return these."""
@@ -49,6 +52,39 @@ class LayerHalves:
             self.shape, self.operators, slots, max_rank, weights.dtype, weights.device
         )
         return self.adapters
+
+    def mix(
+        self,
+        index: int,
+        x: Rows,
+        step: PackedStep,
+        buffers: Activations,
+        scratch: Any,
+        growth: torch.Tensor | None,
+    ) -> None:
+        """Compute the first half of a layer of `x [T, hidden]`, attention, a recurrence or both, into
+        `buffers.added`.
+        """
+        mixer, attends = self._mixers[index], self.shape.layers[index].attention
+        if attends:
+            self.attention(index, x, step, buffers, scratch, growth)
+        if mixer is None:
+            return
+        assert isinstance(x, torch.Tensor), "a recurrence reads numbers that are not rounded"
+        assert step.states is not None
+        assert buffers.mixer is not None
+        out = buffers.beside if attends else buffers.added
+        assert out is not None
+        mixer.mix(x, step.states.of_layer(index), buffers.mixer, out)
+        if attends:
+            buffers.added.add_(out)
+
+    def _mixer_of(self, index: int) -> Mixer | None:
+        """Return the recurrence of a layer; None where it has none."""
+        shape, weights = self.shape.layers[index].recurrent, self.weights.layers[index].recurrent
+        if shape is None or weights is None:
+            return None
+        return mixer_kind(shape).make(shape, weights, self.products, self.operators, self.shape.rms_eps)
 
     def attention(
         self,
