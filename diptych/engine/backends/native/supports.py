@@ -21,6 +21,10 @@ def _lacks(shape: ModelShape) -> Iterator[str]:
         yield "recurrent layers"
     if not all(layer.attention and layer.feed_forward for layer in shape.layers):
         yield "layers without attention or without a feed-forward"
+    if shape.experts is not None and not shape.experts.gated:
+        yield "experts without a gate"
+    if shape.attention_gate:
+        yield "attention with a gate"
     yield from torch_only(shape)
     if shape.norm_bias:
         yield "norms with a bias"
