@@ -18,6 +18,7 @@ from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_O
 from tests.diptych.engine.models.family_models import TEXT, Stepper, check_greedy, text_of
 from tests.diptych.engine.models.recurrent_models import CASES, oracle_of, save
 from tests.forms import sampled
+from tests.triton_device import DEVICES, device_of
 
 LEFT = {"nemotron-h-experts": "experts without a gate"}
 """Cases that torch computes, and what the Triton step lacks."""
@@ -74,6 +75,25 @@ def test_an_operator_that_forgets_shows(lost: str, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(got[:48], exact[:48], **CLOSE)
     assert (got[48:] - exact[48:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", sampled(SAMPLE, ("jamba",)))
+def test_the_kernels_give_the_logits_of_torch(name: str, device: str, tmp_path: Path) -> None:
+    """A chunk that begins a text, one that goes on, and single tokens; on a GPU recorded, too."""
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    checkpoint, on = read_checkpoint(save(oracle_of(name), tmp_path), "fp32"), device_of(device)
+    backend = TritonBackend(checkpoint.shape, checkpoint.weights, on)
+    ids = text_of(24)
+    expected = Stepper(TorchBackend(checkpoint.shape, checkpoint.weights), checkpoint.shape).logits(ids, 24)
+    got = Stepper(backend, checkpoint.shape, device=on).logits(ids, 11)
+    torch.testing.assert_close(got, expected, **CLOSE)
+    single = Stepper(backend, checkpoint.shape, device=on)
+    tables, rows = single.tables(24), []
+    for begin, end in ((0, 17), (17, 18), (18, 19)):
+        step = single.step(tables, begin, ids[begin:end], wants_logits=True)
+        rows.append(backend.forward([step], None))
+    torch.testing.assert_close(torch.cat(rows), expected[16:19], **CLOSE)
 
 
 @pytest.mark.parametrize("name", LEFT)
