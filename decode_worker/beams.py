@@ -88,7 +88,7 @@ class Beams(StepGroup):
         for fork in forks:
             self.rows.append(self._child(parents[fork.parent], fork.token_id))
         self.rows = self.rows[len(parents) :]
-        self.request.blocks.release(parents)
+        self.request.blocks.release_parents(parents)
         self.request.decoded += len(forks)
         return None if self.rows else self._deliver()
 

@@ -329,6 +329,16 @@ class AttemptBlocks:
             self._pool.release(sequence.block_ids)
             sequence.block_ids = []
 
+    def release_parents(self, parents: Sequence[DecodeSequence]) -> None:
+        """Release sequences that their forks replace.
+
+        Where the attempt has a reserve, as many blocks as become free return to it: later forks need them.
+        """
+        available = self._pool.available()
+        self.release(parents)
+        if self._reserved:
+            self._reserve += self._pool.allocate(self._pool.available() - available)
+
     def close(self) -> None:
         """Release the reserve, and a prompt after which no sequence began."""
         self._pool.release(self._prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -103,6 +104,25 @@ async def test_a_beam_search_is_preempted_as_a_whole_and_repeats_its_result():
         assert list(heard.outputs.values()) == [list(beam.token_ids) for beam in best]
         await old.ended.wait()
         assert old.tokens == list(greedy(PROMPT, 80))
+        assert await made.empty() == []
+        await gateway.close()
+
+
+async def test_a_reserved_beam_search_needs_no_block_that_others_have_taken():
+    async with house("shared_memory", blocks=60) as made:
+        gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+        message = work(("r", 1), PROMPT, 40, choices=range(2), sampling={"beam_width": 4}, reserve=True)
+        heard = gateway.start(decode, prefill, message)
+        await until(lambda: decode.loop.num_running == 4)
+        taken = decode.pool.allocate(decode.pool.available())
+        assert taken
+        while not heard.ended.is_set():  # and what it gives up
+            await asyncio.sleep(0)
+            taken += decode.pool.allocate(decode.pool.available())
+        assert heard.terminal_messages == ["decode finished"] * 2
+        best = oracle.beams(PROMPT, 4, 2, 40)
+        assert list(heard.outputs.values()) == [list(beam.token_ids) for beam in best]
+        decode.pool.release(taken)
         assert await made.empty() == []
         await gateway.close()
 

@@ -62,6 +62,7 @@ def check(served: Served) -> None:
     assert served.expected([(role, [second, words, first, rest])])[1] != expected[1]
 
 
+@pytest.mark.full
 def test_two_ranks_to_two_stages_answer_as_transformers(tmp_path: Path) -> None:
     """Positions on grids and rows behind layers (Qwen3-VL), of an encoder inside the prefill worker."""
     with seeing("qwen3_vl", tmp_path, TWO, STAGES, "native", None) as served:

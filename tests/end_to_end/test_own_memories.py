@@ -73,7 +73,7 @@ def drafted_and_accepted(stack: Stack) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    sampled([(2, 2), (1, 2), (2, 1), (4, 2)], {(2, 2)}),
+    sampled([(2, 2), (1, 2), (2, 1), (4, 2)], ()),
 )
 def test_a_draft_model_in_rank_0_changes_no_token(tmp_path: Path, prefill: int, decode: int) -> None:
     """The model drafts for itself: drafts are right where its keys and values came with the blocks."""

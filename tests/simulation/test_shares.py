@@ -125,7 +125,7 @@ def rank_outlives_its_connections(patch: Patch) -> None:
 
 PLANTED: list[Any] = [
     (shares_are_not_verified, 40),
-    (shares_of_an_old_grant_are_placed, 60),
+    pytest.param(shares_of_an_old_grant_are_placed, 60, marks=pytest.mark.full),
     (heads_are_off_by_one, 10),
     (promises_come_before_ranks_are_quiet, 60),
     pytest.param(pulled_blocks_reach_rank_0_alone, 60, marks=pytest.mark.full),

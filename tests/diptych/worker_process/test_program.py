@@ -34,10 +34,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model.gguf is no GGUF file, though it is named",
             marks=FULL,
         ),
-        (
+        pytest.param(
             "decode_worker",
             ("--max-model-len=8193",),
             "--max-model-len 8193: the model's files say that it reads 8192 tokens at most",
+            marks=FULL,
         ),
         (
             "decode_worker",

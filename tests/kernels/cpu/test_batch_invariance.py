@@ -16,7 +16,7 @@ from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
-from tests.forms import sampled
+from tests.forms import FULL, sampled
 from tests.kernels.cpu.tiny_models import (
     Pool,
     block_weights_of,
@@ -35,10 +35,14 @@ EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes", "codes"], str
     *((format, name) for format in BLOCK_BYTES for name in native.instruction_sets(native.BLOCKS)),
     *((kind, name) for kind in ("bytes", "codes") for name in native.instruction_sets(native.BYTES)),
 ]
+KINDS = [torch.float32, torch.bfloat16, "bytes", "codes", "q4_0"]
+BEST = [next(case for case in EVERY_SET if case[0] == kind) for kind in KINDS]
+"""A case of each kind of numbers, with the best instructions of this machine."""
+CASES = [case if case in BEST else pytest.param(case, marks=FULL) for case in EVERY_SET]
 PROMPT = 530
 
 
-@pytest.fixture(params=EVERY_SET, ids=str, scope="module")
+@pytest.fixture(params=CASES, ids=str, scope="module")
 def backend(request: pytest.FixtureRequest) -> NativeBackend:
     kind, instructions = request.param
     if isinstance(kind, torch.dtype):

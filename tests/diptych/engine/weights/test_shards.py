@@ -32,6 +32,7 @@ from tests.diptych.engine.parallel.thread_ranks import ThreadGroup, whole
 from tests.diptych.engine.weights.quantised_folders import Tensors, change, declare, gptq, write
 from tests.diptych.engine.weights.read_ranges import ReadRanges
 from tests.diptych.engine.weights.test_quantised_folders import GPTQ, KINDS
+from tests.forms import sampled
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DEGREES = (1, 2, 3, 4)
@@ -65,7 +66,9 @@ def folder(tmp_path: Path) -> Path:
     return plain(tmp_path)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=sampled(KINDS, KINDS.keys() - {"nf4 with nested peaks", "int4, ordered"})
+)
 def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return a kind of quantisation and a folder of it."""
     path = plain(tmp_path_factory.mktemp("model"))

@@ -79,7 +79,7 @@ FORMS: dict[str, tuple[dict[str, Any], torch.dtype, Callable[[Weights], Weights]
         torch.bfloat16, four_bits,
     ),
 }  # fmt: skip
-FEW = ("bfloat16", "FP8", "experts", "experts in 4 bits")
+FEW = ("bfloat16", "FP8", "experts")
 NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in FORMS]
 
 

@@ -6,6 +6,7 @@ In Triton's interpreter a recording is the same padded launch, done anew.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -63,14 +64,17 @@ def replays(backend: TritonBackend, steps: list[SequenceStep]) -> bool:
     return backend._prompts.accepts(steps)
 
 
-BATCHES = [[(0, 21)], [(0, 5), (1, 16)], [(2, 1)], [(1, 30)], [(0, 3), (2, 17), (1, 1)]]
+Batch = list[tuple[int, int]]
+BATCHES: list[Batch] = [[(0, 21)], [(0, 5), (1, 16)], [(2, 1)], [(1, 30)], [(0, 3), (2, 17), (1, 1)]]
 """Steps of (sequence, tokens): prefixes are computed by earlier ones."""
 
 
-def run(backend: TritonBackend, pool: Pool, *, replayed: bool) -> list[torch.Tensor]:
+def run(
+    backend: TritonBackend, pool: Pool, *, replayed: bool, batches: Sequence[Batch] = BATCHES
+) -> list[torch.Tensor]:
     sequences = [pool.sequence(64) for _ in range(3)]
     results = []
-    for number, batch in enumerate(BATCHES):
+    for number, batch in enumerate(batches):
         steps = [sequences[s].step(tokens_of(n, 67, seed=10 * number + s)) for s, n in batch]
         if replayed:
             assert replays(backend, steps)
@@ -113,18 +117,19 @@ def test_a_graph_has_the_bits_of_the_same_launch_without_it() -> None:
 def test_one_recording_serves_a_memory_that_comes_after_another_has_gone(device: torch.device) -> None:
     backend = make(device, recorded=True)
     first = pool_on(device)
-    expected = run(backend, first, replayed=True)
+    expected = run(backend, first, replayed=True, batches=BATCHES[:2])
     kept = first.memory.data.clone()
     second = pool_on(device, blocks=48)
     assert second.memory.address != first.memory.address
     first.memory.data.fill_(torch.nan)
-    got = run(backend, second, replayed=True)
+    got = run(backend, second, replayed=True, batches=BATCHES[:2])
     assert bool(first.memory.data.isnan().all()), "nothing is written where the earlier memory was"
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     assert torch.equal(sorted_numbers(second.memory.data), sorted_numbers(kept))
     del first
     third = pool_on(device)
-    assert all(torch.equal(a, b) for a, b in zip(run(backend, third, replayed=True), expected, strict=True))
+    again = run(backend, third, replayed=True, batches=BATCHES[:2])
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
 def sorted_numbers(data: torch.Tensor) -> torch.Tensor:
