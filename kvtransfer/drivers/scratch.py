@@ -159,6 +159,10 @@ class Scratch:
         self._report()
         return forgotten
 
+    def serve_waiting(self) -> None:
+        """Give blocks to those that wait for them: some were released by other hands."""
+        self._serve()
+
     def cached_keys(self) -> Collection[bytes]:
         """Return the keys of all cached blocks."""
         return self._pool.cached_keys()

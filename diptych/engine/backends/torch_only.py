@@ -12,10 +12,6 @@ NO_RECURRENT_TREES = "a recurrent layer knows no trees of tokens"
 
 def torch_only(shape: ModelShape) -> Iterator[str]:
     """Yield what of a model of `shape` neither the native nor the Triton step computes, in words."""
-    if shape.experts is not None and not shape.experts.gated:
-        yield "experts without a gate"
-    if shape.attention_gate:
-        yield "attention with a gate"
     if shape.latent is not None:
         yield "attention over latents"
     if shape.norm != "rms":

@@ -71,6 +71,8 @@ class Activations:
     """Room of recurrent layers."""
     beside: torch.Tensor | None
     """`[T, H]`: what the recurrence adds of a layer that attends, too."""
+    q_gate: torch.Tensor | None
+    """`[T, N D]`: gates of what attention mixes."""
 
     @classmethod
     def make(
@@ -104,6 +106,7 @@ class Activations:
             experts=_expert_buffers(shape, tokens, dtype, device, make_routed),
             mixer=None if numbers is None else MixerRoom.make(numbers, tokens, dtype, device),
             beside=empty(shape.hidden_size) if _mixes_twice(shape) else None,
+            q_gate=empty(heads * width) if shape.attention_gate else None,
         )
 
     @property
@@ -146,6 +149,8 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
         numbers += experts.experts_per_token * (experts.intermediate_size + shape.hidden_size)
     if _mixes_twice(shape):
         numbers += shape.hidden_size
+    if shape.attention_gate:
+        numbers += shape.num_heads * shape.head_dim
     angles = len(shape.rotations) * shape.head_dim * torch.float32.itemsize
     mixer = room_numbers(shape)
     room = 0 if mixer is None else room_bytes(mixer, tokens, dtype)

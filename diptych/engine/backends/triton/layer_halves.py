@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.adapters import DeviceAdapters, Product
@@ -105,6 +106,9 @@ class LayerHalves:
         """Compute queries, keys and values of `x [T, hidden]`, into `buffers.qkv`."""
         self.products.linear(x, self.weights.layers[index].qkv, out=buffers.qkv)
         self._change(index, "qkv", x, buffers.qkv, step)
+        if (gate := self.weights.layers[index].q_gate) is not None:
+            assert buffers.q_gate is not None
+            self.products.linear(x, gate, out=buffers.q_gate)
 
     def attend(
         self,
@@ -128,6 +132,9 @@ class LayerHalves:
         for seeing in seen.seeing:
             self._attend_beyond(index, slot, layer, seeing, buffers)
         mixed = buffers.mixed.view(len(buffers.mixed), -1)
+        if layer.q_gate is not None:
+            assert buffers.q_gate is not None
+            mixed.mul_(buffers.q_gate.sigmoid_())
         self.products.linear(mixed, layer.output, out=buffers.added)
         self._change(index, "output", mixed, buffers.added, step)
 
@@ -141,6 +148,10 @@ class LayerHalves:
         assert layer.gate_up is not None
         assert layer.down is not None
         gate_up, inner = room = buffers.feed_forward(self.shape.intermediate_size)
+        if not self.shape.gated:
+            self.products.linear(x, layer.gate_up, out=inner)
+            self.products.linear(activate_in_place(inner, self.shape), layer.down, out=buffers.added)
+            return
         if step.adapters is None:
             self.products.feed_forward(x, layer.gate_up, layer.down, room, out=buffers.added)
             return
@@ -288,6 +299,15 @@ class LayerHalves:
                 **_based(group),
                 **rule,
             )
+
+
+def activate_in_place(inner: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Return `inner [T, n]`, which becomes its activation, in a model whose feed-forward has no gate."""
+    if shape.activation == "relu2":
+        return inner.relu_().square_()
+    if shape.activation == "silu":
+        return functional.silu(inner, inplace=True)
+    raise ValueError(f"{shape.activation} without a gate")
 
 
 def _based(group: Group) -> dict[str, torch.Tensor]:

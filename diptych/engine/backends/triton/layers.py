@@ -55,7 +55,7 @@ def layer_halves(shape: ModelShape, weights: PackedWeights) -> list[Half]:
     """Return the halves of a model's layers in their order: a layer may have one of the two only."""
     found = []
     for index, (of, layer) in enumerate(zip(shape.layers, weights.layers, strict=True)):
-        qkv = None if of.recurrent is not None else layer.qkv
+        qkv = layer.qkv if of.recurrent is None and layer.q_gate is None else None
         if of.mixes:
             ends = not of.feed_forward
             found.append(Half(index, False, True, ends, layer.input_norm, qkv, layer.attention_out_norm))

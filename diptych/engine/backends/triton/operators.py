@@ -48,6 +48,9 @@ class Operators:
     adapted_linear: Operator
     short_conv: Operator
     causal_conv: Operator
+    delta_rule: Operator
+    state_space: Operator
+    selective_scan: Operator
     begin_states: Operator
     end_states: Operator
     sample: Operator
@@ -75,6 +78,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.causal_conv import causal_conv, short_conv
         from kernels.gpu.decode_rotary import FreshRows
         from kernels.gpu.decode_splits import make_scratch
+        from kernels.gpu.delta_rule import delta_rule
         from kernels.gpu.expert_linear import expert_linear, expert_swiglu, sum_experts
         from kernels.gpu.norm_round import norm_round
         from kernels.gpu.packed_experts import packed_expert_linear, packed_expert_swiglu
@@ -88,8 +92,10 @@ def triton_operators() -> Operators:
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
         from kernels.gpu.scaled_linear import scaled_linear
+        from kernels.gpu.selective_scan import selective_scan
         from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
         from kernels.gpu.state_pages import begin_states, end_states
+        from kernels.gpu.state_space import state_space
         from kernels.gpu.sum_parts import sum_parts, sum_parts_rms_norm
         from kernels.gpu.swiglu import swiglu
         from kernels.gpu.swiglu_round import swiglu_round
@@ -123,6 +129,9 @@ def triton_operators() -> Operators:
         adapted_linear=adapted_linear,
         short_conv=short_conv,
         causal_conv=causal_conv,
+        delta_rule=delta_rule,
+        state_space=state_space,
+        selective_scan=selective_scan,
         begin_states=begin_states,
         end_states=end_states,
         sample=sample,

@@ -59,6 +59,8 @@ class PackedLayer:
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
     """float32 `[heads]`."""
+    q_gate: Linear | Product | None
+    """Matrix whose product's sigmoid is the gate of what attention mixes, `[heads * head_dim, hidden]`."""
     output: Linear | Product
     attention_out_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
@@ -108,7 +110,7 @@ class PackedWeights:
                 () if layer.experts is None else (layer.experts.shared_gate_up, layer.experts.shared_down)
             )
             mixer = () if layer.recurrent is None else layer.recurrent.products.values()
-            for found in (layer.qkv, layer.output, layer.gate_up, layer.down, *experts, *mixer):
+            for found in (layer.qkv, layer.q_gate, layer.output, layer.gate_up, layer.down, *experts, *mixer):
                 if found is not None and not isinstance(found, Linear):
                     yield found
         if not isinstance(self.head, torch.Tensor):
@@ -156,6 +158,7 @@ def _layer(
         q_norm=_moved(layer.q_norm, device),
         k_norm=_moved(layer.k_norm, device),
         sinks=_moved(layer.sinks, device),
+        q_gate=_optional(device, (layer.q_gate, None)),
         output=joined_product(device, (layer.o, layer.o_bias)),
         attention_out_norm=_moved(layer.attention_out_norm, device),
         post_norm=_moved(layer.post_norm, device),

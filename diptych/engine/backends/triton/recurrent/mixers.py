@@ -7,13 +7,22 @@ from collections.abc import Mapping
 import torch
 
 from diptych.engine.backends.triton.packed_weights import PackedMixer, joined_product
+from diptych.engine.backends.triton.recurrent.gated_delta import GATED_DELTA
+from diptych.engine.backends.triton.recurrent.mamba import MAMBA
+from diptych.engine.backends.triton.recurrent.mamba2 import MAMBA2
 from diptych.engine.backends.triton.recurrent.mixer import MixerKind
 from diptych.engine.backends.triton.recurrent.short_conv import SHORT_CONV
 from diptych.engine.models.recurrent import RecurrentShape, ShortConvShape
+from diptych.engine.models.recurrent_shapes import DeltaShape, ScanShape, SpaceShape
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Matrix
 
-MIXERS: Mapping[type, MixerKind] = {ShortConvShape: SHORT_CONV}
+MIXERS: Mapping[type, MixerKind] = {
+    ShortConvShape: SHORT_CONV,
+    DeltaShape: GATED_DELTA,
+    SpaceShape: MAMBA2,
+    ScanShape: MAMBA,
+}
 
 
 def mixer_kind(shape: RecurrentShape) -> MixerKind:

@@ -31,6 +31,7 @@ from kernels.adapted_linear import SlotChange, adapted_linear
 from kernels.gpu.change_table import ChangeTable
 from kernels.route_experts import route_experts
 from kernels.sum_parts import sum_parts
+from tests.kernels import recurrent_meanings
 
 UNSIGNED = 1 << 64
 
@@ -468,6 +469,9 @@ REFERENCE_OPERATORS = Operators(
     adapted_linear=_adapted_linear,
     short_conv=causal_conv.short_conv,
     causal_conv=causal_conv.causal_conv,
+    delta_rule=recurrent_meanings.delta,
+    state_space=recurrent_meanings.space,
+    selective_scan=recurrent_meanings.scan,
     begin_states=state_pages.begin_states,
     end_states=state_pages.end_states,
     sample=_sample,
