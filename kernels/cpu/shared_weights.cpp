@@ -5,7 +5,9 @@
 #include <type_traits>
 
 #include "model.h"
+#include "recurrent_kinds.h"
 #include "shared_region.h"
+#include "step_state.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -94,7 +96,7 @@ class DirectoryReader {
         move(of.data);
         move(of.bias);
         move(of.codes);
-        for (int32_t s = 0; s < of.section_count && s < 3; s++) move(of.sections[s].data);
+        for (int32_t s = 0; s < of.section_count && s < Linear::kMostSections; s++) move(of.sections[s].data);
     }
 
     void vector(std::vector<float> &of) {
@@ -134,7 +136,8 @@ template <class Directory>
 void exchange(Directory &directory, Layer &layer, const DiptychShape &shape) {
     directory.value(layer.own);
     for (Linear *matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router, &layer.shared_gate_up,
-                           &layer.shared_down}) {
+                           &layer.shared_down, &layer.recurrent.in, &layer.recurrent.side, &layer.recurrent.inner,
+                           &layer.recurrent.steps, &layer.recurrent.out}) {
         directory.matrix(*matrix);
     }
     for (std::vector<float> *vector :
@@ -142,6 +145,7 @@ void exchange(Directory &directory, Layer &layer, const DiptychShape &shape) {
           &layer.feed_forward_output_norm, &layer.sinks, &layer.router_correction}) {
         directory.vector(*vector);
     }
+    for (std::vector<float> &vector : layer.recurrent.vectors) directory.vector(vector);
     if (Directory::kReads) layer.experts.resize(layer.own.experts ? static_cast<size_t>(shape.experts.count) : 0);
     for (Expert &expert : layer.experts) {
         directory.matrix(expert.gate_up);
@@ -282,6 +286,7 @@ void map_weights(DiptychModel &model, int file) {
     if (header.codes_end > header.codes_begin) populate(base + header.codes_begin, base + header.codes_end);
     DirectoryReader reader(base, header);
     exchange(reader, model);
+    model.step->recurrent.page = page_bytes(model);
     model.embeds_from_head = header.embeds_from_head != 0;
     model.own_embedding = header.embedding == 0 ? nullptr : base + header.embedding;
     model.embedding = model.own_embedding;
